@@ -71,6 +71,40 @@ def test_scheduler_compares_with_exhaustive_search(monkeypatch, capsys):
     assert min(ratios) >= 1
 
 
+def module_of(benchmark, name, monkeypatch):
+    """A module beside a benchmark's main.py."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", ROOT / "benchmarks" / benchmark / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_simulator_prints_shares_of_the_bound(monkeypatch, capsys):
+    bound = module_of("simulator", "bound", monkeypatch)
+    for name, value in {"WIDTH": 64, "NUM_BLOCKS": 3, "NUM_HEADS": 2, "VOCABULARY": 256, "LENGTH": 32}.items():
+        monkeypatch.setattr(bound, name, value)
+    monkeypatch.setattr(bound, "MICRO_TOKENS", 128)
+    monkeypatch.setattr(bound, "NUM_STEPS", 6)
+    with pytest.raises(SystemExit) as ended:
+        bound.main(["--models", "2", "1", "--tokens", "256", "--dram", "200", "--link", "50"])
+    assert ended.value.code == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[0] in "21"]
+    assert [row[0] for row in rows] == ["2", "1"]
+    assert all(sum(each.endswith("%") for each in row) == 7 for row in rows)  # of today, and six improvements
+
+
+def test_scheduler_compares_plans_of_each_task_and_of_all(monkeypatch):
+    together = module_of("scheduler", "together", monkeypatch)
+    long, short = (
+        together.Layers(num_layers=4, param_bytes=10**8, forward_s=0.002, num_steps=number) for number in (6, 2)
+    )
+    *others, own = together.makespans([long, short], together.machine(1, [long, short]))
+    assert len(others) == 3
+    assert 0 < own <= 1.01 * others[-1]  # what generate() begins with
+
+
 def test_simulator_predicts_to_a_file_and_runs(monkeypatch, capsys, tmp_path):
     spec = importlib.util.spec_from_file_location("benchmarks_simulator", main_of("simulator"))
     module = importlib.util.module_from_spec(spec)

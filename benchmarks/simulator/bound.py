@@ -98,6 +98,7 @@ class Cell:
             ),
             host=HostCost(optimizer_threads=threads, shares_dram=True),
             num_tasks=self.num_models,
+            early_release=stage.early_release,
         )
 
     def choice(self, costs, stage):
@@ -144,8 +145,8 @@ def rows(cell, costs):
     for name, stage in stages(cell.num_models == 1):
         choice = cell.choice(costs, stage)
 
-        def cost(ends, choice=choice, stage=stage):
-            return replace(choice.cost(ends), num_micro_batches=1, early_release=stage.early_release)
+        def cost(ends, choice=choice):
+            return replace(choice.cost(ends), num_micro_batches=1)
 
         task = cost(choice.fastest().boundaries if stage.default_cut else Pilot().partition(costs, choice.budget))
         if stage.together:

@@ -25,8 +25,10 @@ MOST_TASKS = 4
 SAME = 1.001
 
 # The cuts of all tasks together are chosen by simulations of so many units in all, which bounds the seconds that they
-# take: about two. One simulation has so many: of a longer run, fewer steps of each task, in proportion.
-MOST_UNITS, RUN_UNITS = 12_000, 400
+# take: about three. One simulation has so many: of a longer run, fewer steps of each task, in proportion.
+MOST_UNITS, RUN_UNITS = 24_000, 800
+# For each second that a run takes at least, so many units are simulated at most: a hundredth of its time.
+UNITS_PER_S = 100
 # A task is cut anew where the whole run is predicted to be so many times shorter: another cut has to be rehearsed.
 LEAST_GAIN = 1.02
 
@@ -44,6 +46,7 @@ class RunAtHand:
     num_tasks: int = 1
     double_buffer: bool = True
     state_bytes: float | None = None  # that an update on the device moves for each byte of gradients; None: on the host
+    early_release: bool = False
 
     @property
     def num_busy(self) -> int:
@@ -182,6 +185,7 @@ def cut_cost(
         work_bytes=works,
         forward_bytes=[forward_unit_bytes(costs, *shard, number) for shard in shards],
         num_micro_batches=number,
+        early_release=run is not None and run.early_release,
     )
     if run is None or run.device.memory_bytes is None:
         return task
@@ -285,6 +289,7 @@ class WholeRun:
     host: HostCost = field(default_factory=HostCost)
     policy: str | Policy = "sharded-lrtf"
     double_buffer: bool = True
+    most_units: int = MOST_UNITS  # that `best` simulates
 
     @classmethod
     def of(cls, run: RunAtHand, options: Sequence[Sequence[TaskCost]]) -> WholeRun:
@@ -318,13 +323,17 @@ class WholeRun:
         Tasks that are alike get the same cut. First all tasks try their cuts of one number of shards after the other.
         Then, in turn, those with most to compute first, tasks try each of their cuts; one whose lower bound is no less
         than the makespan so far is not simulated. The search ends when a whole turn has changed nothing, or when
-        `MOST_UNITS` are simulated.
+        `most_units` are simulated. Where one simulation has more, there is none, and the makespan is a lower bound.
         """
+        first = [0] * len(self.options)
+        if self.num_units(first) > self.most_units:
+            least_s = self.least_s(first)
+            return PredictedRun(tuple(first), least_s, least_s, 0)
         alike: dict[tuple[TaskCost, ...], list[int]] = {}
         for i, options in enumerate(self._shortened):
             alike.setdefault(tuple(replace(each, name="") for each in options), []).append(i)
         groups = sorted(alike.values(), key=self._compute_s, reverse=True)
-        search = _Search(self, [0] * len(self.options))
+        search = _Search(self, first)
         before_s = search.least_s
         numbers = {task.num_shards for options in self.options for task in options}
         search.turn([self._nearest(number) for number in sorted(numbers)])
@@ -333,7 +342,7 @@ class WholeRun:
             turns = [search.turn(self._changed(search.chosen, group)) for group in groups]
             is_better = any(turns)
         if search.least_s * LEAST_GAIN > before_s:
-            return PredictedRun((0,) * len(self.options), before_s, before_s, search.num_simulated)
+            return PredictedRun(tuple(first), before_s, before_s, search.num_simulated)
         return PredictedRun(tuple(search.chosen), search.least_s, before_s, search.num_simulated)
 
     def _nearest(self, number: int) -> list[int]:
@@ -372,7 +381,7 @@ class _Search:
         self.chosen = chosen
         self.least_s = run.makespan_s(chosen)
         self.num_simulated = 1
-        self._num_left = MOST_UNITS
+        self._num_left = run.most_units - run.num_units(chosen)
 
     def turn(self, tried: Sequence[list[int]]) -> bool:
         """Simulate cuts, the ones with the lowest bound first, and take the best; True if there is a better one."""

@@ -36,6 +36,8 @@ from hydra_engine.host import (
 from hydra_engine.planning.adoption import Rehearsals, Rehearsed, signature_of
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.cuts import (
+    MOST_UNITS,
+    UNITS_PER_S,
     CutChoice,
     PredictedCut,
     RunAtHand,
@@ -46,7 +48,7 @@ from hydra_engine.planning.cuts import (
 )
 from hydra_engine.planning.rehearsal import REMEDY, Opened, TooLarge, own_device, rehearse
 from hydra_engine.planning.same_model import check_converted, check_own_forward
-from hydra_engine.planning.simulate import predict_spreads
+from hydra_engine.planning.simulate import bound_s, predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
 from hydra_engine.system import HostThreads, dram
@@ -185,6 +187,7 @@ class Estimate:
             num_tasks=target.num_tasks,
             double_buffer=target.budget.double_buffer,
             state_bytes=state_bytes,
+            early_release=state.pool.early_release,
         )
 
     def steps_on_device(self, device: DeviceSpec) -> bool:
@@ -628,7 +631,7 @@ class PlannedTask:
 
         Micro-batches that the plan has chosen stay with the cut that they were chosen for.
         """
-        task, choice, own = self.task, self.choice, self.state.cut.boundaries
+        task, choice, own, early = self.task, self.choice, self.state.cut.boundaries, self.state.pool.early_release
         if choice is None:
             costs = [self.estimate.cost(1)]
         else:
@@ -636,13 +639,7 @@ class PlannedTask:
             others = [] if is_chosen else [ends for ends in choice.candidates if tuple(ends) != tuple(own)]
             costs = [choice.cost(ends) for ends in (own, *others)]
         return [
-            replace(
-                each,
-                num_micro_batches=1,
-                priority=task.priority,
-                weight=task.weight,
-                early_release=task.early_release,
-            )
+            replace(each, num_micro_batches=1, priority=task.priority, weight=task.weight, early_release=early)
             for each in costs
         ]
 
@@ -1036,7 +1033,9 @@ def cut_together(planned: Sequence[PlannedTask]) -> dict[int, tuple[int, ...]]:
         return {}
     assert chosen[0].choice is not None
     run = chosen[0].choice.run
-    found = WholeRun.of(run, options).best()
+    whole = WholeRun.of(run, options)
+    least_s = bound_s([each[0] for each in options], whole.devices)
+    found = replace(whole, most_units=min(MOST_UNITS, int(UNITS_PER_S * least_s))).best()
     cuts = {}
     for i, (each, k) in enumerate(zip(planned, found.chosen, strict=True)):
         if k > 0:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,10 +64,12 @@ def test_tasks_that_are_alike_get_the_same_cut():
     assert len(set(found.chosen)) == 1
 
 
-def test_what_may_be_simulated_is_bounded(monkeypatch):
+def test_what_may_be_simulated_is_bounded():
     run = run_of(random.Random(0), 3)
-    monkeypatch.setattr(cuts, "MOST_UNITS", 0)
-    assert run.best() == PredictedRun((0, 0, 0), run.makespan_s((0, 0, 0)), run.makespan_s((0, 0, 0)), 1)
+    first = (0, 0, 0)
+    assert replace(run, most_units=0).best() == PredictedRun(first, run.least_s(first), run.least_s(first), 0)
+    found = replace(run, most_units=run.num_units(first)).best()
+    assert found == PredictedRun(first, run.makespan_s(first), run.makespan_s(first), 1)
 
 
 def test_a_long_run_is_predicted_by_fewer_steps():
