@@ -35,7 +35,7 @@ class TaskCost:
         num_micro_batches: that a step is made of: it may be spread over as many devices.
         ordered: units whose micro-batches have to go one after the other, wherever they are computed: those of shards
             whose forward changes buffers.
-        priority: as `ModelTask`'s. weight: as `ModelTask`'s.
+        priority: as `ModelTask`'s. weight: as `ModelTask`'s. early_release: as `ModelTask`'s.
     """
 
     name: str
@@ -57,6 +57,7 @@ class TaskCost:
     ordered: frozenset[tuple[str, int]] = frozenset()
     priority: int = 0
     weight: float = 1.0
+    early_release: bool = False
 
     def __post_init__(self) -> None:
         if not self.unit_s:
