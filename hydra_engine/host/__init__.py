@@ -10,6 +10,7 @@ from hydra_engine.host.measured import Measured, UnitBytes
 from hydra_engine.host.optimizer import (
     TORCHS,
     DeviceUpdate,
+    Released,
     StepRecord,
     TaskOptimizer,
     is_torchs,
@@ -18,6 +19,6 @@ from hydra_engine.host.optimizer import (
     restore_optimizer,
     with_averages,
 )
-from hydra_engine.host.pool import BestWeights, BorrowedPool, HostPool
+from hydra_engine.host.pool import NUM_LOANS, BestWeights, BorrowedPool, HostPool
 from hydra_engine.host.staging import WHOLE, BuffersChanged, NormGroups, StepParts, step_measures
 from hydra_engine.host.state import Observed, Region, TaskState, layout_of

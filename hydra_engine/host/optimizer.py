@@ -4,7 +4,8 @@ An *update* is what a step does to a shard; `step` is only ever the name of an o
 
     commit, end_step               make the record of a step, and move the schedule past it
     update                         on the host, after the commit
-    release                        on the host, or as the device left it, before the commit (`early_release`)
+    release                        on the host, or as the device left it, once the shard's backward is stored
+                                   (`early_release`): before the commit, beside it or after it, by its step's record
     for_device, update_on_device,  on the device, within a backward unit; the states then come back
       take_back
     before                         copies that put an update back which raises half-way
@@ -12,6 +13,7 @@ An *update* is what a step does to a shard; `step` is only ever the name of an o
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -133,6 +135,14 @@ class StepRecord:
 Gradients: TypeAlias = "dict[int, Tensor | None]"  # by slot; None: it received none
 
 
+class Released(NamedTuple):
+    """A step of which shards are updated with early release."""
+
+    staging: StepStaging  # as the step has left it: the next one may begin meanwhile
+    epoch: int
+    num_steps: int  # before it
+
+
 class DeviceUpdate(NamedTuple):
     """Tensors that a device updates a shard with, and those that this leaves, by slot."""
 
@@ -154,10 +164,11 @@ class TaskOptimizer:
         self.scheduler = task.lr_scheduler(self.optimizer) if task.lr_scheduler is not None else None
         self._is_torchs = is_torchs(self.optimizer)
         self._schedule_epoch = 0  # that the scheduler has reached
-        self._num_steps = 0
+        self.num_steps = 0  # that were committed
         self._loss_scale = LossScale.of(task)
         self._releasing = threading.Lock()  # shards of a step are released side by side
         self._released: StepRecord | None = None  # of the step in progress, with early release
+        self._committed = StepRecord()  # of the step before
         self._averages = Averages(task.ema_decay, self._slots)
         # Called before parameters, by slot, their averages or states change; None: any. It may wait.
         self.secure: Callable[[Iterable[int] | None], None] = lambda _: None
@@ -177,10 +188,9 @@ class TaskOptimizer:
         self.secure(None if self._task.optimizer_scope == "task" else ())
         if pool.early_release:
             with self._releasing:
-                self.reach_epoch(epoch)
-                released, self._released = self._released, None
+                self._committed, self._released = self._record_released(epoch), None
                 self._count_step()
-            return released or StepRecord()
+            return self._committed
         self.reach_epoch(epoch)
         scale = self.loss_scale
         if self._loss_scale is not None:
@@ -200,7 +210,7 @@ class TaskOptimizer:
             groups=kept_groups(self.optimizer, self.factors),
             has_gradient=dict(staging.has_gradient),
             total_norm=total_norm,
-            is_first=self._num_steps == 0,
+            is_first=self.num_steps == 0,
             loss_scale=scale,
             hooked=hooked,
         )
@@ -214,7 +224,7 @@ class TaskOptimizer:
         return StepRecord(loss_scale=self.loss_scale, is_skipped=True)
 
     def _count_step(self) -> None:
-        self._num_steps += 1
+        self.num_steps += 1
         # torch's schedulers warn unless the optimizer was stepped before; ours is stepped through `update`.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -235,11 +245,14 @@ class TaskOptimizer:
         else:
             _call_watched(part)
 
-    def release(self, shard: Shard, staging: StepStaging, pool: HostPool, epoch: int) -> None:
-        """Update a shard before its step is committed, and give its gradients' place back."""
+    def release(self, shard: Shard, released: Released, pool: HostPool) -> None:
+        """Update a shard with early release, and give its gradients' place back. Its step may be committed already."""
+        staging = released.staging
         try:
             self.secure(shard.owned)
-            record = self._record_released(epoch)
+            with self._releasing:
+                is_committed = self.num_steps > released.num_steps
+                record = self._committed if is_committed else self._record_released(released.epoch)
             if pool.gradients.room is GradientRoom.NONE:  # the device has stepped it
                 self._averages.move(pool.owned(shard), is_first=record.is_first)
                 return
@@ -250,14 +263,11 @@ class TaskOptimizer:
             pool.gradients.take_back(shard)
 
     def _record_released(self, epoch: int) -> StepRecord:
-        """The record of the step in progress, made where its first shard is released."""
-        with self._releasing:
-            self.reach_epoch(epoch)
-            if self._released is None:
-                self._released = StepRecord(
-                    groups=kept_groups(self.optimizer, self.factors), is_first=self._num_steps == 0
-                )
-            return self._released
+        """Return the record of the step in progress, made where its first shard is released, or at the commit."""
+        self.reach_epoch(epoch)
+        if self._released is None:
+            self._released = StepRecord(groups=kept_groups(self.optimizer, self.factors), is_first=self.num_steps == 0)
+        return self._released
 
     @property
     def counts_on_device(self) -> bool:
@@ -416,8 +426,11 @@ class TaskOptimizer:
 
     def state(self) -> dict[str, Any]:
         """State of the updates for a checkpoint: the tensors themselves, which the next step changes."""
-        averages = self._averages.state() if self._num_steps else {}
-        return {"optimizer": self.optimizer.state_dict(), "averages": averages}
+        averages = self._averages.state() if self.num_steps else {}
+        saved = self.optimizer.state_dict()
+        if isinstance(state := saved.get("state"), dict):  # whichever parameter was updated first
+            saved["state"] = dict(sorted(state.items(), key=_number))
+        return {"optimizer": saved, "averages": averages}
 
     def schedule(self) -> dict[str, Any]:
         """State of all else for a checkpoint."""
@@ -425,7 +438,7 @@ class TaskOptimizer:
             "kind": _kind(self.optimizer),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
-            "num_steps": self._num_steps,
+            "num_steps": self.num_steps,
             "epoch": self._schedule_epoch,
         }
 
@@ -451,8 +464,8 @@ class TaskOptimizer:
                 self.scheduler.load_state_dict(schedule["scheduler"])
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(schedule["loss_scale"])
-        self._num_steps, self._schedule_epoch = schedule["num_steps"], schedule["epoch"]
-        if self._num_steps:
+        self.num_steps, self._schedule_epoch = schedule["num_steps"], schedule["epoch"]
+        if self.num_steps:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
             self._averages.restore(state["averages"])
 
@@ -499,10 +512,15 @@ class TaskOptimizer:
 
     def ema_state(self) -> dict[str, Tensor] | None:
         """The model's state dict with the averages in the place of the weights; None before the first step."""
-        if self._averages.decay is None or not self._num_steps:
+        if self._averages.decay is None or not self.num_steps:
             return None
         averages = {id(slot.parameter): self._averages.tensors[slot.index] for slot in self._slots}
         return with_averages(self._task.model, averages)
+
+
+def _number(item: tuple[Any, Any]) -> float:
+    """Return a parameter's number in a saved state; what belongs to none comes after all."""
+    return item[0] if isinstance(item[0], int) else math.inf
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:

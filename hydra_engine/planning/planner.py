@@ -276,6 +276,7 @@ class Estimate:
             update_s=[sum(slot.num_bytes for slot in state.pool.owned(shard)) / rate for shard in shards],
             num_micro_batches=number,
             ordered=state.ordered,
+            early_release=state.pool.early_release and not state.steps_on_device,
         )
 
 

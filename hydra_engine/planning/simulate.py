@@ -133,10 +133,12 @@ def bound_s(
     fastest = max(team[0].speed for _, team in teams if team)
     for task in tasks:
         lowest, number = task.lowest_backward, task.num_micro_batches
-        share = max(end - first for first, end in part_ranges(number, min(number, most_at_once))) / number
+        most_parts = 1 if task.early_release else min(number, most_at_once)
+        share = max(end - first for first, end in part_ranges(number, most_parts)) / number
         bounds.append(_through_s(share * units_s[task.name], 1, teams))
         waits_s = task.commit_s * task.num_steps
-        waits_s += (task.num_steps - 1) * task.of_shard("update_s", 0) if lowest == 0 else 0.0
+        if not task.early_release:  # else the lowest shard's update goes on beside the commit
+            waits_s += (task.num_steps - 1) * task.of_shard("update_s", 0) if lowest == 0 else 0.0
         bounds.append(share * units_s[task.name] / fastest + waits_s + task.setup_s + task.end_s)
     return max(bounds)
 
@@ -187,7 +189,7 @@ def predict_spreads(
     send each micro-batch's gradients down by themselves, and the host adds.
     """
     num_devices = min(task.num_micro_batches, len(devices))
-    if num_devices == 1:
+    if num_devices == 1 or task.early_release:  # whose shards are updated before the step is through
         return (Spread(),)
     alone = replace(task, num_steps=PREDICTED_STEPS, first_step_times=1.0)
     devices = [replace(device, variation=0.0) for device in devices[:num_devices]]

@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 from hydra_engine.devices import SLABS, Ledger, Residents
+from hydra_engine.host import NUM_LOANS
 from hydra_engine.planning.costs import DeviceChange, DeviceCost, HostCost, TaskCost
 from hydra_engine.schedule import (
     BACKWARD,
@@ -137,17 +138,21 @@ class _Queue:
     def __init__(self, start: Callable[[float, Done], None], num_servers: int = 1) -> None:
         self._start = start  # (seconds, what to call then)
         self._num_free = num_servers
-        self._waiting: deque[tuple[float, Done]] = deque()
+        self._waiting: deque[Callable[[], tuple[float, Done]]] = deque()
         self.busy_s = 0.0
 
     def submit(self, seconds: float, done: Done) -> None:
         """Queue a job."""
-        self._waiting.append((seconds, done))
+        self.submit_any(lambda: (seconds, done))
+
+    def submit_any(self, take: Callable[[], tuple[float, Done]]) -> None:
+        """Queue a job that `take` chooses once it is its turn."""
+        self._waiting.append(take)
         self._pump()
 
     def _pump(self) -> None:
         while self._num_free and self._waiting:
-            seconds, done = self._waiting.popleft()
+            seconds, done = self._waiting.popleft()()
             self.busy_s += seconds
             if seconds == 0:  # at once, and without an event of its own
                 done()
@@ -278,6 +283,9 @@ class _Task:
     num_read: int = 0
     num_begun: int = 0
     num_commits: int = 0
+    host_jobs: list[tuple[int, float, Done]] = field(default_factory=list)  # a heap, as that of `HostWork`
+    lent: set[int] = field(default_factory=set)  # shards whose gradients have a place in DRAM, with early release
+    lending: deque[tuple[int, Done]] = field(default_factory=deque)  # that wait for one
     parts: list[_StepPart] = field(default_factory=list)  # of the step in progress
     sizes: list[int] = field(default_factory=list)  # micro-batches of each
     in_sums: bool = True
@@ -287,6 +295,21 @@ class _Task:
         self.num_begun, self.in_sums = self.num_begun + 1, in_sums
         self.parts = [_StepPart() for _ in range(num_parts)]
         self.sizes = [end - first for first, end in part_ranges(self.cost.num_micro_batches, num_parts)]
+
+    def lend(self, shard: int, done: Done) -> None:
+        """Wait for a place for a shard's gradients. Without early release each has its own."""
+        if self.cost.early_release and shard not in self.lent:
+            if len(self.lent) == NUM_LOANS:
+                self.lending.append((shard, done))
+                return
+            self.lent.add(shard)
+        done()
+
+    def take_back(self, shard: int) -> None:
+        """A shard is updated: its gradients' place is another's."""
+        self.lent.discard(shard)
+        if self.lending:
+            self.lend(*self.lending.popleft())
 
     def share(self, unit: Unit) -> float:
         """Of the step's micro-batches, those of a unit."""
@@ -634,9 +657,15 @@ class World:
             left()
             self._stored(part, unit)
 
+        def send_gradients() -> None:
+            device.store.submit(left_bytes / rate if rate else 0.0, stored)
+
         def passed() -> None:
             part.passed.open()
-            device.store.submit(left_bytes / rate if rate else 0.0, stored)
+            if left_bytes:
+                task.lend(unit.shard, send_gradients)
+            else:
+                send_gradients()
 
         device.store.submit(passed_bytes / rate if rate else 0.0, passed)
 
@@ -662,11 +691,22 @@ class World:
     def _commit(self, instruction: Commit) -> None:
         self._tasks[instruction.task].num_commits += 1
         event = StepCommitted(instruction.task, instruction.training)
-        self._host.submit(self._tasks[instruction.task].cost.commit_s, partial(self._events.append, event))
+        task = self._tasks[instruction.task]
+        self._on_host(instruction, task.cost.commit_s, partial(self._events.append, event))
 
     def _update(self, instruction: Update) -> None:
-        seconds = self._tasks[instruction.task].cost.of_shard("update_s", instruction.shard)
-        self._host.submit(seconds, partial(self._events.append, ShardUpdated(instruction.task, instruction.shard)))
+        task, shard = self._tasks[instruction.task], instruction.shard
+        self._on_host(instruction, task.cost.of_shard("update_s", shard), partial(self._updated, task, shard))
+
+    def _on_host(self, instruction: Commit | Update, seconds: float, done: Done) -> None:
+        """Queue a job of a task. Tasks take turns; of a task's jobs the first in their own order goes first."""
+        jobs = self._tasks[instruction.task].host_jobs
+        heappush(jobs, (instruction.host_order, seconds, done))
+        self._host.submit_any(lambda: heappop(jobs)[1:])
+
+    def _updated(self, task: _Task, shard: int) -> None:
+        task.take_back(shard)
+        self._events.append(ShardUpdated(task.cost.name, shard))
 
     def _finish(self, instruction: Finish) -> None:
         def finished() -> None:

@@ -130,8 +130,7 @@ class Feeds:
         assert task.step is not None
         task.step.is_committed = True
         if event.training:
-            # With early release, updates go on at any time.
-            task.is_updated = task.state.pool.early_release or not task.updates
+            task.is_updated = not task.updates
             task.figures.log_step()
             task.notifier.step(is_updated=task.is_updated)
         self._look_ahead(task)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from copy import copy
 from dataclasses import replace
 from functools import partial
+from heapq import heappop, heappush
 
 import torch
 
@@ -14,7 +16,7 @@ from hydra_engine.adaptive import STEPS_BETWEEN, StepChoice, StepMeasures
 from hydra_engine.checkpoints import LOST
 from hydra_engine.devices import DeviceSpec
 from hydra_engine.errors import CheckpointError, DeviceOutOfMemory, NonFiniteLoss
-from hydra_engine.host import Shard, StepRecord, TaskOptimizer, TaskState, step_measures
+from hydra_engine.host import Released, Shard, StepRecord, TaskOptimizer, TaskState, step_measures
 from hydra_engine.planning import Misfit, Room, Spreading, refit, shared_out
 from hydra_engine.run.ending import EndKind
 from hydra_engine.run.running_task import Common, Life, RunningTask
@@ -73,15 +75,23 @@ class HostWork:
     def _submit(
         self, task: RunningTask, where: str, job: Callable[[], Event | None], pool: Executor | None = None
     ) -> None:
-        def run() -> None:
-            try:
-                event = job()
-            except BaseException as error:
-                event = Failed(task.name, error, where, commit=True)
-            if event is not None:
-                self._common.events.put(event)
+        (self._common.pool if pool is None else pool).submit(self._telling, task, where, job)
 
-        (self._common.pool if pool is None else pool).submit(run)
+    def _submit_in_order(
+        self, task: RunningTask, instruction: Commit | Update, where: str, job: Callable[[], Event]
+    ) -> None:
+        """Submit a task's commit or update. Tasks take turns; of a task's jobs the first in their own order is done."""
+        entry: tuple[int, Callable[[], None]] = (instruction.host_order, partial(self._telling, task, where, job))
+        heappush(task.host_jobs, entry)
+        self._common.pool.submit(lambda: heappop(task.host_jobs)[1]())
+
+    def _telling(self, task: RunningTask, where: str, job: Callable[[], Event | None]) -> None:
+        try:
+            event = job()
+        except BaseException as error:
+            event = Failed(task.name, error, where, commit=True)
+        if event is not None:
+            self._common.events.put(event)
 
     def _timed(self, what: str, label: str, job: Callable[[], Event]) -> Event:
         with self._common.trace.span("host", what, label):
@@ -176,7 +186,7 @@ class HostWork:
     def _committing(self, task: RunningTask, instruction: Commit) -> None:
         task.held_commit = None
         job = partial(self._committed, task, instruction)
-        self._submit(task, "its commit", partial(self._timed, "commit", task.name, job))
+        self._submit_in_order(task, instruction, "its commit", partial(self._timed, "commit", task.name, job))
 
     def _committed(self, task: RunningTask, instruction: Commit) -> Event:
         event = commit(task, self._common.events.put, training_step=instruction.training)
@@ -189,9 +199,13 @@ class HostWork:
 
     def _update(self, instruction: Update) -> None:
         task = self._common.tasks[instruction.task]
-        job = partial(update, task, instruction.shard, self._common.events.put)
+        released = None
+        if task.state.pool.early_release:
+            assert task.optimizer is not None
+            released = Released(copy(task.state.staging), task.batch.epoch, task.optimizer.num_steps)
+        job = partial(update, task, instruction.shard, released, self._common.events.put)
         label = f"{instruction.task}.{instruction.shard}"
-        self._submit(task, "its optimizer", partial(self._timed, "update", label, job))
+        self._submit_in_order(task, instruction, "its optimizer", partial(self._timed, "update", label, job))
 
     def _discard(self, instruction: Discard) -> None:
         state = self._common.tasks[instruction.task].state
@@ -452,21 +466,24 @@ def _not_finite(task: RunningTask, nonfinite: str) -> Event:
     return StepCommitted(name, training=True)
 
 
-def update(task: RunningTask, index: int, put: Callable[[Event], None]) -> Event:
-    """Step the optimizer on a shard; a failure is told to `put` before the shard's turn is over."""
+def update(task: RunningTask, index: int, released: Released | None, put: Callable[[Event], None]) -> Event:
+    """Step the optimizer on a shard; a failure is told to `put` before the shard's turn is over.
+
+    released: its step, with early release; else that is the last one that was committed.
+    """
     state = task.state
     shard, optimizer = state.cut.shards[index], task.optimizer
     assert optimizer is not None
     try:
-        if state.pool.early_release:
-            optimizer.release(shard, state.staging, state.pool, task.batch.epoch)
+        if released is not None:
+            optimizer.release(shard, released, state.pool)
         else:
             assert task.record is not None
             while not _updated(task, optimizer, shard, task.record):
                 pass
     except BaseException as error:  # the shard's turn is over all the same: nothing must wait for it
-        task.is_torn = True
-        step = task.report.steps - (0 if state.pool.early_release else 1)
+        task.misses_update = True
+        step = task.report.steps - 1 if released is None else released.num_steps
         behind = f"its optimizer: shard {index} misses the update of step {step}"
         put(Failed(task.report.name, error, behind))
     return ShardUpdated(task.report.name, index)

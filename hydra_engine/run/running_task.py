@@ -424,7 +424,10 @@ class RunningTask:
     is_updated: bool = True  # the last step that was committed is in all weights
     epoch: int = 0  # that its training has reached; of a task whose best is kept by its training loss
     epoch_is_over: bool = False  # the one before that, which waits for `is_updated`
-    is_torn: bool = False  # part of its state is of another step than the rest
+    # A heap of its commit and updates that wait for a thread of the host; from any thread.
+    host_jobs: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
+    is_torn: bool = False  # part of its state is of another step than the rest, since a commit is not through
+    misses_update: bool = False  # as part of it is for good, since an update has raised
     clock: StepClock | None = None  # of an adaptive task
 
     @property
@@ -441,6 +444,11 @@ class RunningTask:
     def state(self) -> TaskState:
         """Its units' state."""
         return self.planned.state
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all of its state is of one step, once that is settled."""
+        return not (self.is_torn or self.misses_update)
 
     @property
     def is_ending(self) -> bool:
@@ -562,7 +570,7 @@ class RunningTask:
 
     def judge_epoch(self) -> None:
         """Judge the training loss of an epoch that is over, once its last step is in all weights."""
-        if self.epoch_is_over and self.is_updated and not self.is_torn:
+        if self.epoch_is_over and self.is_updated and self.is_whole:
             self.epoch_is_over = False
             self.figures.end_training_epoch()
 

@@ -91,11 +91,11 @@ class Saves:
         self._common.loggers.hurry()
         try:
             snapshot = None
-            if is_settled and not task.is_torn:
+            if is_settled and task.is_whole:
                 snapshot = self._snapshot(self._saver, task, over)
                 if snapshot is not None:
                     snapshot.capture()
-            is_whole = snapshot is not None or (is_settled and not task.is_torn)  # or it has no commit yet
+            is_whole = snapshot is not None or (is_settled and task.is_whole)  # or it has no commit yet
             torn = None if is_whole else RuntimeError("an update has raised, and some weights are of another step")
             self._saver.save_end(task.name, over, snapshot, lambda error: then(torn or error))
         except Exception as error:  # nobody else would end the task

@@ -261,12 +261,22 @@ class Commit(NamedTuple):
     task: str
     training: bool
 
+    @property
+    def host_order(self) -> int:
+        """Its place among the jobs of its task that wait for a thread of the host: before all updates."""
+        return -1
+
 
 class Update(NamedTuple):
     """Step the optimizer on one shard."""
 
     task: str
     shard: int
+
+    @property
+    def host_order(self) -> int:
+        """Its place among the jobs of its task that wait for a thread of the host: the lowest shard's is first."""
+        return self.shard
 
 
 class Discard(NamedTuple):

@@ -19,6 +19,9 @@ steps have is solved anew when tasks come or end, or devices do, or what is know
 progress stays as it was begun. Where tasks stand in groups, each group's devices are
 shared out by themselves. A task that `adapts` is told the number as its next batch is read.
 
+With early release, a shard's Update comes once its backward is stored. Nothing waits for all of them: the commit goes
+before those that the host has not begun, and the next step's units wait for their own shard's update alone.
+
 Once a commit's updates are through, the task is settled: `Capture`.
 """
 
@@ -255,12 +258,10 @@ class Scheduler:
             self._read(task)
 
     def _commit(self, task: ScheduledTask) -> None:
-        """Commit a step whose units are all through, and the updates that were released early."""
+        """Commit a step whose units are all through. Updates that were released early go on beside it and after it."""
         num_units = len(task.chain)
         is_through = num_units > 0 and task.parts[0].position == num_units and task.num_stored() == num_units
-        if is_through and not (
-            task.phase.is_over or task.on_host is not OnHost.NOTHING or (task.batch.training and task.stale)
-        ):
+        if is_through and not (task.phase.is_over or task.on_host is not OnHost.NOTHING):
             task.on_host = OnHost.COMMIT
             self._out.append(Commit(task.added.task, task.batch.training))
 
@@ -324,7 +325,6 @@ class Scheduler:
         task = self._tasks[event.task]
         task.stale.discard(event.shard)
         self._capture(task)
-        self._commit(task)
         self._advance(task)
         if any(part.offer is None for part in task.parts):
             self._dispatch.refresh(task)

@@ -183,6 +183,15 @@ class TestByHand:
             host = HostCost(optimizer_threads=num_threads, shares_dram=True)
             assert simulate(tasks, 1, host=host).makespan_s == pytest.approx(3.0)
 
+    @pytest.mark.parametrize(("gradient_bytes", "starts"), [(0, [7.5, 8.5]), (1, [8.5, 9.5])])
+    def test_with_early_release_the_commit_and_the_lowest_shard_go_first(self, gradient_bytes, starts):
+        #  step 0  |f0|f1|fb2|b1|b0|          b0's gradients, the third of the step, wait in vain for a place
+        #                    |   u2   |commit .5|u0|u1|    where these take one, until 6 s, when u1 has begun
+        #  step 1                                  |f0|f1|...
+        cost = {"commit_s": 0.5, "update_s": (1.0, 1.0, 3.0), "gradient_bytes": gradient_bytes, "early_release": True}
+        found = simulate([task("a", 1.0, 1.0, 1.0, 1.0, 1.0, num_steps=2, **cost)], 1, record=True)
+        assert [placed.start_s for placed in found.schedule][:7] == [0.0, 1.0, 2.0, 3.0, 4.0, *starts]
+
     def test_reading_goes_on_beside_computing(self):
         assert simulate([task("a", 1.0, num_steps=4, read_s=0.5)], 1).makespan_s == 0.5 + 4 * 1.0
         assert simulate([task("a", 1.0, num_steps=4, read_s=3.0)], 1).makespan_s == 4 * 3.0 + 1.0
@@ -521,6 +530,7 @@ def test_schedule_of_random_tasks_is_valid_and_the_same_each_time(policy):
                 work_bytes=rng.choice((0, 3)),
                 graph_bytes=rng.choice((0, 4)),
                 num_micro_batches=rng.choice((1, 1, 3)),
+                early_release=rng.random() < 0.3,
             )
             for k in range(rng.randint(1, 6))
         ]

@@ -355,8 +355,9 @@ class World:
         task.chain, task.released = (), set()
         task.over |= task.in_last_step
         updates_now = task.training and not task.added.early_release
-        task.updating = list(task.added.units.updates) if updates_now else []
-        expected = [Update(task.name, shard) for shard in task.updating]
+        if updates_now:
+            task.updating = list(task.added.units.updates)
+        expected = [Update(task.name, shard) for shard in task.updating] if updates_now else []
         out = self.send(StepCommitted(task.name, task.training))
         assert [each for each in out if isinstance(each, Update)] == expected, "all updates begin, lowest shard first"
         return out
@@ -505,7 +506,6 @@ class World:
         assert task.at_rest
         assert not task.committing
         assert not task.over
-        assert not (task.training and task.updating), "updates that were released early are through"
         task.committing = True
 
     def _update(self, instruction, event):
@@ -1415,7 +1415,7 @@ class TestDevicesThatComeAndGo:
         world.compute(0)
         world.store(task)
         world.compute(0)
-        assert words(world.store(task)) == "update 1, read"
+        assert words(world.store(task)) == "update 1, read, commit"
 
     def test_a_unit_is_lost_in_a_step_that_another_part_has_to_begin_again(self):
         spreads = (Spread(), Spread(2.0))
@@ -1467,11 +1467,11 @@ class TestDevicesThatComeAndGo:
         assert words(world.store(task)) == "update 1"
         assert words(world.stop()) == "run b0"
         world.compute(0)
-        assert words(world.store(task)) == "update 0"
+        assert words(world.store(task)) == "update 0, commit"
+        assert words(world.commit(task)) == ""
         for shard in (2, 1, 0):
             said = words(world.update(task, shard))
-        assert said == "commit"
-        assert words(world.commit(task)) == "capture, finish"
+        assert said == "capture, finish"
 
     def test_steps_are_spread_over_devices_that_come_once_it_is_known_how(self):
         world = World()
@@ -1714,6 +1714,26 @@ def test_gradients_of_a_task_that_is_over_are_discarded_so_that_no_unit_waits_fo
     assert words(scheduler.handle(ShardUpdated("task", 2))) == "finish"
 
 
+def test_no_update_that_was_released_early_is_a_barrier():
+    """The commit and the next step's units go on beside updates of other shards, each after its own shard's."""
+    scheduler = Scheduler(resolve_policy("fifo"))
+    scheduler.handle(DeviceAdded(0))
+    scheduler.handle(task_added("task", 2, num_steps=2, early_release=True))
+    scheduler.handle(BatchReady("task", 0, TRAIN))
+    for node in training_chain(2, 0):
+        unit = Unit("task", *node, 0)
+        scheduler.handle(Computed(0, unit, 1.0))
+        said = scheduler.handle(Stored(unit))
+    assert words(said) == "update 0, commit"
+    assert sorted(said, key=lambda instruction: instruction.host_order) == said[::-1], "the commit goes first"
+    scheduler.handle(BatchReady("task", 1, TRAIN))
+    assert words(scheduler.handle(ShardUpdated("task", 0))) == ""
+    assert "load f0, run f0" in words(scheduler.handle(StepCommitted("task", TRAIN)))
+    scheduler.handle(Computed(0, Unit("task", "f", 0, 1), 1.0))
+    assert "fb1" not in words(scheduler.handle(Stored(Unit("task", "f", 0, 1))))
+    assert "load fb1, run fb1" in words(scheduler.handle(ShardUpdated("task", 1)))
+
+
 def test_task_that_releases_early_is_settled_from_its_commit_to_its_next_backward():
     scheduler = Scheduler(resolve_policy("fifo"))
     scheduler.handle(DeviceAdded(0))
@@ -1730,10 +1750,12 @@ def test_task_that_releases_early_is_settled_from_its_commit_to_its_next_backwar
         assert not wanted()  # the next one is run at once, and may be a backward
         said = words(scheduler.handle(Stored(unit)))
         assert ("update" in said) == (k > 0)
+        assert ("commit" in said) == (k == 2)  # updates go on beside it
     assert words(scheduler.handle(ShardUpdated("task", 1))) == ""
-    assert words(scheduler.handle(ShardUpdated("task", 0))) == "commit"
     assert not wanted()
-    assert words(scheduler.handle(StepCommitted("task", TRAIN))) == "capture"
+    assert words(scheduler.handle(StepCommitted("task", TRAIN))) == ""
+    assert not wanted()
+    assert words(scheduler.handle(ShardUpdated("task", 0))) == "capture"
     assert wanted()
     scheduler.handle(BatchReady("task", 1, TRAIN))
     scheduler.handle(Computed(0, Unit("task", "f", 0, 1), 1.0))
