@@ -1,0 +1,121 @@
+"""A float32 weight kept as two halves: its bfloat16 rounding, which crosses the link, and a signed 16-bit remainder.
+
+    bits of the weight = (bits of the rounding << 16) + remainder        remainder = lower half of the bits, signed
+
+Rounded down, the lower half is at most 0x7fff; rounded up, it is what the rounding is above the weight, negated: the sum
+is the weight again, also beside zero, among subnormal numbers, and where the rounding overflows to infinity. Two kinds
+of weights are not told by their halves, and are kept apart with their place:
+
+    ties to an even upper half   the lower half is 0x8000, and the rounding went down. With the same two halves a weight
+                                 whose rounding went up is meant. One in 131,072 of random bits
+    NaN with a payload below     of NaN torch's rounding keeps nothing, so the remainder is the upper half instead
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Elements that are put together or taken apart at a time: what they need beside is in the second-level cache.
+BLOCK = 2**16
+_TIE = -(2**15)
+
+
+class Apart(NamedTuple):
+    """Elements of a weight that its halves do not tell."""
+
+    places: Tensor  # int64, ascending
+    bits: Tensor  # int32, of the weight there
+    has_nan: bool  # remainders of NaN are upper halves
+
+    @property
+    def nbytes(self) -> int:
+        return self.places.nbytes + self.bits.nbytes
+
+
+def _nothing_apart() -> Apart:
+    return Apart(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32), has_nan=False)
+
+
+class SplitWeight:
+    """A weight of which its halves are in DRAM: both flat, in the order of the weight's memory.
+
+    narrow: bfloat16, as torch rounds to it. rest: int16.
+    """
+
+    def __init__(self, narrow: Tensor, rest: Tensor, apart: Apart | None = None) -> None:
+        self.narrow = narrow
+        self.rest = rest
+        self.apart = apart or _nothing_apart()
+
+    def load(self, out: Tensor) -> Tensor:
+        """Fill `out`, float32, flat and as long, with the weight; return it."""
+        if len(out) > BLOCK:
+            for each, target in zip(self.pieces(BLOCK), out.split(BLOCK), strict=True):
+                each.load(target)
+            return out
+        bits = out.copy_(self.narrow).view(torch.int32)
+        bits += self.rest
+        if self.apart.has_nan:
+            is_nan = self.narrow.isnan()
+            bits[is_nan] = self.rest[is_nan].to(torch.int32) << 16
+        if len(self.apart.places):
+            bits[self.apart.places] = self.apart.bits
+        return out
+
+    def store(self, values: Tensor) -> None:
+        """Take over these values, float32, flat and as long."""
+        if len(values) > BLOCK:
+            pieces = self.pieces(BLOCK)
+            for each, source in zip(pieces, values.split(BLOCK), strict=True):
+                each.store(source)
+            self.join(pieces, BLOCK)
+            return
+        bits = values.view(torch.int32)
+        self.narrow.copy_(values)
+        self.rest.copy_(bits)
+        # A sum is one pass, and NaN if a term is; or of two infinities, then nothing is found.
+        if not values.sum().isnan():
+            places = self._ties(bits)
+            self.apart = Apart(places, bits[places], has_nan=False) if len(places) else _nothing_apart()
+            return
+        is_nan = values.isnan()
+        self.rest[is_nan] = (bits[is_nan] >> 16).to(torch.int16)
+        self.apart = Apart(*_nothing_apart()[:2], has_nan=bool(is_nan.any()))
+        again = self.load(torch.empty_like(values)).view(torch.int32)
+        places = (again != bits).nonzero().flatten()
+        self.apart = self.apart._replace(places=places, bits=bits[places])
+
+    def pieces(self, size: int) -> list[SplitWeight]:
+        """Return views of so many elements each; `join` takes over what was stored into them."""
+        starts = torch.arange(0, len(self.rest) + size, size)
+        ends = torch.searchsorted(self.apart.places, starts).tolist()
+        pieces = []
+        for k, (narrow, rest) in enumerate(zip(self.narrow.split(size), self.rest.split(size), strict=True)):
+            apart = None
+            if self.apart.has_nan or ends[k] < ends[k + 1]:
+                mine = slice(ends[k], ends[k + 1])
+                apart = Apart(self.apart.places[mine] - k * size, self.apart.bits[mine], self.apart.has_nan)
+            pieces.append(SplitWeight(narrow, rest, apart))
+        return pieces
+
+    def join(self, pieces: Sequence[SplitWeight], size: int) -> None:
+        """Take over what is apart in pieces of so many elements."""
+        found = [(k, each.apart) for k, each in enumerate(pieces) if each.apart.has_nan or len(each.apart.places)]
+        if not found:
+            self.apart = _nothing_apart()
+            return
+        self.apart = Apart(
+            torch.cat([apart.places + k * size for k, apart in found]),
+            torch.cat([apart.bits for _, apart in found]),
+            any(apart.has_nan for _, apart in found),
+        )
+
+    def _ties(self, bits: Tensor) -> Tensor:
+        """Return places of ties that were rounded down; there is no NaN."""
+        places = torch.from_numpy(np.flatnonzero(self.rest.numpy() == _TIE))  # four times as fast as torch's nonzero
+        return places[self.narrow.view(torch.int16)[places] == bits[places] >> 16] if len(places) else places
