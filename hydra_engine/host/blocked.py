@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.optim import optimizer as base
 from torch.optim.optimizer import Optimizer
 
+from hydra_engine.host.split import SplitMaster
+
 # Elements of a block: 4 MiB of widened gradient, of 16 that pass by in an AdamW step, for the last cache; what a block
 # costs in Python is then below one in a hundred. See benchmarks/host_optimizer.
 CHUNK = 2**20
@@ -58,6 +60,7 @@ class NarrowUpdate:
     parameter: nn.Parameter  # the float32 master
     gradient: Tensor  # as it came down the link
     narrow: Tensor | None  # what crosses the link next; None where that is the parameter itself
+    master: SplitMaster | None = None  # of a parameter whose values are not there: `narrow` is one half of them
 
 
 def step_narrow(
@@ -79,7 +82,9 @@ def step_narrow(
     part = part_of(optimizer, [])
     bare = _bare_step(part)
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    scratch = _scratch(min(CHUNK, sum(update.parameter.numel() for update in updates)))
+    size = min(CHUNK, sum(update.parameter.numel() for update in updates))
+    # Gradients of a block, and values of a piece.
+    scratch = _scratch(size + (size if any(update.master is not None for update in updates) else 0))
     with torch.no_grad():
         for block, is_cut in _blocks(updates, [_is_cut(optimizer, groups[id(u.parameter)], u) for u in updates]):
             if is_cut:
@@ -162,6 +167,9 @@ def _step_whole(
     step: Callable[[], object], updates: Sequence[NarrowUpdate], finish_gradient: Finish | None, scratch: Tensor
 ) -> None:
     """The plain way; gradients are widened into what there is of scratch."""
+    split = [update.master for update in updates if update.master is not None]
+    for master in split:
+        master.show()
     try:
         for update in updates:
             gradient, dtype = update.gradient, update.parameter.dtype
@@ -178,9 +186,12 @@ def _step_whole(
     finally:
         for update in updates:
             update.parameter.grad = None
+        for master in split:
+            master.keep()
+            master.hide()
     with torch.no_grad():
         for update in updates:
-            if update.narrow is not None:
+            if update.narrow is not None and update.master is None:
                 update.narrow.copy_(update.parameter)
 
 
@@ -221,16 +232,24 @@ def _step_in_pieces(
     masters, gradients = _pieces(update.parameter, chunk), _pieces(update.gradient, chunk)
     narrows = _pieces(update.narrow, chunk) if update.narrow is not None else None
     states = {key: _pieces(value, chunk) for key, value in state.items() if value.dim() > 0}
-    place = scratch[:chunk]
-    for k, (master, gradient) in enumerate(zip(masters, gradients, strict=True)):
-        if gradient.dtype != torch.float32:
+    halves = None if update.master is None else update.master.split.pieces(chunk)
+    place, values = scratch[:chunk], scratch[len(scratch) // 2 :]
+    try:
+        for k, gradient in enumerate(gradients):
             size = gradient.numel()
-            gradient = (place if size == chunk else scratch[:size]).copy_(gradient)
-        if finish_gradient is not None:
-            finish_gradient(gradient)
-        step_piece(master, gradient, {key: pieces[k] for key, pieces in states.items()})
-        if narrows is not None:
-            narrows[k].copy_(master)
+            if gradient.dtype != torch.float32:
+                gradient = (place if size == chunk else scratch[:size]).copy_(gradient)
+            if finish_gradient is not None:
+                finish_gradient(gradient)
+            master = masters[k] if halves is None else halves[k].load(values[:size])
+            step_piece(master, gradient, {key: pieces[k] for key, pieces in states.items()})
+            if halves is not None:
+                halves[k].store(master)
+            elif narrows is not None:
+                narrows[k].copy_(master)
+    finally:
+        if halves is not None and update.master is not None:
+            update.master.split.join(halves, chunk)
 
 
 def _pieces(tensor: Tensor, chunk: int) -> Sequence[Tensor]:

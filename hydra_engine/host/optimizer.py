@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -30,6 +31,7 @@ from hydra_engine.host.hooks import call_hooks, has_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.pool import GradientRoom, HostPool
+from hydra_engine.host.split import SplitMaster
 from hydra_engine.host.staging import StepStaging
 from hydra_engine.tasks import ModelTask, check_optimizer_needs_no_closure
 
@@ -40,11 +42,20 @@ class BeforeUpdate:
     Gradients too: clipping scales them in place, and so do some optimizers.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, slots: Sequence[Slot], others: Iterable[Tensor]) -> None:
-        """`slots`: that the update may step. `others`: gradients and averages."""
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        slots: Sequence[Slot],
+        others: Iterable[Tensor],
+        masters: Mapping[int, SplitMaster] = MappingProxyType({}),
+    ) -> None:
+        """`slots`: that the update may step. `others`: gradients and averages. masters: of slots that are split."""
         self._optimizer = optimizer
+        split = [masters[slot.index].split for slot in slots if slot.index in masters]
+        self._halves = [(each, each.copy()) for each in split]
         self._places = [(slot.parameter, slot.parameter.data) for slot in slots]
-        self._tensors = [(tensor, tensor.clone()) for tensor in (*(place for _, place in self._places), *others)]
+        whole = [slot.parameter.data for slot in slots if slot.index not in masters]
+        self._tensors = [(tensor, tensor.clone()) for tensor in (*whole, *others)]
         self._states = [(slot.parameter, _with_copies(optimizer.state.get(slot.parameter))) for slot in slots]
 
     @torch.no_grad()
@@ -52,6 +63,8 @@ class BeforeUpdate:
         """Make everything as it was: in the same memory, which others may refer to."""
         for parameter, place in self._places:
             parameter.data = place  # which an optimizer may have put elsewhere
+        for split, halves in self._halves:
+            split.put_back(halves)
         for tensor, before in self._tensors:
             tensor.copy_(before)
         for parameter, state in self._states:
@@ -81,16 +94,16 @@ class Averages:
         self.tensors = {slot.index: torch.empty_like(slot.parameter) for slot in self._slots}
 
     @torch.no_grad()
-    def move(self, slots: Iterable[Slot], *, is_first: bool) -> None:
+    def move(self, slots: Iterable[Slot], pool: HostPool, *, is_first: bool) -> None:
         """Move the averages of these towards the weights, also of those that received no gradient."""
         if self.decay is None:
             return
         for slot in slots:
             average = self.tensors[slot.index]
             if is_first:
-                average.copy_(slot.parameter)
+                pool.read(slot, into=average)
             else:
-                average.lerp_(slot.parameter, 1 - self.decay)
+                average.lerp_(pool.read(slot), 1 - self.decay)
 
     def state(self) -> dict[str, Tensor]:
         """The averages by name: the tensors themselves, which the next step changes."""
@@ -204,7 +217,7 @@ class TaskOptimizer:
             hooked=hooked,
         )
         if self._task.optimizer_scope == "task":
-            self._averages.move(self._slots, is_first=record.is_first)
+            self._averages.move(self._slots, pool, is_first=record.is_first)
         self._count_step()
         return record
 
@@ -240,7 +253,7 @@ class TaskOptimizer:
             self.secure(shard.owned)
             record = self._record_released(epoch)
             if pool.gradients.room is GradientRoom.NONE:  # the device has stepped it
-                self._averages.move(pool.owned(shard), is_first=record.is_first)
+                self._averages.move(pool.owned(shard), pool, is_first=record.is_first)
                 return
             finished = partial(self._finished, pool, None, {})
             hooked = call_hooks(pool.owned(shard), staging, pool, finished, self.secure)
@@ -359,7 +372,7 @@ class TaskOptimizer:
         if not self._is_torchs:
             pool.bring_back([*slots, *without])
             pool.renew(without)
-        self._averages.move(pool.owned(shard), is_first=record.is_first)
+        self._averages.move(pool.owned(shard), pool, is_first=record.is_first)
 
     def _without(self, owned: Sequence[Slot], record: StepRecord) -> list[Slot]:
         """The parameters without a gradient that a step sees: torch's own passes them over, another may decay them."""
@@ -371,7 +384,7 @@ class TaskOptimizer:
         slots, known = record.received(owned), self._averages.tensors
         tensors = [record.gradient(slot, pool) for slot in slots]
         tensors += [known[slot.index] for slot in owned if slot.index in known]
-        return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], tensors)
+        return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], tensors, pool.masters)
 
     def _update(
         self,
@@ -394,7 +407,10 @@ class TaskOptimizer:
                     nn.utils.clip_grads_with_norm_(parameters, limit, norm)
                 self._call_step(part)
             return
-        updates = [NarrowUpdate(slot.parameter, record.gradient(slot, pool), pool.narrow(slot)) for slot in slots]
+        updates = [
+            NarrowUpdate(slot.parameter, record.gradient(slot, pool), pool.narrow(slot), pool.masters.get(slot.index))
+            for slot in slots
+        ]
         # As torch.nn.utils.clip_grads_with_norm_ has it, which takes all gradients at once.
         clip = None if norm is None or limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
         factors = [each for each in (None if scale is None else 1 / scale, clip) if each is not None]
@@ -403,7 +419,8 @@ class TaskOptimizer:
             for factor in factors:
                 gradient.mul_(factor)
 
-        step_narrow(part, updates, finish if factors else None, partial(self._call_step, part))
+        with pool.shown(without):
+            step_narrow(part, updates, finish if factors else None, partial(self._call_step, part))
 
     def moving_tensors(self) -> Iterator[tuple[int, Tensor]]:
         """Averages and the state's tensors with their slots, all that an update of a slot changes but its weight."""

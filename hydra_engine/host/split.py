@@ -2,9 +2,9 @@
 
     bits of the weight = (bits of the rounding << 16) + remainder        remainder = lower half of the bits, signed
 
-Rounded down, the lower half is at most 0x7fff; rounded up, it is what the rounding is above the weight, negated: the sum
-is the weight again, also beside zero, among subnormal numbers, and where the rounding overflows to infinity. Two kinds
-of weights are not told by their halves, and are kept apart with their place:
+Where the rounding goes down, the remainder is what it lost; where it goes up, what it gained, negated. So the sum is
+the weight again, also for subnormal numbers, and where the rounding overflows to infinity. Two kinds of weights are
+not told by their halves, and are kept apart with their place:
 
     ties to an even upper half   the lower half is 0x8000, and the rounding went down. With the same two halves a weight
                                  whose rounding went up is meant. One in 131,072 of random bits
@@ -13,12 +13,16 @@ of weights are not told by their halves, and are kept apart with their place:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from hydra_engine.system import discard
+from partitioners.boundary import extent
 
 # Elements that are put together or taken apart at a time: what they need beside is in the second-level cache.
 BLOCK = 2**16
@@ -55,7 +59,7 @@ class SplitWeight:
     def load(self, out: Tensor) -> Tensor:
         """Fill `out`, float32, flat and as long, with the weight; return it."""
         if len(out) > BLOCK:
-            for each, target in zip(self.pieces(BLOCK), out.split(BLOCK), strict=True):
+            for each, target in zip(self.pieces(BLOCK), torch.split(out, BLOCK), strict=True):
                 each.load(target)
             return out
         bits = out.copy_(self.narrow).view(torch.int32)
@@ -71,7 +75,7 @@ class SplitWeight:
         """Take over these values, float32, flat and as long."""
         if len(values) > BLOCK:
             pieces = self.pieces(BLOCK)
-            for each, source in zip(pieces, values.split(BLOCK), strict=True):
+            for each, source in zip(pieces, torch.split(values, BLOCK), strict=True):
                 each.store(source)
             self.join(pieces, BLOCK)
             return
@@ -95,7 +99,9 @@ class SplitWeight:
         starts = torch.arange(0, len(self.rest) + size, size)
         ends = torch.searchsorted(self.apart.places, starts).tolist()
         pieces = []
-        for k, (narrow, rest) in enumerate(zip(self.narrow.split(size), self.rest.split(size), strict=True)):
+        for k, (narrow, rest) in enumerate(
+            zip(torch.split(self.narrow, size), torch.split(self.rest, size), strict=True)
+        ):
             apart = None
             if self.apart.has_nan or ends[k] < ends[k + 1]:
                 mine = slice(ends[k], ends[k + 1])
@@ -119,3 +125,69 @@ class SplitWeight:
         """Return places of ties that were rounded down; there is no NaN."""
         places = torch.from_numpy(np.flatnonzero(self.rest.numpy() == _TIE))  # four times as fast as torch's nonzero
         return places[self.narrow.view(torch.int16)[places] == bits[places] >> 16] if len(places) else places
+
+    def copy(self) -> SplitWeight:
+        """Return the weight as it is now, in memory of its own."""
+        return SplitWeight(self.narrow.clone(), self.rest.clone(), self.apart)
+
+    def put_back(self, before: SplitWeight) -> None:
+        """Be as a copy was made."""
+        self.narrow.copy_(before.narrow)
+        self.rest.copy_(before.rest)
+        self.apart = before.apart
+
+
+def row_of(tensor: Tensor) -> Tensor:
+    """Return the memory that a tensor lies in, as one row; with its gaps, if it has any."""
+    detached = tensor.detach()
+    return detached.as_strided((extent(detached.shape, detached.stride()),), (1,))
+
+
+class SplitMaster:
+    """A parameter whose weight is split, and which has its float32 values only while they are needed.
+
+    The parameter keeps a place in DRAM, at one address for good. Shown, the values are there. Hidden, the place has no
+    pages: it takes no DRAM, and reads as zeros.
+
+        show()   the values are there
+        keep()   they are taken over from there: what updates wrote
+        hide()   they are gone, once as many have hidden it as have shown it
+
+    Updates and callbacks may show it at the same time, in several threads.
+    """
+
+    def __init__(self, parameter: nn.Parameter, place: Tensor, split: SplitWeight) -> None:
+        self.split = split
+        self._parameter = parameter
+        self._place = place
+        self._lock = threading.Lock()
+        self._num_shown = 0
+
+    def show(self) -> None:
+        with self._lock:
+            self._num_shown += 1
+            self.split.load(row_of(self._place))
+
+    def keep(self) -> None:
+        now = self._parameter.data
+        if now.data_ptr() != self._place.data_ptr() or now.stride() != self._place.stride():
+            self._place.copy_(now)  # an optimizer gave it other memory
+            self._parameter.data = self._place
+        self.split.store(row_of(self._place))
+
+    def hide(self) -> None:
+        with self._lock:
+            self._num_shown -= 1
+            if not self._num_shown:
+                discard_values(self._place)
+
+    def load(self, out: Tensor) -> Tensor:
+        """Fill a tensor, which is laid out as the parameter, with the values; return it."""
+        self.split.load(row_of(out))
+        return out
+
+
+def discard_values(tensor: Tensor) -> None:
+    """Give a tensor's pages back to the system."""
+    row = row_of(tensor)
+    discard(row.untyped_storage(), int(row.storage_offset()) * row.element_size(), row.nbytes)

@@ -9,6 +9,7 @@ from hydra_engine.system.dram import (
     discard,
     is_alone,
     is_out_of_dram,
+    keep_small_pages,
     return_free_memory,
 )
 from hydra_engine.system.files import (

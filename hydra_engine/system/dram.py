@@ -95,6 +95,14 @@ def discard(storage: torch.UntypedStorage, start: int, num_bytes: int, *, is_sha
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
 
 
+def keep_small_pages(storage: torch.UntypedStorage) -> None:
+    """Let the system give this memory in small pages, wherever it can give large ones: parts are given back."""
+    page = mmap.PAGESIZE
+    begin, end = -(-storage.data_ptr() // page) * page, (storage.data_ptr() + storage.nbytes()) // page * page
+    if sys.platform == "linux" and end > begin:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_NOHUGEPAGE)
+
+
 def is_alone(storage: torch.UntypedStorage, parameters: Iterable[nn.Parameter]) -> bool:
     """Return True if no tensor but these lies in a storage: a callback may have kept a state dict."""
     first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -70,7 +70,8 @@ def test_infinities_are_numbers():
     values = torch.tensor([torch.inf, -torch.inf, torch.finfo(torch.float32).max, torch.finfo(torch.float32).min])
     split = stored(values)
     assert_whole(split, values)
-    assert split.narrow.isinf().all() and not split.apart.has_nan
+    assert split.narrow.isinf().all()
+    assert not split.apart.has_nan
 
 
 def test_subnormal_weights_come_back_where_the_processor_takes_them_for_zero():
