@@ -174,7 +174,7 @@ def _step_whole(
         for update in updates:
             gradient, dtype = update.gradient, update.parameter.dtype
             if gradient.dtype != dtype:
-                if dtype == scratch.dtype and gradient.numel() <= len(scratch) and _is_dense(gradient):
+                if dtype == scratch.dtype and gradient.numel() <= len(scratch) and is_dense(gradient):
                     place = scratch.as_strided(gradient.shape, gradient.stride())
                     gradient, scratch = place.copy_(gradient), scratch[gradient.numel() :]
                 else:
@@ -298,7 +298,7 @@ def _bare_step(part: Optimizer) -> Callable[[], object]:
     return partial(inspect.unwrap(type(part).step), part)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Without gaps, in whatever order of dimensions: torch then lays a tensor like it out in the same way."""
     if tensor.layout != torch.strided:
         return False
@@ -309,4 +309,4 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _lies_as(tensor: Tensor, parameter: Tensor) -> bool:
     """Return True if both are dense, with their elements in the same order."""
-    return _is_dense(tensor) and tensor.shape == parameter.shape and tensor.stride() == parameter.stride()
+    return is_dense(tensor) and tensor.shape == parameter.shape and tensor.stride() == parameter.stride()

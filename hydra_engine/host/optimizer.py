@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
 from hydra_engine.data import DrawsRefused, copied
-from hydra_engine.host.blocked import NarrowUpdate, has_step_hooks, part_of, step_narrow
+from hydra_engine.host.blocked import NarrowUpdate, has_step_hooks, is_dense, part_of, step_narrow
 from hydra_engine.host.hooks import call_hooks, has_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.pool import GradientRoom, HostPool
 from hydra_engine.host.split import SplitMaster
 from hydra_engine.host.staging import StepStaging
+from hydra_engine.system import PrivateMemory
 from hydra_engine.tasks import ModelTask, check_optimizer_needs_no_closure
 
 
@@ -117,6 +118,9 @@ class Averages:
             self.tensors[slot.index] = saved[slot.name]
 
 
+# States of at least so many bytes lie in private memory, whose large pages have 2 MiB.
+PLACED_BYTES = 2**22
+
 # What torch itself keeps and changes on an optimizer.
 TORCHS = {"state", "param_groups", "step", "defaults", "_opt_called", "_need_device_dtype_check_for_fused"}
 TORCHS |= {"_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"}
@@ -171,6 +175,7 @@ class TaskOptimizer:
         self._releasing = threading.Lock()  # shards of a step are released side by side
         self._released: StepRecord | None = None  # of the step in progress, with early release
         self._averages = Averages(task.ema_decay, self._slots)
+        self._placed: set[int] = set()  # slots whose states lie in memory of ours
         # Called before parameters, by slot, their averages or states change; None: any. It may wait.
         self.secure: Callable[[Iterable[int] | None], None] = lambda _: None
 
@@ -369,7 +374,9 @@ class TaskOptimizer:
         self._update([slot for slot in slots if slot.index in record.hooked], pool, record, None)
         rest = [slot for slot in slots if slot.index not in record.hooked]
         self._update(rest, pool, record, record.loss_scale, without)
-        if not self._is_torchs:
+        if self._is_torchs:
+            self._place(slots)
+        else:  # which may hold its states elsewhere, too
             pool.bring_back([*slots, *without])
             pool.renew(without)
         self._averages.move(pool.owned(shard), pool, is_first=record.is_first)
@@ -421,6 +428,16 @@ class TaskOptimizer:
 
         with pool.shown(without):
             step_narrow(part, updates, finish if factors else None, partial(self._call_step, part))
+
+    def _place(self, slots: Iterable[Slot]) -> None:
+        """Move states that a step has made to private memory, one tensor at a time; small ones stay."""
+        for slot in (slot for slot in slots if slot.index not in self._placed):
+            self._placed.add(slot.index)
+            state = self.optimizer.state.get(slot.parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.nbytes >= PLACED_BYTES and is_dense(value):
+                    place = value.new_empty(0).set_(PrivateMemory().new(value.nbytes), 0, value.shape, value.stride())
+                    state[key] = place.copy_(value)
 
     def moving_tensors(self) -> Iterator[tuple[int, Tensor]]:
         """Averages and the state's tensors with their slots, all that an update of a slot changes but its weight."""

@@ -15,7 +15,7 @@ from hydra_engine.data import copy_of, place_in_dram, residue
 from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.layout import ModelLayout, Shard, SlabPiece, Slot
 from hydra_engine.host.split import SplitMaster, SplitWeight, discard_values, row_of
-from hydra_engine.system import Freed, HostMemory, is_alone, keep_small_pages, return_free_memory
+from hydra_engine.system import Freed, HostMemory, PrivateMemory, is_alone, keep_small_pages, return_free_memory
 from hydra_engine.tasks import Best
 
 # Shards whose gradients are in DRAM with early release: one is updated while the next one's arrive.
@@ -161,11 +161,11 @@ class HostPool:
         self._host = host = HostMemory() if host is None else host
         # Beside casts, masters cross no link unless a device steps the optimizer.
         crosses = self.layout.narrow is None or self.gradients.room is GradientRoom.NONE
-        self._masters_host = host if crosses else HostMemory()
+        self._masters_host = host if crosses else PrivateMemory()
         self._weights = self._masters_host.new(self.layout.num_bytes[True])
         self.gradients.open(shards, host)
         self._link = self._weights if self.layout.narrow is None else host.new(self.layout.link_bytes[True])
-        self._rests = HostMemory().new(self.split_bytes[1])
+        self._rests = PrivateMemory().new(self.split_bytes[1])
         # After all that may find no room: from here on others may use what this task brought.
         self._blocks, self._brought = self._frozen.acquire(self.layout, host)  # by slot
         freed = Freed()

@@ -60,6 +60,23 @@ class HostMemory:
         discard(storage, start, num_bytes)
 
 
+class PrivateMemory(HostMemory):
+    """DRAM that crosses no link: never page-locked, and in large pages where the system gives them.
+
+    A pass over many tensors then misses the processor's table of pages less often, and first writes are faster.
+    https://docs.kernel.org/admin-guide/mm/transhuge.html
+    """
+
+    def new(self, num_bytes: int) -> torch.UntypedStorage:
+        """Return DRAM, all zeros; free once nobody holds it."""
+        if sys.platform != "linux" or not num_bytes:
+            return new_storage(num_bytes)
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a system without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
 def return_free_memory() -> None:
     """Give freed memory back to the system: glibc keeps blocks of up to 32 MiB, and weights are such blocks.
 
