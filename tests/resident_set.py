@@ -1,6 +1,6 @@
 """Trains one task and prints how far the process's resident set grew, and the plan (tests/host/test_resident_set.py).
 
-python -m tests.resident_set adamw        # or bfloat16, split, split-early, sgd-early
+python -m tests.resident_set adamw        # or bfloat16, split, split-early, moments, sgd-early
 """
 
 import json
@@ -28,6 +28,7 @@ CASES = {
     "bfloat16": ({"optimizer": partial(torch.optim.AdamW, fused=True), "precision": "bfloat16"}, 272),
     "split": ({"optimizer": partial(torch.optim.AdamW, fused=True), **SPLIT}, 310),
     "split-early": ({"optimizer": partial(torch.optim.AdamW, fused=True), **SPLIT, "early_release": True}, 360),
+    "moments": ({"optimizer": torch.optim.AdamW, **SPLIT, "early_release": True, "moments": "bfloat16"}, 540),
     "split-half": ({"optimizer": partial(torch.optim.AdamW, fused=True), **SPLIT, "early_release": True}, 180),
     "sgd-early": ({"optimizer": torch.optim.SGD, "early_release": True}, 1024),
 }

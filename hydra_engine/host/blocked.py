@@ -12,6 +12,7 @@ import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as base
 from torch.optim.optimizer import Optimizer
 
-from hydra_engine.host.split import SplitMaster
+from hydra_engine.host.split import BLOCK, SplitMaster, row_of
 
 # Elements of a block: 4 MiB of widened gradient, of 16 that pass by in an AdamW step, for the last cache; what a block
 # costs in Python is then below one in a hundred. See benchmarks/host_optimizer.
@@ -47,6 +48,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
 )
 
+MOMENTS = torch.bfloat16
 _OF_THREAD = threading.local()
 
 Finish = Callable[[Tensor], None]
@@ -68,6 +70,8 @@ def step_narrow(
     updates: Sequence[NarrowUpdate],
     finish_gradient: Finish | None,
     step: Callable[[], object] | None = None,
+    *,
+    narrows_moments: bool = False,
 ) -> None:
     """Step the parameters of `optimizer`, and no others, by gradients of any dtype; then write their narrow copies.
 
@@ -75,9 +79,11 @@ def step_narrow(
     are bitwise those of the plain way, at the same number of intra-op threads: `p.grad = gradient.float()`,
     `finish_gradient(p.grad)`, `optimizer.step()`, `narrow.copy_(p)`. As there, a gradient that is float32 already may
     be overwritten. `step`: instead of the optimizer's own, where that goes over all parameters at once.
+    narrows_moments: keep state of a parameter's shape in bfloat16 from one step to the next, which changes bits.
     """
     if not _is_elementwise(optimizer):
-        _step_whole(step or optimizer.step, updates, finish_gradient, torch.empty(0))
+        with _moments_widened(optimizer, updates if narrows_moments else ()):
+            _step_whole(step or optimizer.step, updates, finish_gradient, torch.empty(0))
         return
     part = part_of(optimizer, [])
     bare = _bare_step(part)
@@ -95,7 +101,8 @@ def step_narrow(
                     {**group, "params": [p for p in group["params"] if id(p) in mine]}
                     for group in optimizer.param_groups
                 ]
-                _step_whole(bare, block, finish_gradient, scratch)
+                with _moments_widened(optimizer, block if narrows_moments else ()):
+                    _step_whole(bare, block, finish_gradient, scratch)
 
 
 def part_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
@@ -242,7 +249,11 @@ def _step_in_pieces(
             if finish_gradient is not None:
                 finish_gradient(gradient)
             master = masters[k] if halves is None else halves[k].load(values[:size])
-            step_piece(master, gradient, {key: pieces[k] for key, pieces in states.items()})
+            own = {key: pieces[k] for key, pieces in states.items()}
+            wide = {key: each.float() for key, each in own.items() if each.dtype == MOMENTS}
+            step_piece(master, gradient, own | wide)
+            for key, each in wide.items():
+                _narrow_moment(each, own[key], state)
             if halves is not None:
                 halves[k].store(master)
             elif narrows is not None:
@@ -310,3 +321,63 @@ def is_dense(tensor: Tensor) -> bool:
 def _lies_as(tensor: Tensor, parameter: Tensor) -> bool:
     """Return True if both are dense, with their elements in the same order."""
     return is_dense(tensor) and tensor.shape == parameter.shape and tensor.stride() == parameter.stride()
+
+
+# -- moments in bfloat16
+
+
+@contextmanager
+def _moments_widened(optimizer: Optimizer, updates: Sequence[NarrowUpdate]) -> Iterator[None]:
+    """Let these parameters have their moments in float32 in the body, and in bfloat16 after it."""
+    kept: dict[tuple[int, str], Tensor] = {}
+    for update in updates:
+        state = optimizer.state.get(update.parameter, {})
+        for key, value in state.items():
+            if is_moment(value, update.parameter) and value.dtype == MOMENTS:
+                kept[id(update.parameter), key] = value
+                state[key] = value.float()
+    try:
+        yield
+    finally:
+        for update in updates:
+            state = optimizer.state.get(update.parameter, {})
+            for key, value in state.items():
+                if is_moment(value, update.parameter) and value.dtype == torch.float32:
+                    place = kept.get((id(update.parameter), key))
+                    place = torch.empty_like(value, dtype=MOMENTS) if place is None else place
+                    _narrow_moment(value, place, state)
+                    state[key] = place
+
+
+def is_moment(value: object, parameter: Tensor) -> bool:
+    """Return True if a state is an average of a float32 parameter's shape, in float32 or in bfloat16."""
+    if not isinstance(value, Tensor) or parameter.dtype != torch.float32 or not value.dim():
+        return False
+    return value.dtype in (torch.float32, MOMENTS) and value.shape == parameter.shape and is_dense(value)
+
+
+def _narrow_moment(wide: Tensor, place: Tensor, state: Mapping[str, Any]) -> None:
+    """Round a moment, which is overwritten, by the step that its optimizer has counted."""
+    counter = state.get("step")
+    if counter is None:  # momentum, which forgets within a few steps
+        place.copy_(wide)
+    else:
+        round_by_turns(row_of(wide), row_of(place), int(counter))
+
+
+def round_by_turns(values: Tensor, out: Tensor, turn: int) -> None:
+    """Round float32 values, which are overwritten, to bfloat16, up or down: over turns the mean is the value.
+
+    Rounded to nearest, an average stays where it is if it moves by less than half a unit in its last place. AdamW's
+    second moment falls by a thousandth of itself at most, and a unit is at least four: it would never fall again. So a
+    number below one unit is added to each value, another one at each turn, and what exceeds a unit is cut off. In
+    65,536 turns each such number comes once. So it does in 65,536 neighbours at one turn.
+    """
+    start = (turn * 40503 + 2**15) % 2**16 - 2**15
+    turns = (torch.arange(min(BLOCK, len(values))) * 25717).to(torch.int16) + start
+    for source, target in zip(torch.split(values, BLOCK), torch.split(out, BLOCK), strict=True):
+        bits = source.view(torch.int32)
+        bits += 2**15
+        bits += turns[: len(bits)]
+        bits >>= 16
+        target.view(torch.int16).copy_(bits)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
 from hydra_engine.data import DrawsRefused, copied
-from hydra_engine.host.blocked import NarrowUpdate, has_step_hooks, is_dense, part_of, step_narrow
+from hydra_engine.host.blocked import NarrowUpdate, has_step_hooks, is_dense, is_moment, part_of, step_narrow
 from hydra_engine.host.hooks import call_hooks, has_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
@@ -175,6 +175,7 @@ class TaskOptimizer:
         self._releasing = threading.Lock()  # shards of a step are released side by side
         self._released: StepRecord | None = None  # of the step in progress, with early release
         self._averages = Averages(task.ema_decay, self._slots)
+        self._narrows_moments = task.moments == "bfloat16"
         self._placed: set[int] = set()  # slots whose states lie in memory of ours
         # Called before parameters, by slot, their averages or states change; None: any. It may wait.
         self.secure: Callable[[Iterable[int] | None], None] = lambda _: None
@@ -427,7 +428,8 @@ class TaskOptimizer:
                 gradient.mul_(factor)
 
         with pool.shown(without):
-            step_narrow(part, updates, finish if factors else None, partial(self._call_step, part))
+            step = partial(self._call_step, part)
+            step_narrow(part, updates, finish if factors else None, step, narrows_moments=self._narrows_moments)
 
     def _place(self, slots: Iterable[Slot]) -> None:
         """Move states that a step has made to private memory, one tensor at a time; small ones stay."""
@@ -483,12 +485,22 @@ class TaskOptimizer:
             restore_optimizer(self.optimizer, state["optimizer"])
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(schedule["scheduler"])
+        if self._is_torchs and not self._narrows_moments:
+            self._widen_moments()
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(schedule["loss_scale"])
         self._num_steps, self._schedule_epoch = schedule["num_steps"], schedule["epoch"]
         if self._num_steps:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
             self._averages.restore(state["averages"])
+
+    def _widen_moments(self) -> None:
+        """Have moments in float32 that were saved in bfloat16."""
+        for slot in self._slots:
+            state = self.optimizer.state.get(slot.parameter, {})
+            for key, value in state.items():
+                if is_moment(value, slot.parameter):
+                    state[key] = value.float()
 
     def _take_over(self, saved: Mapping[str, Any], schedule: Mapping[str, Any]) -> None:
         """Take over the states of parameters, and nothing of groups; step the schedule as often as the saved one."""

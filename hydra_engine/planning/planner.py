@@ -158,7 +158,7 @@ class Estimate:
         and down; its own update is taken to cost nothing beside that.
         """
         task, layout = self._state.task, self._state.layout
-        if self._state.pool.splits:
+        if self._state.pool.splits or task.moments != "float32":
             return False
         if task.optimizer_device == "auto" and not task.may_veto and not has_hooks(layout):
             link = self.rates(device)
@@ -375,6 +375,10 @@ class PlannedTask:
         if task.model.is_pending or (task.model.has_own_forward and not self._is_chain(alignment_bytes)):
             self._convert()
         self.layout = layout_of(task, alignment_bytes)
+        if task.moments != "float32":
+            self.doubts.append(
+                f"{name}: moments={task.moments!r} rounds at each step: its results are not plain PyTorch's"
+            )
         narrow = sum(slot.dtype == torch.bfloat16 for slot in self.layout.trainable_slots())
         if narrow and task.purpose is Purpose.TRAIN:
             self.doubts.append(

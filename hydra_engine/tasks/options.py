@@ -190,6 +190,7 @@ LIMITS: tuple[Rule, ...] = (
         "{}, limit: 64 bits, as torch.manual_seed takes; give a smaller one",
     ),
     _known("precision", *DTYPES),
+    _known("moments", "float32", "bfloat16"),
     _known("optimizer_scope", "shard", "task"),
     _known("optimizer_device", "host", "device", "auto"),
     _known("lr_scheduler_interval", "step", "epoch"),
@@ -294,6 +295,14 @@ def splits_against(options: Mapping[str, Any]) -> list[str]:
 def _conflicts(options: Mapping[str, Any]) -> Iterator[str]:
     for option in splits_against(options) if options["split_weights"] else ():
         yield f"split_weights: with {option} all weights are needed in float32; leave out one"
+    whole = {
+        "precision='float32'": options["precision"] == "float32",
+        "optimizer_scope='task'": options["optimizer_scope"] == "task",
+        "optimizer_device='device'": options["optimizer_device"] == "device",
+    }
+    for option in whole if options["moments"] != "float32" else ():
+        if whole[option]:
+            yield f"moments: {options['moments']!r} with {option}, where updates are the optimizer's own; leave out one"
     scaler, precision, validation = options["grad_scaler"], options["precision"], options["validation"]
     if scaler is not None and precision != "float16":
         yield f"grad_scaler: given with precision {precision!r}; only 'float16' scales its loss"

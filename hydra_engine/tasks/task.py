@@ -80,6 +80,9 @@ class ModelTask:
             lack, instead of float32 weights beside them: 2 bytes per parameter less, and the same results. True, False,
             or None: where DRAM is too small otherwise. The model's parameters then have their values in callbacks and
             after training; to other threads of yours they are zero (docs/memory.md).
+        moments: with a 16-bit precision, "float32"; or "bfloat16", which is **not exact**: the averages that the
+            optimizer keeps of each parameter are rounded after each step. They take half of the DRAM, and results are
+            near those of plain PyTorch.
         grad_scaler: where the loss scale of float16 starts and how it moves; default `torch.amp.GradScaler("cpu")`.
         accumulation_steps*: micro-batches per step, or "auto". A number is kept whatever comes; under "auto" a batch
             whose step does not fit raises it from then on.
@@ -164,6 +167,7 @@ class ModelTask:
         partitioner: Partitioner | str | None = None,
         precision: str = "float32",
         split_weights: bool | None = None,
+        moments: str = "float32",
         grad_scaler: torch.amp.GradScaler | None = None,
         accumulation_steps: int | str = 1,
         max_device_batch: int | None = None,
@@ -233,6 +237,7 @@ class ModelTask:
         self.callback_timeout_s = callback_timeout_s
         self.precision = precision
         self.split_weights = split_weights
+        self.moments = moments
         self.grad_scaler = grad_scaler
         self.accumulation_steps = accumulation_steps
         self.max_device_batch = max_device_batch
