@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -89,12 +89,14 @@ def step_narrow(
     bare = _bare_step(part)
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     size = min(CHUNK, sum(update.parameter.numel() for update in updates))
-    # Gradients of a block, and values of a piece.
-    scratch = _scratch(size + (size if any(update.master is not None for update in updates) else 0))
+    # A block's gradients; a piece's weights; its moments, of which Adam has three at most.
+    num_places = 5 if narrows_moments else 2 if any(update.master is not None for update in updates) else 1
+    scratch = _scratch(num_places * size)
     with torch.no_grad():
         for block, is_cut in _blocks(updates, [_is_cut(optimizer, groups[id(u.parameter)], u) for u in updates]):
             if is_cut:
-                _step_in_pieces(optimizer, groups[id(block[0].parameter)], block[0], finish_gradient, scratch)
+                places = [scratch[k * size :] for k in range(num_places)]
+                _step_in_pieces(optimizer, groups[id(block[0].parameter)], block[0], finish_gradient, places)
             else:
                 mine = {id(update.parameter) for update in block}
                 part.param_groups = [
@@ -230,9 +232,9 @@ def _step_in_pieces(
     group: Mapping[str, Any],
     update: NarrowUpdate,
     finish_gradient: Finish | None,
-    scratch: Tensor,
+    places: Sequence[Tensor],
 ) -> None:
-    """The plain way, on one piece of a parameter after the other."""
+    """The plain way, on one piece of a parameter after the other; places: as long as a block, for what is widened."""
     state: dict[str, Tensor] = optimizer.state.get(update.parameter, {})
     chunk, make_step = (KERNEL_CHUNK, _kernel_step) if _has_kernel(optimizer, group) else (CHUNK, _piece_step)
     step_piece = make_step(optimizer, group, state)
@@ -240,17 +242,18 @@ def _step_in_pieces(
     narrows = _pieces(update.narrow, chunk) if update.narrow is not None else None
     states = {key: _pieces(value, chunk) for key, value in state.items() if value.dim() > 0}
     halves = None if update.master is None else update.master.split.pieces(chunk)
-    place, values = scratch[:chunk], scratch[len(scratch) // 2 :]
+    place = places[0][:chunk]
     try:
         for k, gradient in enumerate(gradients):
             size = gradient.numel()
             if gradient.dtype != torch.float32:
-                gradient = (place if size == chunk else scratch[:size]).copy_(gradient)
+                gradient = (place if size == chunk else place[:size]).copy_(gradient)
             if finish_gradient is not None:
                 finish_gradient(gradient)
-            master = masters[k] if halves is None else halves[k].load(values[:size])
+            master = masters[k] if halves is None else halves[k].load(places[1][:size])
             own = {key: pieces[k] for key, pieces in states.items()}
-            wide = {key: each.float() for key, each in own.items() if each.dtype == MOMENTS}
+            narrow = [key for key, each in own.items() if each.dtype == MOMENTS]
+            wide = {key: places[2 + j][:size].copy_(own[key]) for j, key in enumerate(narrow)}
             step_piece(master, gradient, own | wide)
             for key, each in wide.items():
                 _narrow_moment(each, own[key], state)
@@ -365,6 +368,12 @@ def _narrow_moment(wide: Tensor, place: Tensor, state: Mapping[str, Any]) -> Non
         round_by_turns(row_of(wide), row_of(place), int(counter))
 
 
+@lru_cache(maxsize=4)
+def _below_one_unit(turn: int) -> Tensor:
+    """What is added to a block at a turn: for all of a step, so it is kept."""
+    return ((torch.arange(BLOCK) * 25717 + turn * 40503) % 2**16).to(torch.int32)
+
+
 def round_by_turns(values: Tensor, out: Tensor, turn: int) -> None:
     """Round float32 values, which are overwritten, to bfloat16, up or down: over turns the mean is the value.
 
@@ -373,11 +382,9 @@ def round_by_turns(values: Tensor, out: Tensor, turn: int) -> None:
     number below one unit is added to each value, another one at each turn, and what exceeds a unit is cut off. In
     65,536 turns each such number comes once. So it does in 65,536 neighbours at one turn.
     """
-    start = (turn * 40503 + 2**15) % 2**16 - 2**15
-    turns = (torch.arange(min(BLOCK, len(values))) * 25717).to(torch.int16) + start
+    below = _below_one_unit(turn % 2**16)
     for source, target in zip(torch.split(values, BLOCK), torch.split(out, BLOCK), strict=True):
         bits = source.view(torch.int32)
-        bits += 2**15
-        bits += turns[: len(bits)]
+        bits += below[: len(bits)]
         bits >>= 16
         target.view(torch.int16).copy_(bits)

@@ -13,6 +13,7 @@ not told by their halves, and are kept apart with their place:
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -41,8 +42,7 @@ class Apart(NamedTuple):
         return self.places.nbytes + self.bits.nbytes
 
 
-def _nothing_apart() -> Apart:
-    return Apart(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32), has_nan=False)
+NOTHING_APART = Apart(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32), has_nan=False)
 
 
 class SplitWeight:
@@ -51,10 +51,10 @@ class SplitWeight:
     narrow: bfloat16, as torch rounds to it. rest: int16.
     """
 
-    def __init__(self, narrow: Tensor, rest: Tensor, apart: Apart | None = None) -> None:
+    def __init__(self, narrow: Tensor, rest: Tensor, apart: Apart = NOTHING_APART) -> None:
         self.narrow = narrow
         self.rest = rest
-        self.apart = apart or _nothing_apart()
+        self.apart = apart
 
     def load(self, out: Tensor) -> Tensor:
         """Fill `out`, float32, flat and as long, with the weight; return it."""
@@ -83,13 +83,12 @@ class SplitWeight:
         self.narrow.copy_(values)
         self.rest.copy_(bits)
         # A sum is one pass, and NaN if a term is; or of two infinities, then nothing is found.
-        if not values.sum().isnan():
-            places = self._ties(bits)
-            self.apart = Apart(places, bits[places], has_nan=False) if len(places) else _nothing_apart()
+        if not math.isnan(float(values.sum())):
+            self.apart = self._ties(bits)
             return
         is_nan = values.isnan()
         self.rest[is_nan] = (bits[is_nan] >> 16).to(torch.int16)
-        self.apart = Apart(*_nothing_apart()[:2], has_nan=bool(is_nan.any()))
+        self.apart = NOTHING_APART._replace(has_nan=bool(is_nan.any()))
         again = self.load(torch.empty_like(values)).view(torch.int32)
         places = (again != bits).nonzero().flatten()
         self.apart = self.apart._replace(places=places, bits=bits[places])
@@ -102,7 +101,7 @@ class SplitWeight:
         for k, (narrow, rest) in enumerate(
             zip(torch.split(self.narrow, size), torch.split(self.rest, size), strict=True)
         ):
-            apart = None
+            apart = NOTHING_APART
             if self.apart.has_nan or ends[k] < ends[k + 1]:
                 mine = slice(ends[k], ends[k + 1])
                 apart = Apart(self.apart.places[mine] - k * size, self.apart.bits[mine], self.apart.has_nan)
@@ -113,7 +112,7 @@ class SplitWeight:
         """Take over what is apart in pieces of so many elements."""
         found = [(k, each.apart) for k, each in enumerate(pieces) if each.apart.has_nan or len(each.apart.places)]
         if not found:
-            self.apart = _nothing_apart()
+            self.apart = NOTHING_APART
             return
         self.apart = Apart(
             torch.cat([apart.places + k * size for k, apart in found]),
@@ -121,10 +120,15 @@ class SplitWeight:
             any(apart.has_nan for _, apart in found),
         )
 
-    def _ties(self, bits: Tensor) -> Tensor:
-        """Return places of ties that were rounded down; there is no NaN."""
-        places = torch.from_numpy(np.flatnonzero(self.rest.numpy() == _TIE))  # four times as fast as torch's nonzero
-        return places[self.narrow.view(torch.int16)[places] == bits[places] >> 16] if len(places) else places
+    def _ties(self, bits: Tensor) -> Apart:
+        """Return the ties that were rounded down; there is no NaN."""
+        # By NumPy, which takes a fifth of torch's time for this.
+        found = np.flatnonzero(self.rest.numpy() == _TIE)
+        values = bits.numpy()[found]
+        places = found[self.narrow.view(torch.int16).numpy()[found] == values >> 16]
+        if not len(places):
+            return NOTHING_APART
+        return Apart(torch.from_numpy(places), bits[torch.from_numpy(places)], has_nan=False)
 
     def copy(self) -> SplitWeight:
         """Return the weight as it is now, in memory of its own."""
