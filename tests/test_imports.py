@@ -14,6 +14,7 @@ import partitioners
 # Bottom to top: a room imports from the rooms before it, and of each only what its `__init__` names.
 ROOMS = (
     "system",
+    "native",
     "elastic",
     "adaptive",
     "capture",

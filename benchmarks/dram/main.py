@@ -11,8 +11,9 @@ from statistics import median
 import torch
 from torch import nn
 
-from hydra_engine.host.blocked import NarrowUpdate, step_narrow
+from hydra_engine.host.blocked import step_narrow
 from hydra_engine.host.split import SplitMaster, SplitWeight
+from hydra_engine.native import NarrowUpdate
 
 WIDTH = 1024
 WAYS = {"whole": (False, False), "split": (True, False), "split, narrow moments": (True, True)}
@@ -39,7 +40,7 @@ class Host:
     def step(self):
         """Update all parameters; seconds, and those of processors."""
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        step_narrow(self.optimizer, self.updates, None, narrows_moments=self.narrows_moments)
+        step_narrow(self.optimizer, self.updates, narrows_moments=self.narrows_moments)
         return time.perf_counter() - start_s, time.process_time() - start_cpu_s
 
     def weights(self):

@@ -1,34 +1,60 @@
-"""How fast the host steps an optimizer in 16 bits, beside torch's own step and memory itself. See README.md.
+"""How fast the host steps an optimizer in 16 bits, beside torch's step, DeepSpeed's and memory itself. See README.md.
 
-python benchmarks/host_optimizer/main.py                           # all of it; exit code 1 below the limit
+python benchmarks/host_optimizer/main.py                           # all of it; exit code 1 below the limits
 python benchmarks/host_optimizer/main.py --params 20e6 --repeats 5 --no-judge
+OMP_WAIT_POLICY=passive python benchmarks/host_optimizer/main.py --processor-time      # beside other work
 """
 
 import argparse
+import ctypes
+import os
 import sys
 import time
+from contextlib import contextmanager
+from itertools import product
 from statistics import median, quantiles
 
 import torch
 from torch import nn
 
-from hydra_engine.host.blocked import NarrowUpdate, step_narrow
+from hydra_engine.host.blocked import step_narrow
+from hydra_engine.native import NarrowUpdate, native
+from hydra_engine.native.library import VARIABLE
+
+try:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+except ImportError:
+    DeepSpeedCPUAdam = None
 
 NARROW = torch.bfloat16
 LR = 1e-3
 MAX_WIDTH = 1024
 ALIGNMENT_BYTES = 64
-LIMIT = 1.1  # the least that the default may be, in times torch's own
+# The least that the native update may be, in times the speed of each other way.
+LIMITS = {"plain": 1.5, "deepspeed": 1.5, "deepspeed-32": 0.95}
 
 # Bytes per parameter, from and to memory: each read or write of a pass counts once; lines that are fetched only to be
 # overwritten do not, here or in the memory's own rate.
 WIDEN, NARROW_DOWN = 2 + 4, 4 + 2
+FLOAT32_STEP = 4 + 3 * 8  # gradient read; master and two moments read and written
 BYTES = {
-    "fused": WIDEN + (4 + 3 * 8) + NARROW_DOWN,  # gradient read; master and two moments read and written
+    "fused": WIDEN + FLOAT32_STEP + NARROW_DOWN,
     # Decay; first moment; second, in two; its root, the root's correction, epsilon; weight.
     "unfused": WIDEN + 8 + 12 + (8 + 12) + (8 + 8 + 8) + 16 + NARROW_DOWN,
+    "deepspeed": WIDEN + FLOAT32_STEP + NARROW_DOWN,
+    "deepspeed-32": FLOAT32_STEP,
     "blocked": 2 + 3 * 8 + 2,
+    "native": 2 + 3 * 8 + 2,
 }
+
+HOWS = ({}, {"foreach": True}, {"fused": True})
+ADAMS = ({}, {"amsgrad": True}, {"weight_decay": 0}, {"weight_decay": 0.1, "maximize": True}, {"betas": (0.4, 0.9)})
+SGDS = ({}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.3, "dampening": 0.1})
+SETTINGS = [
+    *product((torch.optim.Adam, torch.optim.AdamW), ADAMS, HOWS),
+    *product((torch.optim.SGD,), SGDS, HOWS),
+]
+FACTORS = ((), (0.5,), (1 / 3, torch.tensor(0.7)))  # none; a loss scale's; that and clipping's
 
 
 def gpt_shapes(num_parameters):
@@ -51,9 +77,9 @@ def views(shapes, dtype):
 
 
 class Host:
-    """What the host holds of a model trained in 16 bits, with torch's fused AdamW or its unfused default."""
+    """What the host holds of a model trained in 16 bits, with an optimizer of torch."""
 
-    def __init__(self, shapes, *, fused):
+    def __init__(self, shapes, make):
         generator = torch.Generator().manual_seed(0)
         self.parameters = [nn.Parameter(master) for master in views(shapes, torch.float32)]
         self.gradients, self.narrows = views(shapes, NARROW), views(shapes, NARROW)
@@ -62,39 +88,91 @@ class Host:
                 parameter.normal_(0, 0.02, generator=generator)
                 gradient.normal_(0, 1e-3, generator=generator)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters)
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=LR, fused=fused)
+        self.optimizer = make(self.parameters)
         self.updates = [NarrowUpdate(*each) for each in zip(self.parameters, self.gradients, self.narrows, strict=True)]
         self.widened = views(shapes, torch.float32)  # made once: the plain way at its best
+        self.deepspeed = None if DeepSpeedCPUAdam is None else DeepSpeedCPUAdam(self.parameters, lr=LR)
+
+    def tensors(self):
+        """Everything that a step changes."""
+        state = [value for parameter in self.parameters for value in self.optimizer.state[parameter].values()]
+        return [*self.parameters, *self.narrows, *(value for value in state if value is not None)]
 
 
-def plain(host):
-    """Torch's own step, and the casts before and after it."""
+def with_casts(host, step, factors=()):
+    """A step of the whole, and the casts before and after it."""
     for parameter, gradient, widened in zip(host.parameters, host.gradients, host.widened, strict=True):
         parameter.grad = widened.copy_(gradient)
-    host.optimizer.step()
+        for factor in factors:
+            widened.mul_(factor)
+    step()
     with torch.no_grad():
         for parameter, narrow in zip(host.parameters, host.narrows, strict=True):
             narrow.copy_(parameter)
             parameter.grad = None
 
 
-def blocked(host):
-    """The same, a block at a time."""
-    step_narrow(host.optimizer, host.updates, None)
+def plain(host, factors=()):
+    """Torch's own step, and the casts."""
+    with_casts(host, host.optimizer.step, factors)
 
 
-def default(host):
+def deepspeed(host):
+    """DeepSpeed's step, and the casts."""
+    with_casts(host, host.deepspeed.step)
+
+
+def deepspeed_32(host):
+    """DeepSpeed's step alone, on gradients that are float32 already."""
+    for parameter, widened in zip(host.parameters, host.widened, strict=True):
+        parameter.grad = widened
+    host.deepspeed.step()
+    for parameter in host.parameters:
+        parameter.grad = None
+
+
+def blocked(host, factors=()):
+    """What the engine calls for a shard's update, where there is no compiler."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = "0"
+    try:
+        step_narrow(host.optimizer, host.updates, factors)
+    finally:
+        os.environ.pop(VARIABLE)
+        os.environ.update({} if before is None else {VARIABLE: before})
+
+
+def by_kernel(host, factors=()):
     """What the engine calls for a shard's update."""
-    step_narrow(host.optimizer, host.updates, None)
+    step_narrow(host.optimizer, host.updates, factors)
 
 
-WAYS = {"plain": plain, "blocked": blocked, "default": default}
+WAYS = {"plain": plain, "blocked": blocked, "native": by_kernel}
+PEERS = {} if DeepSpeedCPUAdam is None else {"deepspeed": deepspeed, "deepspeed-32": deepspeed_32}
 
 
-def seconds(call, *arguments):
-    start_s = time.perf_counter()
+@contextmanager
+def intra_op_threads(count):
+    """Threads of torch, and of the OpenMP library that DeepSpeed's kernel is linked to."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    if PEERS:
+        ctypes.CDLL("libgomp.so.1").omp_set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def seconds(call, *arguments, clock=time.perf_counter):
+    start_s = clock()
     call(*arguments)
-    return time.perf_counter() - start_s
+    return clock() - start_s
+
+
+def processor_seconds(call, *arguments):
+    """Seconds that a step would take if each of its threads had a core to itself, and all had the same to do."""
+    return seconds(call, *arguments, clock=time.process_time) / torch.get_num_threads()
 
 
 class Triad:
@@ -103,27 +181,25 @@ class Triad:
     def __init__(self, num_elements):
         self.a, self.b, self.c = (torch.ones(num_elements) for _ in range(3))
 
-    def bytes_per_s(self):
+    def bytes_per_s(self, timed):
         moved = self.a.nbytes + self.b.nbytes + self.c.nbytes
-        return moved / seconds(lambda: torch.add(self.b, self.c, alpha=3.0, out=self.a))
-
-
-def bits(shapes, way):
-    """Everything there is after three steps."""
-    host = Host(shapes, fused=True)
-    for _ in range(3):
-        WAYS[way](host)
-    state = [value for parameter in host.parameters for value in host.optimizer.state[parameter].values()]
-    return [*host.parameters, *host.narrows, *state]
+        return moved / timed(lambda: torch.add(self.b, self.c, alpha=3.0, out=self.a))
 
 
 def check_bits(num_parameters):
-    """All ways give the bits of the plain one."""
+    """All ways give the bits of the plain one, in every setting: weights, narrow copies and state after three steps."""
     shapes = gpt_shapes(num_parameters)
-    expected = bits(shapes, "plain")
-    for way in WAYS:
-        for ours, theirs in zip(bits(shapes, way), expected, strict=True):
-            assert torch.equal(ours, theirs), f"{way}: other bits than the plain way's"
+    for index, (kind, options, how) in enumerate(SETTINGS):
+        factors, found = FACTORS[index % len(FACTORS)], {}
+        for name, way in WAYS.items():
+            host = Host(shapes, lambda own: kind(own, lr=LR, **options, **how))  # noqa: B023
+            for _ in range(3):
+                way(host, factors)
+            found[name] = host.tensors()
+        for name in WAYS:
+            for ours, theirs in zip(found[name], found["plain"], strict=True):
+                assert torch.equal(ours, theirs), f"{kind.__name__}({options | how}): {name} has other bits than plain"
+    print(f"{len(SETTINGS)} settings: bits of torch's own step in {', '.join(WAYS)}")
 
 
 def spread(values, digits):
@@ -132,59 +208,69 @@ def spread(values, digits):
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def measure(host, triad, num_repeats):
-    """Seconds and ratios to the plain way of each way, in alternating pairs, and the memory's rate between them."""
-    seconds_of, ratios, rates = {way: [] for way in WAYS}, {way: [] for way in WAYS}, []
-    for way in WAYS.values():
+def measure(host, ways, triad, num_repeats, timed):
+    """Seconds of each way, in rounds that each begin with another one, and the memory's rate between them."""
+    found, rates = {name: [] for name in ways}, []
+    for way in ways.values():
         way(host)
     for repeat in range(num_repeats):
-        rates.append(triad.bytes_per_s())
-        for name, way in WAYS.items():
-            if repeat % 2:  # who goes first changes
-                way_s, plain_s = seconds(way, host), seconds(plain, host)
-            else:
-                plain_s, way_s = seconds(plain, host), seconds(way, host)
-            seconds_of[name].append(way_s)
-            ratios[name].append(plain_s / way_s)
-    return seconds_of, ratios, rates
+        rates.append(triad.bytes_per_s(timed))
+        names = list(ways)
+        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            found[name].append(timed(ways[name], host))
+    return found, rates
 
 
-def report(kind, host, triad, num_repeats):
-    """Print a table; the default's median ratio to the plain way."""
-    seconds_of, ratios, rates = measure(host, triad, num_repeats)
-    print(f"torch.optim.AdamW, {kind}; triad {spread([rate / 1e9 for rate in rates], 1)} GB/s")
-    print("         ms per step            million parameters/s  bytes  of triad  times the plain way's speed")
-    for name in WAYS:
-        step_s, moved = median(seconds_of[name]), BYTES[kind if name == "plain" else "blocked"]
-        share = moved * host.num_parameters / step_s / median(rates)
+def report(kind, host, ways, *how):
+    """Print a table; the native update's median ratios to all others, by their names."""
+    found, rates = measure(host, ways, *how)
+    print(
+        f"{kind} AdamW, {torch.get_num_threads()} thread(s); triad {spread([rate / 1e9 for rate in rates], 1)} GB/s\n"
+        "              ms per step            million parameters/s  bytes  of triad  native is faster by"
+    )
+    ratios = {}
+    for name, times in found.items():
+        step_s, moved = median(times), BYTES[kind if name == "plain" else name]
+        each = [other / mine for other, mine in zip(times, found["native"], strict=True)]
+        ratios[name] = median(each)
         print(
-            f"{name:8} {spread([1e3 * each for each in seconds_of[name]], 1):22} "
-            f"{host.num_parameters / step_s / 1e6:20.0f}  {moved:5}  {share:8.0%}  {spread(ratios[name], 3)}",
+            f"{name:13} {spread([1e3 * each for each in times], 1):22} {host.num_parameters / step_s / 1e6:20.0f}  "
+            f"{moved:5}  {moved * host.num_parameters / step_s / median(rates):8.0%}  {spread(each, 3)}",
             flush=True,
         )
-    return median(ratios["default"])
+    return ratios
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=float, default=100e6, help="number of parameters (default 100e6)")
-    parser.add_argument("--threads", type=int, default=1, help="intra-op threads (default 1)")
-    parser.add_argument("--repeats", type=int, default=15, help="alternating pairs (default 15)")
+    parser.add_argument("--params", type=float, default=60e6, help="number of parameters (default 60e6)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="intra-op threads (default 1 and 2)")
+    parser.add_argument("--repeats", type=int, default=15, help="rounds (default 15)")
     parser.add_argument("--triad", type=int, default=1024, help="MiB of each of the triad's buffers (default 1024)")
+    parser.add_argument("--processor-time", action="store_true", help="of all threads together, not of the clock")
     parser.add_argument("--no-judge", action="store_true", help="exit code 0 whatever comes out")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    check_bits(min(arguments.params, 2e6))
+    timed = processor_seconds if arguments.processor_time else seconds
+    if not native().wait():
+        print(f"no native code: {native().missing_because or 'it is turned off'}; native is the same as blocked")
+    shapes, is_good = gpt_shapes(arguments.params), True
     triad = Triad(arguments.triad * 2**18)
-    shapes = gpt_shapes(arguments.params)
-    host = Host(shapes, fused=True)
-    print(f"{host.num_parameters:,} parameters in {len(shapes)} tensors, {NARROW}, {arguments.threads} thread(s)")
-    ratio = report("fused", host, triad, arguments.repeats)
-    del host
-    report("unfused", Host(shapes, fused=False), triad, arguments.repeats)
-    good = ratio >= LIMIT
-    print(f"default: {ratio:.3f} times torch's fused AdamW plus casts, at least {LIMIT}: {'yes' if good else 'NO'}")
-    sys.exit(0 if good or arguments.no_judge else 1)
+    check_bits(min(arguments.params, 5e4))
+    for count in arguments.threads:
+        with intra_op_threads(count):
+            for kind in ("fused", "unfused"):
+                host = Host(shapes, lambda own: torch.optim.AdamW(own, lr=LR, fused=kind == "fused"))  # noqa: B023
+                print(f"{host.num_parameters:,} parameters in {len(shapes)} tensors, {NARROW}")
+                ways = WAYS | PEERS if kind == "fused" else WAYS
+                ratios = report(kind, host, ways, triad, arguments.repeats, timed)
+                for name, limit in LIMITS.items():
+                    if kind == "fused" and name in ratios:
+                        good = ratios[name] >= limit
+                        is_good &= good
+                        words = f"native: {ratios[name]:.3f} times {name}, at least {limit}"
+                        print(f"{count} thread(s), {words}: {'yes' if good else 'NO'}")
+                del host
+    sys.exit(0 if is_good or arguments.no_judge else 1)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hydra_engine.system import cache_folder
+
 # Names the file, where it is not to lie in the user's cache.
 VARIABLE = "HYDRA_ENGINE_CEILINGS"
 FORMAT, VERSION = "hydra_engine ceilings", 1
@@ -71,16 +73,9 @@ LINK_RATES = ("up_bytes_per_s", "down_bytes_per_s", "both_up_bytes_per_s", "both
 
 
 def path() -> Path:
-    """The file: what HYDRA_ENGINE_CEILINGS names, or hydra_engine/ceilings.json in the user's cache.
-
-    https://specifications.freedesktop.org/basedir-spec/latest/
-    """
-    named, root = os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME", "")
-    if named:
-        return Path(os.path.expanduser(named))
-    if not os.path.isabs(root):  # a relative one is not valid
-        root = os.path.expanduser("~/.cache")
-    return Path(root, "hydra_engine", "ceilings.json")
+    """The file: what HYDRA_ENGINE_CEILINGS names, or hydra_engine/ceilings.json in the user's cache."""
+    named = os.environ.get(VARIABLE)
+    return Path(os.path.expanduser(named)) if named else cache_folder() / "ceilings.json"
 
 
 def load_all() -> dict[str, Ceilings]:

@@ -3,7 +3,10 @@
 Written plainly, an update widens every gradient, steps the optimizer and narrows every weight: three passes. What steps
 each element by itself may as well go a block at a time, and then the widened gradient never leaves the cache:
 
-    gradient (DRAM) -> scratch (cache) -> finish_gradient -> step master and state (DRAM) -> narrow (DRAM)
+    gradient (DRAM) -> scratch (cache) -> factors -> step master and state (DRAM) -> narrow (DRAM)
+
+That is one native call for the parameters of a shard where `hydra_engine.native` has torch's bits. Else it is torch's
+own step, on a block after the other if there is one intra-op thread, and on all parameters together if there are more.
 """
 
 from __future__ import annotations
@@ -13,16 +16,16 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import optimizer as base
 from torch.optim.optimizer import Optimizer
 
-from hydra_engine.host.split import BLOCK, SplitMaster, row_of
+from hydra_engine.host.split import BLOCK, row_of
+from hydra_engine.native import NarrowUpdate, is_dense, lies_as, native
 
 # Elements of a block: 4 MiB of widened gradient, of 16 that pass by in an AdamW step, for the last cache; what a block
 # costs in Python is then below one in a hundred. See benchmarks/host_optimizer.
@@ -49,41 +52,37 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 
 MOMENTS = torch.bfloat16
+NOTHING = torch.empty(0)
 _OF_THREAD = threading.local()
 
-Finish = Callable[[Tensor], None]
+Factors = Sequence["float | Tensor"]
 StepPiece = Callable[[Tensor, Tensor, dict[str, Tensor]], None]  # of a master, given its gradient and state
-
-
-@dataclass(frozen=True)
-class NarrowUpdate:
-    """A parameter to be stepped."""
-
-    parameter: nn.Parameter  # the float32 master
-    gradient: Tensor  # as it came down the link
-    narrow: Tensor | None  # what crosses the link next; None where that is the parameter itself
-    master: SplitMaster | None = None  # of a parameter whose values are not there: `narrow` is one half of them
 
 
 def step_narrow(
     optimizer: Optimizer,
     updates: Sequence[NarrowUpdate],
-    finish_gradient: Finish | None,
+    factors: Factors = (),
     step: Callable[[], object] | None = None,
     *,
     narrows_moments: bool = False,
 ) -> None:
     """Step the parameters of `optimizer`, and no others, by gradients of any dtype; then write their narrow copies.
 
-    `finish_gradient` works in place, element by element, on a widened gradient or on pieces of it. Weights and state
-    are bitwise those of the plain way, at the same number of intra-op threads: `p.grad = gradient.float()`,
-    `finish_gradient(p.grad)`, `optimizer.step()`, `narrow.copy_(p)`. As there, a gradient that is float32 already may
-    be overwritten. `step`: instead of the optimizer's own, where that goes over all parameters at once.
+    Widened gradients are multiplied by `factors`, one after the other. Weights and state are bitwise those of the plain
+    way, at the same number of intra-op threads: `p.grad = gradient.float()`, `p.grad.mul_(factor)` for each factor,
+    `optimizer.step()`, `narrow.copy_(p)`. As there, a gradient that is float32 already may be overwritten.
+    `step`: instead of the optimizer's own, where that goes over all parameters at once.
     narrows_moments: keep state of a parameter's shape in bfloat16 from one step to the next, which changes bits.
     """
     if not _is_elementwise(optimizer):
         with _moments_widened(optimizer, updates if narrows_moments else ()):
-            _step_whole(step or optimizer.step, updates, finish_gradient, torch.empty(0))
+            step_whole(step or optimizer.step, updates, factors)
+        return
+    if not narrows_moments:  # the native code knows neither halves nor narrow moments
+        split = [update for update in updates if update.master is not None]
+        updates = [*native().step(optimizer, [each for each in updates if each.master is None], factors), *split]
+    if not updates:
         return
     part = part_of(optimizer, [])
     bare = _bare_step(part)
@@ -96,7 +95,7 @@ def step_narrow(
         for block, is_cut in _blocks(updates, [_is_cut(optimizer, groups[id(u.parameter)], u) for u in updates]):
             if is_cut:
                 places = [scratch[k * size :] for k in range(num_places)]
-                _step_in_pieces(optimizer, groups[id(block[0].parameter)], block[0], finish_gradient, places)
+                _step_in_pieces(optimizer, groups[id(block[0].parameter)], block[0], factors, places)
             else:
                 mine = {id(update.parameter) for update in block}
                 part.param_groups = [
@@ -104,7 +103,14 @@ def step_narrow(
                     for group in optimizer.param_groups
                 ]
                 with _moments_widened(optimizer, block if narrows_moments else ()):
-                    _step_whole(bare, block, finish_gradient, scratch)
+                    step_whole(bare, block, factors, scratch)
+
+
+def step_natively(
+    optimizer: Optimizer, updates: Sequence[NarrowUpdate], factors: Factors = ()
+) -> Sequence[NarrowUpdate]:
+    """Make the updates that one native call can make, with the bits of `step_narrow`; return the others."""
+    return native().step(optimizer, updates, factors) if _is_elementwise(optimizer) else updates
 
 
 def part_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
@@ -172,8 +178,8 @@ def _blocks(updates: Sequence[NarrowUpdate], cuts: Sequence[bool]) -> Iterator[t
         yield block, False
 
 
-def _step_whole(
-    step: Callable[[], object], updates: Sequence[NarrowUpdate], finish_gradient: Finish | None, scratch: Tensor
+def step_whole(
+    step: Callable[[], object], updates: Sequence[NarrowUpdate], factors: Factors = (), scratch: Tensor = NOTHING
 ) -> None:
     """The plain way; gradients are widened into what there is of scratch."""
     split = [update.master for update in updates if update.master is not None]
@@ -188,8 +194,7 @@ def _step_whole(
                     gradient, scratch = place.copy_(gradient), scratch[gradient.numel() :]
                 else:
                     gradient = gradient.to(dtype)
-            if finish_gradient is not None:
-                finish_gradient(gradient)
+            _multiply(gradient, factors)
             update.parameter.grad = gradient
         step()
     finally:
@@ -202,6 +207,11 @@ def _step_whole(
         for update in updates:
             if update.narrow is not None and update.master is None:
                 update.narrow.copy_(update.parameter)
+
+
+def _multiply(gradient: Tensor, factors: Factors) -> None:
+    for factor in factors:
+        gradient.mul_(factor)
 
 
 def _is_cut(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate) -> bool:
@@ -217,7 +227,7 @@ def _is_cut(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate
         return False
     tensors = [update.gradient, update.narrow, *state.values()]
     return all(
-        tensor is None or (isinstance(tensor, Tensor) and (tensor.dim() == 0 or _lies_as(tensor, parameter)))
+        tensor is None or (isinstance(tensor, Tensor) and (tensor.dim() == 0 or lies_as(tensor, parameter)))
         for tensor in tensors
     )
 
@@ -231,7 +241,7 @@ def _step_in_pieces(
     optimizer: Optimizer,
     group: Mapping[str, Any],
     update: NarrowUpdate,
-    finish_gradient: Finish | None,
+    factors: Factors,
     places: Sequence[Tensor],
 ) -> None:
     """The plain way, on one piece of a parameter after the other; places: as long as a block, for what is widened."""
@@ -248,8 +258,7 @@ def _step_in_pieces(
             size = gradient.numel()
             if gradient.dtype != torch.float32:
                 gradient = (place if size == chunk else place[:size]).copy_(gradient)
-            if finish_gradient is not None:
-                finish_gradient(gradient)
+            _multiply(gradient, factors)
             master = masters[k] if halves is None else halves[k].load(places[1][:size])
             own = {key: pieces[k] for key, pieces in states.items()}
             narrow = [key for key, each in own.items() if each.dtype == MOMENTS]
@@ -310,20 +319,6 @@ def _piece_step(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[s
 def _bare_step(part: Optimizer) -> Callable[[], object]:
     """The step without what torch wraps around it for hooks and the profiler: twice as fast on next to nothing."""
     return partial(inspect.unwrap(type(part).step), part)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Without gaps, in whatever order of dimensions: torch then lays a tensor like it out in the same way."""
-    if tensor.layout != torch.strided:
-        return False
-    if tensor.is_contiguous() and 1 not in tensor.shape:
-        return True  # the common case, without a call into the meta device for each tensor of each update
-    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-def _lies_as(tensor: Tensor, parameter: Tensor) -> bool:
-    """Return True if both are dense, with their elements in the same order."""
-    return is_dense(tensor) and tensor.shape == parameter.shape and tensor.stride() == parameter.stride()
 
 
 # -- moments in bfloat16

@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
 from hydra_engine.data import DrawsRefused, copied
-from hydra_engine.host.blocked import NarrowUpdate, has_step_hooks, is_dense, is_moment, part_of, step_narrow
+from hydra_engine.host.blocked import has_step_hooks, is_moment, part_of, step_narrow, step_natively, step_whole
 from hydra_engine.host.hooks import call_hooks, has_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.pool import GradientRoom, HostPool
 from hydra_engine.host.split import SplitMaster
 from hydra_engine.host.staging import StepStaging
+from hydra_engine.native import NarrowUpdate, is_dense, native
 from hydra_engine.system import PrivateMemory
 from hydra_engine.tasks import ModelTask, check_optimizer_needs_no_closure
 
@@ -409,27 +410,27 @@ class TaskOptimizer:
         groups = [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in record.groups]
         part = part_of(self.optimizer, groups)
         norm, limit = record.total_norm, self._task.max_grad_norm
-        if self._layout.narrow is None:  # nothing to widen: one step for all is the fewest calls
-            with _gradients_set(slots, partial(record.gradient, pool=pool)) as parameters:
-                if norm is not None and limit is not None:
-                    nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-                self._call_step(part)
-            return
-        updates = [
-            NarrowUpdate(slot.parameter, record.gradient(slot, pool), pool.narrow(slot), pool.masters.get(slot.index))
-            for slot in slots
-        ]
         # As torch.nn.utils.clip_grads_with_norm_ has it, which takes all gradients at once.
         clip = None if norm is None or limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
         factors = [each for each in (None if scale is None else 1 / scale, clip) if each is not None]
-
-        def finish(gradient: Tensor) -> None:
-            for factor in factors:
-                gradient.mul_(factor)
-
-        with pool.shown(without):
-            step = partial(self._call_step, part)
-            step_narrow(part, updates, finish if factors else None, step, narrows_moments=self._narrows_moments)
+        casts, masters = self._layout.narrow is not None, pool.masters
+        updates: Sequence[NarrowUpdate] = [
+            NarrowUpdate(
+                slot.parameter,
+                record.gradient(slot, pool),
+                pool.narrow(slot) if casts else None,
+                masters.get(slot.index),
+            )
+            for slot in slots
+        ]
+        step = partial(self._call_step, part)
+        if casts:
+            with pool.shown(without):
+                step_narrow(part, updates, factors, step, narrows_moments=self._narrows_moments)
+            return
+        updates = step_natively(part, updates, factors)
+        if updates or without:  # nothing to widen: one step for all is the fewest calls
+            step_whole(step, updates, factors)
 
     def _place(self, slots: Iterable[Slot]) -> None:
         """Move states that a step has made to private memory, one tensor at a time; small ones stay."""
@@ -571,6 +572,7 @@ def make_optimizer(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> t
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: the factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     check_optimizer_needs_no_closure(optimizer)
+    native().prepare(optimizer)
     return optimizer
 
 

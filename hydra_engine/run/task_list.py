@@ -16,6 +16,7 @@ from hydra_engine.checkpoints import Checkpoint, CheckpointStore, SavedTask, nev
 from hydra_engine.devices import DeviceSpec, EmulatedDevice, OpenDevice
 from hydra_engine.errors import ShardDoesNotFit
 from hydra_engine.host import FrozenBlocks
+from hydra_engine.native import native
 from hydra_engine.planning import (
     DramLimit,
     PlannedTask,
@@ -361,7 +362,8 @@ class Site:
     def plan_of(self, plans: Iterable[TaskPlan]) -> Plan:
         """Return the plans as one."""
         devices = [repr(device) for device in self.devices]
-        return Plan(tasks={plan.name: plan for plan in plans}, devices=devices, host=self.host)
+        by_name, because = {plan.name: plan for plan in plans}, native().missing_because
+        return Plan(tasks=by_name, devices=devices, host=self.host, no_native_because=because)
 
     def _plan(
         self, planned: PlannedTask, num_tasks: int, most_slab_bytes: int | None = None, **options: Any

@@ -21,6 +21,7 @@ from hydra_engine.system.files import (
     NewFile,
     OldFile,
     WriteBehind,
+    cache_folder,
     fingerprint,
 )
 from hydra_engine.system.locks import Beside, FolderLock, Hold, RevocableLock, TakenAway

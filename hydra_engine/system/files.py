@@ -26,6 +26,17 @@ from typing import NamedTuple
 import numpy as np
 
 
+def cache_folder() -> Path:
+    """Return the folder of what can be made again, hydra_engine in the user's cache; it may not exist yet.
+
+    https://specifications.freedesktop.org/basedir-spec/latest/
+    """
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(root):  # a relative one is not valid
+        root = os.path.expanduser("~/.cache")
+    return Path(root, "hydra_engine")
+
+
 class Disk:
     """The system calls that write a checkpoint; every method raises the OSError of the call behind it."""
 

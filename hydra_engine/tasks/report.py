@@ -98,6 +98,7 @@ class Plan:
     tasks: dict[str, TaskPlan]
     devices: list[str]
     host: HostThreads | None = None  # threads and cores of a run as things stood when the plan was made
+    no_native_because: str = ""  # why no native code makes the host's updates; "": it does, or it is not wanted
 
     def figures(self) -> dict[str, Any]:
         """Return the plan's figures, for JSON."""
@@ -143,6 +144,8 @@ class Plan:
             for plan in self.tasks.values():
                 alike.setdefault(plan._spread, []).append(plan.name)
             lines += [f"{', '.join(names)}: {how}" for how, names in alike.items()]
+        if self.no_native_because:
+            lines.append(f"host updates take several passes over memory instead of one: {self.no_native_because}")
         return [*lines, *([str(self.host)] if self.host is not None else [])]
 
 

@@ -1,4 +1,7 @@
-"""A host update taken in pieces gives the bits of the plain way, for every optimizer of torch and around it."""
+"""A host update taken in pieces gives the bits of the plain way, for every optimizer of torch and around it.
+
+Without the native kernel (tests/native/test_update.py), which else makes most of these updates.
+"""
 
 import contextlib
 import copy
@@ -10,11 +13,20 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hydra_engine.host import blocked
-from hydra_engine.host.blocked import NarrowUpdate, part_of, step_narrow
-
-SMALL_CHUNK = 256
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # what crosses the link, of one parameter after the other
-NUM_STEPS = 4
+from hydra_engine.host.blocked import part_of, step_narrow
+from hydra_engine.native import NarrowUpdate
+from hydra_engine.native.library import VARIABLE
+from tests.host.updates import (
+    NUM_STEPS,
+    SCALED,
+    SMALL_CHUNK,
+    assert_bits_are_plain,
+    assert_same_state,
+    gradients_of,
+    groups,
+    parameters,
+    plain_step,
+)
 
 VARIANTS = {
     "ASGD": [{}, {"weight_decay": 0.1, "t0": 1, "lambd": 0.01}],
@@ -44,84 +56,9 @@ def all_optimizers():
                 yield pytest.param(name, {**options, **how}, id=f"{name}({described})")
 
 
-def parameters():
-    """Of every shape and layout: one that fits a block, several blocks with a rest, one element, none."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(3, 5), (3 * SMALL_CHUNK + 17,), (), (0,), (33, 29), (1, 300), (7,), (2 * SMALL_CHUNK,), (300, 1)]
-    values = [torch.randn(shape, generator=generator) for shape in shapes]
-    values.append(torch.randn(8, 16, 3, 5, generator=generator).contiguous(memory_format=torch.channels_last))
-    values.append(torch.randn(31, 40, generator=generator).t())
-    values.append(torch.randn(40, 31, generator=generator)[:, :30])  # with gaps
-    return [nn.Parameter(value) for value in values]
-
-
-def gradients_of(step, values):
-    """The same for both sides, laid out like their parameters; now and then a parameter receives none."""
-    generator = torch.Generator().manual_seed(step)
-    drawn = [torch.empty_like(p, dtype=DTYPES[k % 3]).normal_(0, 1, generator=generator) for k, p in enumerate(values)]
-    return [None if step % 4 == 2 and k % 5 == 1 else gradient for k, gradient in enumerate(drawn)]
-
-
-def scale(gradient):
-    gradient.mul_(0.37)
-
-
-def groups(values):
-    """Every third parameter with options of its own."""
-    mine = [p for k, p in enumerate(values) if k % 3 == 0]
-    others = [p for k, p in enumerate(values) if k % 3 != 0]
-    return [{"params": others}, {"params": mine, "lr": 0.003, "weight_decay": 0.01}]
-
-
-def plain_step(optimizer, updates, finish_gradient):
-    for update in updates:
-        update.parameter.grad = update.gradient.to(update.parameter.dtype)
-        if finish_gradient is not None:
-            finish_gradient(update.parameter.grad)
-    optimizer.step()
-    with torch.no_grad():
-        for update in updates:
-            update.parameter.grad = None
-            if update.narrow is not None:
-                update.narrow.copy_(update.parameter)
-
-
-def narrow_copies(values):
-    return [None if k % 3 == 2 else p.detach().to(DTYPES[k % 3]) for k, p in enumerate(values)]
-
-
-def assert_same_state(ours, theirs):
-    ours, theirs = ours.state_dict(), theirs.state_dict()
-    assert ours["param_groups"] == theirs["param_groups"]
-    assert ours["state"].keys() == theirs["state"].keys()
-    for index, state in theirs["state"].items():
-        assert list(ours["state"][index]) == list(state)
-        for key, value in state.items():
-            mine = ours["state"][index][key]
-            assert mine.dtype == value.dtype, (index, key)
-            assert mine.stride() == value.stride(), (index, key)
-            assert torch.equal(mine, value), (index, key)
-
-
-def assert_bits_are_plain(make, values=parameters, finish_gradient=None, num_steps=NUM_STEPS):
-    """Weights, narrow copies and state after each of some steps on what `values()` makes, twice."""
-    ours, theirs = values(), values()
-    optimizers = make(ours), make(theirs)
-    narrows = narrow_copies(ours), narrow_copies(theirs)
-    for step in range(num_steps):
-        for optimizer, own, narrow, way in zip(
-            optimizers, (ours, theirs), narrows, (step_narrow, plain_step), strict=True
-        ):
-            gradients = gradients_of(step, own)
-            updates = [NarrowUpdate(*each) for each in zip(own, gradients, narrow, strict=True) if each[1] is not None]
-            way(optimizer, updates, finish_gradient)
-        for k, (mine, plain) in enumerate(zip(ours, theirs, strict=True)):
-            assert torch.equal(mine, plain), (step, k)
-            assert mine.grad is None
-            if narrows[0][k] is not None:
-                assert torch.equal(narrows[0][k], narrows[1][k]), (step, k)
-                assert torch.equal(narrows[0][k], mine.to(DTYPES[k % 3])), (step, k)
-        assert_same_state(*optimizers)
+@pytest.fixture(autouse=True)
+def without_the_kernel(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "0")
 
 
 @pytest.fixture
@@ -152,10 +89,8 @@ def threads(count):
 
 @pytest.mark.parametrize(("name", "options"), list(all_optimizers()))
 def test_every_optimizer_of_torch(name, options, pieces):
-    finish_gradient = scale if options else None
-    assert_bits_are_plain(
-        lambda own: getattr(torch.optim, name)(own, lr=0.01, **options), finish_gradient=finish_gradient
-    )
+    factors = SCALED if options else ()
+    assert_bits_are_plain(lambda own: getattr(torch.optim, name)(own, lr=0.01, **options), factors=factors)
     has_kernel = name in ("Adam", "AdamW") and "fused" in options
     cut = {p.numel() for p in parameters() if (has_kernel and p.dim() > 0) or p.numel() > SMALL_CHUNK}
     assert set(pieces) == cut - {40 * 30}  # all but the one with gaps
@@ -165,7 +100,7 @@ def test_every_optimizer_of_torch(name, options, pieces):
 def test_groups_keep_their_options(name, pieces):
     for how in [{}, {"foreach": True}, *([{"fused": True}] if name in FUSED else [])]:
         assert_bits_are_plain(
-            lambda own, how=how: getattr(torch.optim, name)(groups(own), lr=0.01, **how), finish_gradient=scale
+            lambda own, how=how: getattr(torch.optim, name)(groups(own), lr=0.01, **how), factors=SCALED
         )
     assert pieces
 
@@ -196,21 +131,21 @@ def test_several_threads_step_whole_parameters(how, num_threads, pieces):
 def test_some_parameters_are_updated_while_others_of_their_groups_are_not(pieces):
     """As a shard's update does with the optimizer of its task."""
 
-    def shard_by_shard(optimizer, updates, finish_gradient):
+    def shard_by_shard(optimizer, updates, factors=()):
         for first in range(3):
             mine = updates[first::3]
             owned = {id(update.parameter) for update in mine}
             restricted = [
                 {**group, "params": [p for p in group["params"] if id(p) in owned]} for group in optimizer.param_groups
             ]
-            step_narrow(part_of(optimizer, restricted), mine, finish_gradient)
+            step_narrow(part_of(optimizer, restricted), mine, factors)
 
     ours, theirs = parameters(), parameters()
     optimizers = [torch.optim.AdamW(groups(own), lr=0.01, fused=True) for own in (ours, theirs)]
     for step in range(NUM_STEPS):
         for optimizer, own, way in zip(optimizers, (ours, theirs), (shard_by_shard, plain_step), strict=True):
             drawn = zip(own, gradients_of(step, own), strict=True)
-            way(optimizer, [NarrowUpdate(p, g, None) for p, g in drawn if g is not None], None)
+            way(optimizer, [NarrowUpdate(p, g, None) for p, g in drawn if g is not None])
     for mine, plain in zip(ours, theirs, strict=True):
         assert torch.equal(mine, plain)
     for mine, plain in zip(ours, theirs, strict=True):
@@ -254,7 +189,7 @@ def test_what_is_not_known_to_be_elementwise_is_stepped_whole(name, pieces):
     assert_bits_are_plain(
         WHOLE[name],
         lambda: [p for p in parameters() if p.numel() and (p.dim() == 2 or name != "Muon")],
-        scale,
+        SCALED,
     )
     assert not pieces
 
@@ -283,13 +218,13 @@ def test_hooks_are_called_once_a_step(where, pieces):
     }[where]
     handle = register(lambda *arguments: calls.append(where))
     try:
-        step_narrow(optimizer, updates, None)
-        step_narrow(optimizer, updates, None)
+        step_narrow(optimizer, updates)
+        step_narrow(optimizer, updates)
     finally:
         handle.remove()
     assert calls == [where] * 2
     assert not pieces
-    step_narrow(optimizer, updates, None)
+    step_narrow(optimizer, updates)
     assert len(calls) == 2
     assert pieces
 
@@ -305,8 +240,8 @@ def test_parameters_that_are_not_float32_are_stepped_whole(pieces):
     theirs = copy.deepcopy(values)
     optimizers = torch.optim.AdamW(values), torch.optim.AdamW(theirs)
     for _ in range(NUM_STEPS):
-        step_narrow(optimizers[0], [NarrowUpdate(p, g, None) for p, g in zip(values, gradients, strict=True)], None)
-        plain_step(optimizers[1], [NarrowUpdate(p, g, None) for p, g in zip(theirs, gradients, strict=True)], None)
+        step_narrow(optimizers[0], [NarrowUpdate(p, g, None) for p, g in zip(values, gradients, strict=True)])
+        plain_step(optimizers[1], [NarrowUpdate(p, g, None) for p, g in zip(theirs, gradients, strict=True)])
     for mine, plain in zip(values, theirs, strict=True):
         assert torch.equal(mine, plain)
     assert_same_state(*optimizers)
@@ -319,8 +254,8 @@ def test_a_gradient_of_another_layout_is_stepped_whole(pieces):
     gradient = torch.linspace(-1, 2, 900).view(30, 30).t().bfloat16()
     optimizers = torch.optim.AdamW([parameter]), torch.optim.AdamW([plain])
     for _ in range(3):
-        step_narrow(optimizers[0], [NarrowUpdate(parameter, gradient, None)], None)
-        plain_step(optimizers[1], [NarrowUpdate(plain, gradient, None)], None)
+        step_narrow(optimizers[0], [NarrowUpdate(parameter, gradient, None)])
+        plain_step(optimizers[1], [NarrowUpdate(plain, gradient, None)])
     assert torch.equal(parameter, plain)
     assert not pieces
 
@@ -329,7 +264,7 @@ def test_a_parameter_and_a_gradient_with_the_same_gaps_are_stepped_whole(pieces)
     ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 1000).view(100, 10)[:, :9]) for _ in range(2))
     gradient = torch.linspace(-1, 2, 1000).view(100, 10)[:, :9]
     for own, way in ((ours, step_narrow), (theirs, plain_step)):
-        way(torch.optim.SGD([own], lr=0.1), [NarrowUpdate(own, gradient, None)], None)
+        way(torch.optim.SGD([own], lr=0.1), [NarrowUpdate(own, gradient, None)])
     assert torch.equal(ours, theirs)
     assert not pieces
 
@@ -340,8 +275,8 @@ def test_a_sparse_gradient_is_stepped_whole(pieces):
     gradient = torch.sparse_coo_tensor([[3, 80]], torch.ones(2, 10), (90, 10), check_invariants=True)
     optimizers = torch.optim.SGD([parameter], lr=0.1), torch.optim.SGD([plain], lr=0.1)
     for _ in range(2):
-        step_narrow(optimizers[0], [NarrowUpdate(parameter, gradient, None)], None)
-        plain_step(optimizers[1], [NarrowUpdate(plain, gradient, None)], None)
+        step_narrow(optimizers[0], [NarrowUpdate(parameter, gradient, None)])
+        plain_step(optimizers[1], [NarrowUpdate(plain, gradient, None)])
     assert torch.equal(parameter, plain)
     assert not pieces
 
@@ -351,7 +286,7 @@ def test_momentum_may_begin_later(pieces):
 
     def step_both():
         for optimizer, own, way in zip(optimizers, (ours, theirs), (step_narrow, plain_step), strict=True):
-            way(optimizer, [NarrowUpdate(own, torch.linspace(0, 1, 900).bfloat16(), None)], None)
+            way(optimizer, [NarrowUpdate(own, torch.linspace(0, 1, 900).bfloat16(), None)])
 
     ours = nn.Parameter(torch.linspace(-1, 1, 900))
     theirs = copy.deepcopy(ours)
@@ -365,25 +300,13 @@ def test_momentum_may_begin_later(pieces):
     assert len(pieces) == 3
 
 
-def test_each_element_is_finished_once_in_float32(pieces):
-    seen = []
-    values = parameters()
-    optimizer = torch.optim.AdamW(values, fused=True)
-    updates = [NarrowUpdate(p, torch.ones_like(p, dtype=torch.bfloat16), None) for p in values]
-    for _ in range(2):
-        step_narrow(optimizer, updates, lambda gradient: seen.append((gradient.numel(), gradient.dtype)))
-    assert {dtype for _, dtype in seen} == {torch.float32}
-    assert sum(count for count, _ in seen) == 2 * sum(p.numel() for p in values)
-    assert all(torch.equal(update.gradient, torch.ones_like(update.gradient)) for update in updates)
-
-
 def test_counters_advance_once_a_step(pieces):
     for how in ({}, {"fused": True}, {"foreach": True}):
         parameter = nn.Parameter(torch.linspace(-1, 1, 10 * SMALL_CHUNK))
         optimizer = torch.optim.NAdam([parameter]) if how == {} else torch.optim.Adam([parameter], **how)
         counter = None
         for step in range(1, 5):
-            step_narrow(optimizer, [NarrowUpdate(parameter, torch.ones_like(parameter), None)], None)
+            step_narrow(optimizer, [NarrowUpdate(parameter, torch.ones_like(parameter), None)])
             assert optimizer.state[parameter]["step"] == step
             counter = counter if counter is not None else optimizer.state[parameter]["step"]
             assert optimizer.state[parameter]["step"] is counter
@@ -391,17 +314,14 @@ def test_counters_advance_once_a_step(pieces):
 
 
 def test_no_gradient_is_left_behind_by_a_failure(pieces):
-    def fail(gradient):
-        raise RuntimeError("no")
-
     values = parameters()
     for make in (torch.optim.AdamW, torch.optim.Adafactor):
-        with pytest.raises(RuntimeError, match="no"):
-            step_narrow(make(values), [NarrowUpdate(p, torch.ones_like(p), None) for p in values], fail)
+        with pytest.raises(TypeError):
+            step_narrow(make(values), [NarrowUpdate(p, torch.ones_like(p), None) for p in values], [object()])
         assert all(p.grad is None for p in values)
 
 
 def test_nothing_to_update():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(3))])
-    step_narrow(optimizer, [], None)
+    step_narrow(optimizer, [])
     assert not optimizer.state

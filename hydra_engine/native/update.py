@@ -1,0 +1,310 @@
+"""The host update of a shard as one native call: each element read and written once, by a team of threads.
+
+The arithmetic is that of torch's own kernels, which differs between torch's implementations of a step, processors and
+libraries that torch calls. So nothing is assumed: before the first update with settings of a kind, a sample is stepped
+by torch and by every candidate; the first one with torch's bits is used from then on, and none if no bits are the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer
+
+from hydra_engine.native.library import Library
+
+SOURCE = Path(__file__).with_name("update.cpp")
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in update.cpp
+ADAM, SGD = 0, 1
+RULES: dict[type[Optimizer], int] = {torch.optim.Adam: ADAM, torch.optim.AdamW: ADAM, torch.optim.SGD: SGD}
+MOST_FACTORS = 2  # the loss scale's and clipping's; a third place is for the sign of what is maximized
+# Not zero, unless this thread takes such numbers for zeros (torch.set_flush_denormal), which torch's others may not.
+TINY = 5e-324
+_ALL = ("weight_decay", "maximize", "foreach", "fused")
+OPTIONS = {
+    ADAM: ("betas", "eps", "amsgrad", "decoupled_weight_decay", *_ALL),
+    SGD: ("momentum", "dampening", "nesterov", *_ALL),
+}
+_FLOAT, _INT, _PLACE = ctypes.c_float, ctypes.c_int32, ctypes.c_void_p
+
+
+class Update(ctypes.Structure):
+    """A parameter and its options, as update.cpp has them."""
+
+    _fields_ = (
+        *((name, _PLACE) for name in ("master", "gradient", "narrow", "first", "second", "largest")),
+        *((name, ctypes.c_int64) for name in ("size", "tail")),
+        *((name, _INT) for name in ("gradient_type", "narrow_type", "rule", "refines_roots", "num_factors")),
+        ("factors", _FLOAT * (MOST_FACTORS + 1)),
+        *((name, _FLOAT) for name in ("weight_decay", "keep", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2")),
+        *((name, _FLOAT) for name in ("correction", "eps", "minus_step")),
+        ("nesterov", _INT),
+    )
+
+
+class Arithmetic(NamedTuple):
+    """Roundings in which torch's kernels differ."""
+
+    refines_roots: bool  # MKL estimates square roots and corrects them, on processors with AVX-512
+    vector: int  # elements; torch's fused kernels contract otherwise where the rest of a tensor fills no vector
+
+
+PLAIN = tuple(Arithmetic(refines, 1) for refines in (False, True))
+FUSED = tuple(Arithmetic(False, vector) for vector in (8, 16, 4, 1))  # torch's own vectors take the processor's roots
+# Sizes of a sample's tensors: many rests of a vector, and one that torch divides among its threads.
+SAMPLE = [*[31] * 48, 2**15 + 13]
+SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 1e-38, 1e-30, 1e-20, 1e-10)
+
+
+@dataclass(frozen=True, eq=False)
+class NarrowUpdate:
+    """A parameter to be stepped."""
+
+    parameter: nn.Parameter  # the float32 master
+    gradient: Tensor  # as it came down the link
+    narrow: Tensor | None  # what crosses the link next; None where that is the parameter itself
+    master: Any = None  # of a split weight (host/split.py), whose values are not there; the native code knows of none
+
+
+class Work(NamedTuple):
+    """An update with the options and the state that it goes by."""
+
+    master: Tensor
+    gradient: Tensor
+    narrow: Tensor | None
+    group: Mapping[str, Any]
+    moments: Mapping[str, Tensor]  # by name: of the master's shape
+    counter: Tensor | None  # of steps, this one not among them
+
+    def copied(self) -> Work:
+        """Return it with copies of what a step changes."""
+        moments = {name: value.clone() for name, value in self.moments.items()}
+        counter = None if self.counter is None else self.counter.clone()
+        return self._replace(master=self.master.clone(), moments=moments, counter=counter)
+
+
+class Native:
+    """The kernel of one process, and what is known of its bits."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._mutex = threading.Lock()
+        self._agreed: dict[Hashable, Arithmetic | None] = {}
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Begin to build the kernel if this optimizer may use it."""
+        if type(optimizer) in RULES:
+            self._library.load()
+
+    def wait(self) -> bool:
+        """Wait until a build that this process began has ended; return True if the kernel is there."""
+        return self._library.wait() is not None
+
+    @property
+    def missing_because(self) -> str:
+        """Say why there is no kernel; "": there is one, or it may come yet."""
+        return self._library.missing_because
+
+    def step(
+        self, optimizer: Optimizer, updates: Sequence[NarrowUpdate], factors: Sequence[float | Tensor]
+    ) -> Sequence[NarrowUpdate]:
+        """Make updates, with as many threads as the caller has intra-op ones; return those that it leaves to torch.
+
+        Those are of the first step, which makes the state, of tensors that do not all lie in the same order, and those
+        that would not get torch's bits. optimizer: it steps element by element, and nobody watches its steps. factors:
+        each gradient is multiplied by them, one after the other.
+        """
+        kind = type(optimizer)
+        library = self._library.load() if kind in RULES and len(factors) <= MOST_FACTORS else None
+        if library is None or TINY * 1.0 == 0:
+            return updates
+        values = [float(factor) for factor in factors]
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        rest, mine, rows = [], [], []
+        for update in updates:
+            work = _work(optimizer, groups[id(update.parameter)], update)
+            arithmetic = None if work is None else self._arithmetic(library, kind, work, len(values))
+            if work is None or arithmetic is None:
+                rest.append(update)
+            else:
+                mine.append(work)
+                rows.append(_row(kind, work, values, arithmetic))
+        _call(library, rows)
+        increment_version([tensor for work in mine for tensor in _written(work)])
+        return rest
+
+    def _arithmetic(
+        self, library: ctypes.CDLL, kind: type[Optimizer], work: Work, num_factors: int
+    ) -> Arithmetic | None:
+        """The arithmetic that has torch's bits with settings of this kind; found once."""
+        options = {name: _stand_in(work.group[name]) for name in OPTIONS[RULES[kind]]}
+        types = work.gradient.dtype, None if work.narrow is None else work.narrow.dtype
+        key = (kind, *options.values(), *types, num_factors, torch.get_num_threads())
+        with self._mutex:
+            if key not in self._agreed:
+                like = work._replace(group={**options, "lr": 0.01})
+                self._agreed[key] = _agree(library, kind, like, num_factors)
+            return self._agreed[key]
+
+
+@cache
+def native() -> Native:
+    """Return the process's kernel."""
+    return Native(Library(SOURCE))
+
+
+def _stand_in(value: Any) -> Any:
+    """Replace a number by one for which torch runs the same instructions, since schedules change it with each step.
+
+    It has digits enough that no two ways of rounding agree on it, as they do on a half. torch distinguishes zero, and
+    beta1 above a half.
+    """
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_stand_in, value))
+    if value is None or isinstance(value, bool) or value == 0:
+        return value
+    return 0.9 if value > 0.5 else 0.3
+
+
+def _work(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate) -> Work | None:
+    """Return what the kernel needs; None: it cannot make this update."""
+    master, gradient, narrow = update.parameter, update.gradient, update.narrow
+    state, counter = optimizer.state.get(master, {}), None
+    names: list[str] = []
+    if RULES[type(optimizer)] == SGD:
+        names += ["momentum_buffer"] if group["momentum"] else []
+    else:
+        names += ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+        counter = state.get("step")
+        if not isinstance(counter, Tensor) or counter.dtype != torch.float32:
+            return None
+    moments = {name: state.get(name) for name in names}
+    if master.dim() == 0 or not all(isinstance(each, Tensor) for each in moments.values()):
+        return None
+    if any(each.dtype != torch.float32 for each in (master, *moments.values())):
+        return None
+    others = [gradient, *moments.values(), *(() if narrow is None else (narrow,))]
+    if not all(each.dtype in TYPES and lies_as(each, master) for each in others):
+        return None
+    return Work(master, gradient, narrow, group, moments, counter)
+
+
+def _row(kind: type[Optimizer], work: Work, factors: Sequence[float], arithmetic: Arithmetic) -> Update:
+    """An update's row of the call. Its steps are counted here."""
+    master, gradient, narrow, group, moments, counter = work
+    factors = (*factors, -1.0) if group["maximize"] else factors
+    lr, decay, places = float(group["lr"]), group["weight_decay"], [each.data_ptr() for each in moments.values()]
+    row = Update(
+        master=master.data_ptr(),
+        gradient=gradient.data_ptr(),
+        narrow=None if narrow is None else narrow.data_ptr(),
+        size=master.numel(),
+        tail=master.numel() % arithmetic.vector,
+        gradient_type=TYPES[gradient.dtype],
+        narrow_type=TYPES[torch.float32 if narrow is None else narrow.dtype],
+        rule=RULES[kind],
+        refines_roots=arithmetic.refines_roots,
+        num_factors=len(factors),
+        factors=(_FLOAT * (MOST_FACTORS + 1))(*factors),
+    )
+    row.first, row.second, row.largest = (*places, None, None, None)[:3]
+    if counter is None:  # SGD
+        row.beta1, row.one_minus_beta1, row.nesterov = group["momentum"], 1 - group["dampening"], group["nesterov"]
+        row.weight_decay, row.minus_step = decay, -lr
+        return row
+    step, (beta1, beta2) = float(counter.add_(1)), group["betas"]
+    row.keep, row.weight_decay = (1 - lr * decay, 0) if group["decoupled_weight_decay"] else (1, decay)
+    row.beta1, row.one_minus_beta1, row.beta2, row.one_minus_beta2 = beta1, 1 - beta1, beta2, 1 - beta2
+    correction = 1 - beta2**step
+    row.correction = math.sqrt(correction) if group["fused"] else correction**0.5  # each as its own path has it
+    row.eps, row.minus_step = group["eps"], -(lr / (1 - beta1**step))
+    return row
+
+
+def _call(library: ctypes.CDLL, rows: Sequence[Update]) -> None:
+    """Make the updates, without the interpreter's lock."""
+    if rows:
+        numbers = ctypes.c_int64(len(rows)), ctypes.c_int64(torch.get_num_threads())
+        library.hydra_update((Update * len(rows))(*rows), *numbers)
+
+
+def _agree(library: ctypes.CDLL, kind: type[Optimizer], like: Work, num_factors: int) -> Arithmetic | None:
+    """Step a sample as torch does, and in each candidate's arithmetic; return the first that has torch's bits."""
+    types = {each.dtype for each in (like.gradient, like.narrow) if each is not None}
+    if torch.float16 in types and not library.hydra_has_float16():
+        return None
+    factors, sample = [0.7, 1.1][:num_factors], _sample(like)
+    theirs = [each.copied() for each in sample]
+    masters = [nn.Parameter(each.master) for each in theirs]
+    make: Any = kind
+    optimizer = make([{**like.group, "params": masters}])
+    for master, each in zip(masters, theirs, strict=True):
+        optimizer.state[master] = {**each.moments, **({} if each.counter is None else {"step": each.counter})}
+        master.grad = each.gradient.float()
+        for factor in factors:
+            master.grad.mul_(factor)
+    optimizer.step()
+    for each in theirs:
+        if each.narrow is not None:
+            each.narrow.copy_(each.master)
+    for arithmetic in FUSED if like.group["fused"] else PLAIN:
+        ours = [each.copied() for each in sample]
+        _call(library, [_row(kind, each, factors, arithmetic) for each in ours])
+        pairs = [pair for works in zip(ours, theirs, strict=True) for pair in zip(*map(_written, works), strict=True)]
+        if all(_same_bits(mine, plain) for mine, plain in pairs):
+            return arithmetic
+    return None
+
+
+def _sample(like: Work) -> list[Work]:
+    """Return works of many sizes, always the same: digits, magnitudes and zeros of all kinds."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn() -> tuple[Tensor, ...]:
+        values, spread = torch.empty(2, sum(SAMPLE)).normal_(generator=generator)
+        values.mul_(spread.exp_())
+        values[: len(SPECIAL)] = values[-len(SPECIAL) :] = torch.tensor(SPECIAL)
+        return torch.split(values, SAMPLE)
+
+    masters, gradients, moments = drawn(), drawn(), {name: drawn() for name in like.moments}
+    found = []
+    for k, (master, gradient) in enumerate(zip(masters, gradients, strict=True)):
+        own = {name: values[k].abs_() if name.endswith("_sq") else values[k] for name, values in moments.items()}
+        narrow = None if like.narrow is None else torch.empty_like(master, dtype=like.narrow.dtype)
+        counter = None if like.counter is None else torch.tensor(3.0)
+        found.append(Work(master, gradient.to(like.gradient.dtype), narrow, like.group, own, counter))
+    return found
+
+
+def _written(work: Work) -> list[Tensor]:
+    return [work.master, *work.moments.values(), *(() if work.narrow is None else (work.narrow,))]
+
+
+def _same_bits(mine: Tensor, plain: Tensor) -> bool:
+    """Compare numbers that are none of them NaN, zeros by their signs too."""
+    kind = torch.int32 if mine.dtype == torch.float32 else torch.int16
+    return torch.equal(mine.view(kind), plain.view(kind))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Without gaps, in whatever order of dimensions: torch then lays a tensor like it out in the same way."""
+    if tensor.layout != torch.strided:
+        return False
+    if tensor.is_contiguous() and 1 not in tensor.shape:
+        return True  # the common case, without a call into the meta device for each tensor of each update
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def lies_as(tensor: Tensor, parameter: Tensor) -> bool:
+    """Return True if both are dense, with their elements in the same order."""
+    return is_dense(tensor) and tensor.shape == parameter.shape and tensor.stride() == parameter.stride()

@@ -1,0 +1,211 @@
+"""The native update has the bits of torch's own step in every implementation, or it is not used."""
+
+import ctypes
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from hydra_engine import ModelOrchestrator, ModelTask
+from hydra_engine.host.blocked import step_narrow
+from hydra_engine.native import NarrowUpdate, native, update
+from hydra_engine.native.library import VARIABLE, Library
+from hydra_engine.native.update import Native
+from tests.host.updates import SCALED, assert_bits_are_plain, groups, parameters, plain_step
+
+HOWS = ({}, {"foreach": True}, {"fused": True})
+VARIANTS = {
+    "Adam": [{}, {"weight_decay": 0.1, "amsgrad": True}, {"betas": (0.3, 0.9), "maximize": True}],
+    "AdamW": [{}, {"amsgrad": True, "maximize": True}, {"weight_decay": 0, "eps": 1e-3}, {"betas": (0.5, 0.5)}],
+    "SGD": [
+        {},
+        {"weight_decay": 0.1},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"momentum": 0.3, "dampening": 0.1, "maximize": True},
+        {"momentum": 0.5, "nesterov": True},
+        {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "maximize": True},
+    ],
+}
+SETTINGS = [
+    pytest.param(getattr(torch.optim, name), {**options, **how}, id=f"{name}({ {**options, **how} })")
+    for name, variants in VARIANTS.items()
+    for options, how in product(variants, HOWS)
+]
+SEVERAL_UNITS = (3 * 2**14 + 13, 5, 2**14)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The kernel of this process, and a list of the updates that it makes, by size."""
+    if not native().wait():
+        pytest.skip(f"no native code: {native().missing_because or 'it is turned off, or another process builds it'}")
+    found, step = [], Native.step
+
+    def spy(self, optimizer, updates, factors):
+        rest = step(self, optimizer, updates, factors)
+        found.extend(each.parameter.numel() for each in updates if each not in rest)
+        return rest
+
+    monkeypatch.setattr(Native, "step", spy)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "options"), SETTINGS)
+def test_bits_of_every_setting(kind, options, taken):
+    assert_bits_are_plain(lambda own: kind(own, lr=0.01, **options), factors=SCALED if options else ())
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_bits_depend_on_no_number_of_threads(how, num_threads, taken):
+    """Each at torch's own number: its kernels divide what is large among threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for kind, options in ((torch.optim.AdamW, {"amsgrad": True}), (torch.optim.SGD, {"momentum": 0.9})):
+            assert_bits_are_plain(
+                lambda own, kind=kind, options=options: kind(own, lr=0.01, **how, **options),
+                lambda: [nn.Parameter(torch.linspace(-1, 1, n)) for n in SEVERAL_UNITS],
+                num_steps=3,
+            )
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_groups_and_schedules_keep_their_options(kind, taken):
+    """Schedules may move betas or momentum with each step, for which no new sample is stepped."""
+    sides = parameters(), parameters()
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizers = [kind(groups(own), lr=0.01, **options) for own in sides]
+    known = []
+    for step in range(5):
+        for optimizer, own, way in zip(optimizers, sides, (step_narrow, plain_step), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.7
+                group.update({"momentum": 0.95 - 0.05 * step} if options else {"betas": (0.95 - 0.05 * step, 0.99)})
+            gradients = [torch.full_like(p, 0.1 * (step + 1), dtype=torch.bfloat16) for p in own]
+            way(optimizer, [NarrowUpdate(p, g, None) for p, g in zip(own, gradients, strict=True)], SCALED)
+        known.append(len(native()._agreed))
+    assert all(torch.equal(mine, plain) for mine, plain in zip(*sides, strict=True))
+    assert len(set(known[1:])) == 1
+
+
+def test_the_kernel_makes_the_updates(taken):
+    """All but the first step's, which makes the state, and those of tensors with gaps or without dimensions."""
+    values = parameters()
+    optimizer = torch.optim.SGD(values, lr=0.1, momentum=0.9)
+    updates = [NarrowUpdate(p, torch.ones_like(p), None) for p in values]
+    step_narrow(optimizer, updates)
+    assert taken == []
+    step_narrow(optimizer, updates)
+    assert taken == [p.numel() for p in values if p.dim() and p.is_contiguous() | (p.numel() != 40 * 30)]
+
+
+def test_gradients_and_what_is_not_stepped_stay_as_they_are(taken):
+    values = parameters()
+    optimizer = torch.optim.AdamW(values, fused=True)
+    updates = [NarrowUpdate(p, torch.ones_like(p, dtype=torch.bfloat16), None) for p in values]
+    step_narrow(optimizer, updates)
+    before = [p.detach().clone() for p in values]
+    step_narrow(optimizer, updates[1:], SCALED)
+    assert all(torch.equal(each.gradient, torch.ones_like(each.gradient)) for each in updates)
+    assert [k for k, p in enumerate(values) if torch.equal(p, before[k]) and p.numel()] == [0]
+
+
+def test_what_is_written_is_known_to_autograd(taken):
+    parameter = nn.Parameter(torch.ones(9))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    loss = (parameter * parameter).sum()
+    step_narrow(optimizer, [NarrowUpdate(parameter, torch.ones(9), None)])
+    assert taken == [9]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 3e38, 1e-45, -0.0])
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_numbers_at_the_edge(how, value, taken):
+    ours, theirs = (nn.Parameter(torch.tensor([1.0, value, 0.0, -1.0, value] * 7)) for _ in range(2))
+    gradient = torch.tensor([value, 1.0, 0.0, value, value] * 7)
+    optimizers = [torch.optim.AdamW([each], lr=0.1, **how) for each in (ours, theirs)]
+    for _ in range(3):
+        step_narrow(optimizers[0], [NarrowUpdate(ours, gradient, None)])
+        plain_step(optimizers[1], [NarrowUpdate(theirs, gradient, None)])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_torch_makes_the_updates_where_a_thread_flushes_denormals(taken):
+    """torch's other threads may not, so that bits depend on which of them has a number."""
+    parameter = nn.Parameter(torch.ones(9))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    try:
+        if torch.set_flush_denormal(True):
+            step_narrow(optimizer, [NarrowUpdate(parameter, torch.ones(9), None)])
+            assert taken == []
+    finally:
+        torch.set_flush_denormal(False)
+    step_narrow(optimizer, [NarrowUpdate(parameter, torch.ones(9), None)])
+    assert taken == [9]
+
+
+def adamw_steps(kernel, monkeypatch):
+    monkeypatch.setattr("hydra_engine.host.blocked.native", lambda: kernel)
+    assert_bits_are_plain(lambda own: torch.optim.AdamW(own, lr=0.01), factors=SCALED)
+
+
+def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
+    """As on a processor on which torch rounds as in none of the candidates."""
+
+    class Wrong:
+        calls = 0
+
+        def hydra_has_float16(self):
+            return 1
+
+        def hydra_update(self, rows, num_rows, num_threads):
+            Wrong.calls += 1
+            rows[0].size = 0
+
+    class WrongLibrary:
+        def load(self):
+            return Wrong()
+
+    kernel = Native(WrongLibrary())
+    adamw_steps(kernel, monkeypatch)
+    assert Wrong.calls == len(kernel._agreed) * len(update.PLAIN)
+    assert set(kernel._agreed.values()) == {None}
+
+
+@pytest.fixture
+def without_compiler(monkeypatch, tmp_path):
+    """A kernel of a process that finds none, neither in the cache."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    return Native(Library(update.SOURCE))
+
+
+def test_without_a_compiler_torch_makes_the_updates(without_compiler, monkeypatch, tmp_path):
+    kernel = without_compiler
+    adamw_steps(kernel, monkeypatch)
+    assert kernel.missing_because == "no C++ compiler was found; install one (g++ or clang++), or name it in CXX"
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_are_laid_out_as_in_the_source(taken):
+    """The kernel tells the size of its struct: a field that one side lacks would shift all others."""
+    assert Library(update.SOURCE).load().hydra_update_bytes() == ctypes.sizeof(update.Update)
+
+
+def test_a_plan_says_that_there_is_no_compiler(without_compiler, monkeypatch):
+    kernel = without_compiler
+    for module in ("host.optimizer", "run.task_list"):
+        monkeypatch.setattr(f"hydra_engine.{module}.native", lambda: kernel)
+    data = [(torch.ones(2, 3), torch.ones(2, 1))]
+    orchestra = ModelOrchestrator([ModelTask(nn.Sequential(nn.Linear(3, 1)), nn.MSELoss(), data, 0.1, 1)])
+    plan = orchestra.generate()
+    assert f"host updates take several passes over memory instead of one: {kernel.missing_because}\n" in str(plan)
+    assert kernel.missing_because.startswith("no C++ compiler was found; ")
