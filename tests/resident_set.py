@@ -1,6 +1,6 @@
 """Trains one task and prints how far the process's resident set grew, and the plan (tests/host/test_resident_set.py).
 
-python -m tests.resident_set adamw        # or bfloat16, sgd-early
+python -m tests.resident_set adamw        # or bfloat16, split, split-early, moments, sgd-early
 """
 
 import json
@@ -20,11 +20,16 @@ from partitioners import Presharded
 WIDTH = 512
 NUM_STEPS = 5  # through before freed memory is given back for the first time
 DEVICE_BYTES = 5 * 2**20  # a hundredth of the state: an emulated device's memory is the process's, too
+SPLIT = {"precision": "bfloat16", "split_weights": True}
 # Settings, and layers of a quarter of a million parameters: at least 1 GiB of weights, gradients and states each.
 CASES = {
     "half": ({"optimizer": partial(torch.optim.AdamW, fused=True), "ema_decay": 0.999}, 108),
     "adamw": ({"optimizer": partial(torch.optim.AdamW, fused=True), "ema_decay": 0.999}, 216),
     "bfloat16": ({"optimizer": partial(torch.optim.AdamW, fused=True), "precision": "bfloat16"}, 272),
+    "split": ({"optimizer": partial(torch.optim.AdamW, fused=True), **SPLIT}, 310),
+    "split-early": ({"optimizer": partial(torch.optim.AdamW, fused=True), **SPLIT, "early_release": True}, 360),
+    "moments": ({"optimizer": torch.optim.AdamW, **SPLIT, "early_release": True, "moments": "bfloat16"}, 540),
+    "split-half": ({"optimizer": partial(torch.optim.AdamW, fused=True), **SPLIT, "early_release": True}, 180),
     "sgd-early": ({"optimizer": torch.optim.SGD, "early_release": True}, 1024),
 }
 
@@ -55,7 +60,9 @@ def main(case):
     task = ModelTask(model, F.mse_loss, [batch] * NUM_STEPS, 1e-3, **settings)
     plan = trained(task)
     growth = watch.peak_bytes - before
-    print(json.dumps({"growth": growth, "plan": plan.dram_bytes, "num_parameters": num_layers * WIDTH**2}))
+    size = num_layers * WIDTH**2
+    each = {"growth": round(growth / size, 3), "plan": round(plan.dram_bytes / size, 3)}
+    print(json.dumps({"growth": growth, "plan": plan.dram_bytes, "num_parameters": size, "bytes_per_parameter": each}))
 
 
 def trained(task):

@@ -461,3 +461,14 @@ def test_adaptive_tells_what_norms_cost(adaptive, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("small")
     assert lines[2].startswith("norms cost at most ")
+
+
+def test_dram_compares_bits_and_times(monkeypatch, capsys):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(sys, "argv", ["main.py", "--params", "1e6", "--repeats", "1", "--threads", str(before)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(main_of("dram")), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert not ended.value.code
+    assert lines[0] == "split weights are bit-equal after 3 steps"
+    assert [line.partition("  ")[0] for line in lines[1:]] == ["whole", "split", "split, narrow moments"]

@@ -124,7 +124,9 @@ class Snapshot:
             each.done()
 
     def _moving(self, slot: int, tensor: Tensor) -> MovingTensor:
-        moving = MovingTensor(tensor)
+        master, place = self._state.pool.masters.get(slot), self._state.layout.slots[slot].parameter
+        is_split = master is not None and tensor.data_ptr() == place.data_ptr()
+        moving = MovingTensor(tensor, master.load if is_split and master is not None else None)
         self._by_slot.setdefault(slot, []).append(moving)
         return moving
 

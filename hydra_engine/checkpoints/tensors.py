@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -59,9 +59,10 @@ class MovingTensor:
 
     Whoever changes the tensor calls `secure` first, and whoever writes it calls `done` in the end. All methods are for
     any thread. Raises TypeError as `check_tensor` does. dtype, shape, strides, nbytes: the tensor's.
+    load: of a tensor whose values are elsewhere: fills one that is laid out as it is with them, and returns that.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, load: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         check_tensor("the tensor", tensor)
         self.dtype = tensor.dtype
         self.shape = tuple(tensor.shape)
@@ -69,6 +70,7 @@ class MovingTensor:
         self.nbytes = tensor.numel() * tensor.element_size()
         self._lock = threading.RLock()
         self._values: torch.Tensor | None = tensor.detach()
+        self._load = load
         self._is_own = False  # the values lie in memory that nobody else changes
 
     def copy_to(self, target: memoryview, start_byte: int) -> None:
@@ -76,7 +78,7 @@ class MovingTensor:
         with self._lock:
             if self._values is None:
                 raise ValueError("a tensor was given up before all of it was written; save what is there now")
-            if not is_plain(self._values):
+            if self._load is not None or not is_plain(self._values):
                 self.secure()
             source = bytes_of(self._values)[start_byte : start_byte + len(target)]
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
@@ -86,8 +88,12 @@ class MovingTensor:
         with self._lock:
             if self._values is None or self._is_own:
                 return 0
-            self._values = torch.empty(self.shape, dtype=self.dtype, device="cpu").copy_(self._values)
-            self._is_own = True
+            values = self._values
+            if self._load is not None:
+                values = self._load(torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu"))
+            if self._load is None or not is_plain(values):
+                values = torch.empty(self.shape, dtype=self.dtype, device="cpu").copy_(values)
+            self._values, self._load, self._is_own = values, None, True
             return self.nbytes
 
     def done(self) -> None:

@@ -1,8 +1,7 @@
 """Weights at home: how a model is laid out in DRAM, the pool that owns it, and its optimizer."""
 
-from hydra_engine.host.blocked import has_step_hooks, part_of, step_natively
+from hydra_engine.host.blocked import has_step_hooks, is_moment, part_of, step_natively
 from hydra_engine.host.bound_copy import LayerFault, Stale, kept_by
-from hydra_engine.host.cut import Cut
 from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.hooks import check_no_hooks, has_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot, Structure
@@ -21,4 +20,4 @@ from hydra_engine.host.optimizer import (
 )
 from hydra_engine.host.pool import NUM_LOANS, BestWeights, BorrowedPool, HostPool
 from hydra_engine.host.staging import WHOLE, BuffersChanged, NormGroups, StepParts, step_measures
-from hydra_engine.host.state import Observed, Region, TaskState, layout_of
+from hydra_engine.host.state import Cut, Observed, Region, TaskState, layout_of

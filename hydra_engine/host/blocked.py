@@ -15,7 +15,8 @@ import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.optim import optimizer as base
 from torch.optim.optimizer import Optimizer
 
+from hydra_engine.host.split import BLOCK, row_of
 from hydra_engine.native import NarrowUpdate, is_dense, native
 
 # Elements of a block: 4 MiB of widened gradient, of 16 that pass by in an AdamW step, for the last cache; what a block
@@ -49,6 +51,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
 )
 
+MOMENTS = torch.bfloat16
 NOTHING = torch.empty(0)
 _OF_THREAD = threading.local()
 
@@ -61,6 +64,8 @@ def step_narrow(
     updates: Sequence[NarrowUpdate],
     factors: Factors = (),
     step: Callable[[], object] | None = None,
+    *,
+    narrows_moments: bool = False,
 ) -> None:
     """Step the parameters of `optimizer`, and no others, by gradients of any dtype; then write their narrow copies.
 
@@ -68,28 +73,37 @@ def step_narrow(
     way, at the same number of intra-op threads: `p.grad = gradient.float()`, `p.grad.mul_(factor)` for each factor,
     `optimizer.step()`, `narrow.copy_(p)`. As there, a gradient that is float32 already may be overwritten.
     `step`: instead of the optimizer's own, where that goes over all parameters at once.
+    narrows_moments: keep state of a parameter's shape in bfloat16 from one step to the next, which changes bits.
     """
     if not _is_elementwise(optimizer):
-        step_whole(step or optimizer.step, updates, factors)
+        with _moments_widened(optimizer, updates if narrows_moments else ()):
+            step_whole(step or optimizer.step, updates, factors)
         return
-    updates = native().step(optimizer, updates, factors)
+    if not narrows_moments:  # the native code knows neither halves nor narrow moments
+        split = [update for update in updates if update.master is not None]
+        updates = [*native().step(optimizer, [each for each in updates if each.master is None], factors), *split]
     if not updates:
         return
     part = part_of(optimizer, [])
     bare = _bare_step(part)
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    scratch = _scratch(min(CHUNK, sum(update.parameter.numel() for update in updates)))
+    size = min(CHUNK, sum(update.parameter.numel() for update in updates))
+    # A block's gradients; a piece's weights; its moments, of which Adam has three at most.
+    num_places = 5 if narrows_moments else 2 if any(update.master is not None for update in updates) else 1
+    scratch = _scratch(num_places * size)
     with torch.no_grad():
         for block, is_cut in _blocks(updates, [_is_cut(optimizer, groups[id(u.parameter)], u) for u in updates]):
             if is_cut:
-                _step_in_pieces(optimizer, groups[id(block[0].parameter)], block[0], factors, scratch)
+                places = [scratch[k * size :] for k in range(num_places)]
+                _step_in_pieces(optimizer, groups[id(block[0].parameter)], block[0], factors, places)
             else:
                 mine = {id(update.parameter) for update in block}
                 part.param_groups = [
                     {**group, "params": [p for p in group["params"] if id(p) in mine]}
                     for group in optimizer.param_groups
                 ]
-                step_whole(bare, block, factors, scratch)
+                with _moments_widened(optimizer, block if narrows_moments else ()):
+                    step_whole(bare, block, factors, scratch)
 
 
 def step_natively(
@@ -168,6 +182,9 @@ def step_whole(
     step: Callable[[], object], updates: Sequence[NarrowUpdate], factors: Factors = (), scratch: Tensor = NOTHING
 ) -> None:
     """The plain way; gradients are widened into what there is of scratch."""
+    split = [update.master for update in updates if update.master is not None]
+    for master in split:
+        master.show()
     try:
         for update in updates:
             gradient, dtype = update.gradient, update.parameter.dtype
@@ -183,9 +200,12 @@ def step_whole(
     finally:
         for update in updates:
             update.parameter.grad = None
+        for master in split:
+            master.keep()
+            master.hide()
     with torch.no_grad():
         for update in updates:
-            if update.narrow is not None:
+            if update.narrow is not None and update.master is None:
                 update.narrow.copy_(update.parameter)
 
 
@@ -222,24 +242,37 @@ def _step_in_pieces(
     group: Mapping[str, Any],
     update: NarrowUpdate,
     factors: Factors,
-    scratch: Tensor,
+    places: Sequence[Tensor],
 ) -> None:
-    """The plain way, on one piece of a parameter after the other."""
+    """The plain way, on one piece of a parameter after the other; places: as long as a block, for what is widened."""
     state: dict[str, Tensor] = optimizer.state.get(update.parameter, {})
     chunk, make_step = (KERNEL_CHUNK, _kernel_step) if _has_kernel(optimizer, group) else (CHUNK, _piece_step)
     step_piece = make_step(optimizer, group, state)
     masters, gradients = _pieces(update.parameter, chunk), _pieces(update.gradient, chunk)
     narrows = _pieces(update.narrow, chunk) if update.narrow is not None else None
     states = {key: _pieces(value, chunk) for key, value in state.items() if value.dim() > 0}
-    place = scratch[:chunk]
-    for k, (master, gradient) in enumerate(zip(masters, gradients, strict=True)):
-        if gradient.dtype != torch.float32:
+    halves = None if update.master is None else update.master.split.pieces(chunk)
+    place = places[0][:chunk]
+    try:
+        for k, gradient in enumerate(gradients):
             size = gradient.numel()
-            gradient = (place if size == chunk else scratch[:size]).copy_(gradient)
-        _multiply(gradient, factors)
-        step_piece(master, gradient, {key: pieces[k] for key, pieces in states.items()})
-        if narrows is not None:
-            narrows[k].copy_(master)
+            if gradient.dtype != torch.float32:
+                gradient = (place if size == chunk else place[:size]).copy_(gradient)
+            _multiply(gradient, factors)
+            master = masters[k] if halves is None else halves[k].load(places[1][:size])
+            own = {key: pieces[k] for key, pieces in states.items()}
+            narrow = [key for key, each in own.items() if each.dtype == MOMENTS]
+            wide = {key: places[2 + j][:size].copy_(own[key]) for j, key in enumerate(narrow)}
+            step_piece(master, gradient, own | wide)
+            for key, each in wide.items():
+                _narrow_moment(each, own[key], state)
+            if halves is not None:
+                halves[k].store(master)
+            elif narrows is not None:
+                narrows[k].copy_(master)
+    finally:
+        if halves is not None and update.master is not None:
+            update.master.split.join(halves, chunk)
 
 
 def _pieces(tensor: Tensor, chunk: int) -> Sequence[Tensor]:
@@ -291,3 +324,67 @@ def _bare_step(part: Optimizer) -> Callable[[], object]:
 def _lies_as(tensor: Tensor, parameter: Tensor) -> bool:
     """Return True if both are dense, with their elements in the same order."""
     return is_dense(tensor) and tensor.shape == parameter.shape and tensor.stride() == parameter.stride()
+
+
+# -- moments in bfloat16
+
+
+@contextmanager
+def _moments_widened(optimizer: Optimizer, updates: Sequence[NarrowUpdate]) -> Iterator[None]:
+    """Let these parameters have their moments in float32 in the body, and in bfloat16 after it."""
+    kept: dict[tuple[int, str], Tensor] = {}
+    for update in updates:
+        state = optimizer.state.get(update.parameter, {})
+        for key, value in state.items():
+            if is_moment(value, update.parameter) and value.dtype == MOMENTS:
+                kept[id(update.parameter), key] = value
+                state[key] = value.float()
+    try:
+        yield
+    finally:
+        for update in updates:
+            state = optimizer.state.get(update.parameter, {})
+            for key, value in state.items():
+                if is_moment(value, update.parameter) and value.dtype == torch.float32:
+                    place = kept.get((id(update.parameter), key))
+                    place = torch.empty_like(value, dtype=MOMENTS) if place is None else place
+                    _narrow_moment(value, place, state)
+                    state[key] = place
+
+
+def is_moment(value: object, parameter: Tensor) -> bool:
+    """Return True if a state is an average of a float32 parameter's shape, in float32 or in bfloat16."""
+    if not isinstance(value, Tensor) or parameter.dtype != torch.float32 or not value.dim():
+        return False
+    return value.dtype in (torch.float32, MOMENTS) and value.shape == parameter.shape and is_dense(value)
+
+
+def _narrow_moment(wide: Tensor, place: Tensor, state: Mapping[str, Any]) -> None:
+    """Round a moment, which is overwritten, by the step that its optimizer has counted."""
+    counter = state.get("step")
+    if counter is None:  # momentum, which forgets within a few steps
+        place.copy_(wide)
+    else:
+        round_by_turns(row_of(wide), row_of(place), int(counter))
+
+
+@lru_cache(maxsize=4)
+def _below_one_unit(turn: int) -> Tensor:
+    """What is added to a block at a turn: for all of a step, so it is kept."""
+    return ((torch.arange(BLOCK) * 25717 + turn * 40503) % 2**16).to(torch.int32)
+
+
+def round_by_turns(values: Tensor, out: Tensor, turn: int) -> None:
+    """Round float32 values, which are overwritten, to bfloat16, up or down: over turns the mean is the value.
+
+    Rounded to nearest, an average stays where it is if it moves by less than half a unit in its last place. AdamW's
+    second moment falls by a thousandth of itself at most, and a unit is at least four: it would never fall again. So a
+    number below one unit is added to each value, another one at each turn, and what exceeds a unit is cut off. In
+    65,536 turns each such number comes once. So it does in 65,536 neighbours at one turn.
+    """
+    below = _below_one_unit(turn % 2**16)
+    for source, target in zip(torch.split(values, BLOCK), torch.split(out, BLOCK), strict=True):
+        bits = source.view(torch.int32)
+        bits += below[: len(bits)]
+        bits >>= 16
+        target.view(torch.int16).copy_(bits)

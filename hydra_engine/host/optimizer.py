@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,13 +28,15 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
 from hydra_engine.data import DrawsRefused, copied
-from hydra_engine.host.blocked import has_step_hooks, part_of, step_narrow, step_natively, step_whole
+from hydra_engine.host.blocked import has_step_hooks, is_moment, part_of, step_narrow, step_natively, step_whole
 from hydra_engine.host.hooks import call_hooks, has_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.pool import GradientRoom, HostPool
+from hydra_engine.host.split import SplitMaster
 from hydra_engine.host.staging import StepStaging
-from hydra_engine.native import NarrowUpdate, native
+from hydra_engine.native import NarrowUpdate, is_dense, native
+from hydra_engine.system import PrivateMemory
 from hydra_engine.tasks import ModelTask, check_optimizer_needs_no_closure
 
 
@@ -43,11 +46,20 @@ class BeforeUpdate:
     Gradients too: clipping scales them in place, and so do some optimizers.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, slots: Sequence[Slot], others: Iterable[Tensor]) -> None:
-        """`slots`: that the update may step. `others`: gradients and averages."""
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        slots: Sequence[Slot],
+        others: Iterable[Tensor],
+        masters: Mapping[int, SplitMaster] = MappingProxyType({}),
+    ) -> None:
+        """`slots`: that the update may step. `others`: gradients and averages. masters: of slots that are split."""
         self._optimizer = optimizer
+        split = [masters[slot.index].split for slot in slots if slot.index in masters]
+        self._halves = [(each, each.copy()) for each in split]
         self._places = [(slot.parameter, slot.parameter.data) for slot in slots]
-        self._tensors = [(tensor, tensor.clone()) for tensor in (*(place for _, place in self._places), *others)]
+        whole = [slot.parameter.data for slot in slots if slot.index not in masters]
+        self._tensors = [(tensor, tensor.clone()) for tensor in (*whole, *others)]
         self._states = [(slot.parameter, _with_copies(optimizer.state.get(slot.parameter))) for slot in slots]
 
     @torch.no_grad()
@@ -55,6 +67,8 @@ class BeforeUpdate:
         """Make everything as it was: in the same memory, which others may refer to."""
         for parameter, place in self._places:
             parameter.data = place  # which an optimizer may have put elsewhere
+        for split, halves in self._halves:
+            split.put_back(halves)
         for tensor, before in self._tensors:
             tensor.copy_(before)
         for parameter, state in self._states:
@@ -84,16 +98,16 @@ class Averages:
         self.tensors = {slot.index: torch.empty_like(slot.parameter) for slot in self._slots}
 
     @torch.no_grad()
-    def move(self, slots: Iterable[Slot], *, is_first: bool) -> None:
+    def move(self, slots: Iterable[Slot], pool: HostPool, *, is_first: bool) -> None:
         """Move the averages of these towards the weights, also of those that received no gradient."""
         if self.decay is None:
             return
         for slot in slots:
             average = self.tensors[slot.index]
             if is_first:
-                average.copy_(slot.parameter)
+                pool.read(slot, into=average)
             else:
-                average.lerp_(slot.parameter, 1 - self.decay)
+                average.lerp_(pool.read(slot), 1 - self.decay)
 
     def state(self) -> dict[str, Tensor]:
         """The averages by name: the tensors themselves, which the next step changes."""
@@ -106,6 +120,9 @@ class Averages:
                 raise ValueError(f"ema_decay: no average of {slot.name} was saved; resume without ema_decay")
             self.tensors[slot.index] = saved[slot.name]
 
+
+# States of at least so many bytes lie in private memory, whose large pages have 2 MiB.
+PLACED_BYTES = 2**22
 
 # What torch itself keeps and changes on an optimizer.
 TORCHS = {"state", "param_groups", "step", "defaults", "_opt_called", "_need_device_dtype_check_for_fused"}
@@ -170,6 +187,8 @@ class TaskOptimizer:
         self._released: StepRecord | None = None  # of the step in progress, with early release
         self._committed = StepRecord()  # of the step before
         self._averages = Averages(task.ema_decay, self._slots)
+        self._narrows_moments = task.moments == "bfloat16"
+        self._placed: set[int] = set()  # slots whose states lie in memory of ours
         # Called before parameters, by slot, their averages or states change; None: any. It may wait.
         self.secure: Callable[[Iterable[int] | None], None] = lambda _: None
 
@@ -215,7 +234,7 @@ class TaskOptimizer:
             hooked=hooked,
         )
         if self._task.optimizer_scope == "task":
-            self._averages.move(self._slots, is_first=record.is_first)
+            self._averages.move(self._slots, pool, is_first=record.is_first)
         self._count_step()
         return record
 
@@ -254,7 +273,7 @@ class TaskOptimizer:
                 is_committed = self.num_steps > released.num_steps
                 record = self._committed if is_committed else self._record_released(released.epoch)
             if pool.gradients.room is GradientRoom.NONE:  # the device has stepped it
-                self._averages.move(pool.owned(shard), is_first=record.is_first)
+                self._averages.move(pool.owned(shard), pool, is_first=record.is_first)
                 return
             finished = partial(self._finished, pool, None, {})
             hooked = call_hooks(pool.owned(shard), staging, pool, finished, self.secure)
@@ -367,10 +386,12 @@ class TaskOptimizer:
         self._update([slot for slot in slots if slot.index in record.hooked], pool, record, None)
         rest = [slot for slot in slots if slot.index not in record.hooked]
         self._update(rest, pool, record, record.loss_scale, without)
-        if not self._is_torchs:
+        if self._is_torchs:
+            self._place(slots)
+        else:  # which may hold its states elsewhere, too
             pool.bring_back([*slots, *without])
             pool.renew(without)
-        self._averages.move(pool.owned(shard), is_first=record.is_first)
+        self._averages.move(pool.owned(shard), pool, is_first=record.is_first)
 
     def _without(self, owned: Sequence[Slot], record: StepRecord) -> list[Slot]:
         """The parameters without a gradient that a step sees: torch's own passes them over, another may decay them."""
@@ -382,7 +403,7 @@ class TaskOptimizer:
         slots, known = record.received(owned), self._averages.tensors
         tensors = [record.gradient(slot, pool) for slot in slots]
         tensors += [known[slot.index] for slot in owned if slot.index in known]
-        return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], tensors)
+        return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], tensors, pool.masters)
 
     def _update(
         self,
@@ -402,18 +423,34 @@ class TaskOptimizer:
         # As torch.nn.utils.clip_grads_with_norm_ has it, which takes all gradients at once.
         clip = None if norm is None or limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
         factors = [each for each in (None if scale is None else 1 / scale, clip) if each is not None]
-        casts = self._layout.narrow is not None
+        casts, masters = self._layout.narrow is not None, pool.masters
         updates: Sequence[NarrowUpdate] = [
-            NarrowUpdate(slot.parameter, record.gradient(slot, pool), pool.narrow(slot) if casts else None)
+            NarrowUpdate(
+                slot.parameter,
+                record.gradient(slot, pool),
+                pool.narrow(slot) if casts else None,
+                masters.get(slot.index),
+            )
             for slot in slots
         ]
         step = partial(self._call_step, part)
         if casts:
-            step_narrow(part, updates, factors, step)
+            with pool.shown(without):
+                step_narrow(part, updates, factors, step, narrows_moments=self._narrows_moments)
             return
         updates = step_natively(part, updates, factors)
         if updates or without:  # nothing to widen: one step for all is the fewest calls
             step_whole(step, updates, factors)
+
+    def _place(self, slots: Iterable[Slot]) -> None:
+        """Move states that a step has made to private memory, one tensor at a time; small ones stay."""
+        for slot in (slot for slot in slots if slot.index not in self._placed):
+            self._placed.add(slot.index)
+            state = self.optimizer.state.get(slot.parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.nbytes >= PLACED_BYTES and is_dense(value):
+                    place = value.new_empty(0).set_(PrivateMemory().new(value.nbytes), 0, value.shape, value.stride())
+                    state[key] = place.copy_(value)
 
     def moving_tensors(self) -> Iterator[tuple[int, Tensor]]:
         """Averages and the state's tensors with their slots, all that an update of a slot changes but its weight."""
@@ -462,12 +499,22 @@ class TaskOptimizer:
             restore_optimizer(self.optimizer, state["optimizer"])
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(schedule["scheduler"])
+        if self._is_torchs and not self._narrows_moments:
+            self._widen_moments()
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(schedule["loss_scale"])
         self.num_steps, self._schedule_epoch = schedule["num_steps"], schedule["epoch"]
         if self.num_steps:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
             self._averages.restore(state["averages"])
+
+    def _widen_moments(self) -> None:
+        """Have moments in float32 that were saved in bfloat16."""
+        for slot in self._slots:
+            state = self.optimizer.state.get(slot.parameter, {})
+            for key, value in state.items():
+                if is_moment(value, slot.parameter):
+                    state[key] = value.float()
 
     def _take_over(self, saved: Mapping[str, Any], schedule: Mapping[str, Any]) -> None:
         """Take over the states of parameters, and nothing of groups; step the schedule as often as the saved one."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
 from queue import SimpleQueue
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from hydra_engine.data import copy_of, place_in_dram, residue
 from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.layout import ModelLayout, Shard, SlabPiece, Slot
-from hydra_engine.system import Freed, HostMemory, is_alone, return_free_memory
+from hydra_engine.host.split import SplitMaster, SplitWeight, discard_values, row_of
+from hydra_engine.system import Freed, HostMemory, PrivateMemory, is_alone, keep_small_pages, return_free_memory
 from hydra_engine.tasks import Best
 
 # Shards whose gradients are in DRAM with early release: one is updated while the next one's arrive.
@@ -114,6 +116,9 @@ class HostPool:
     parameters lie in blocks that other tasks may share. In a narrow precision devices are sent another buffer, of casts
     of the parameters, which every update renews. `open` moves the user's parameters in, `close` gives them ordinary
     storage again. The user's Parameter objects stay the same throughout: optimizers and closures keep theirs.
+
+    splits: trainable float32 parameters that devices get in bfloat16 are not in DRAM beside their casts; a remainder
+    is (`host/split.py`). Such a parameter has its values while it is `shown`, and zeros otherwise. Set before `open`.
     """
 
     def __init__(self, layout: ModelLayout, *, early_release: bool = False, frozen: FrozenBlocks | None = None) -> None:
@@ -121,6 +126,8 @@ class HostPool:
         self._frozen = FrozenBlocks() if frozen is None else frozen
         self.gradients = Gradients(layout, GradientRoom.LENT if early_release else GradientRoom.ALL)
         self.is_open = False
+        self.splits = False
+        self.masters: dict[int, SplitMaster] = {}  # by slot, of those that are split
         self.buffers: list[Tensor] = []  # committed values; replaced, never written to
 
     @property
@@ -131,8 +138,22 @@ class HostPool:
     @property
     def num_bytes(self) -> int:
         """DRAM it holds: weights, casts, gradients; of frozen ones those that it brought."""
-        storages = {id(each): each for each in (self._weights, self._link, *self.gradients.storages, *self._brought)}
-        return sum(each.nbytes() for each in storages.values())
+        own = (self._weights, self._rests, self._link, *self.gradients.storages, *self._brought)
+        hidden = sum(self.layout.slots[index].num_bytes for index in self.masters)
+        return sum(each.nbytes() for each in {id(each): each for each in own}.values()) - hidden
+
+    def _split_slots(self) -> list[Slot]:
+        """Trainable parameters of which halves are in DRAM; none where devices step the optimizer on masters."""
+        if not self.splits or self.gradients.room is GradientRoom.NONE:
+            return []
+        kinds = torch.float32, torch.bfloat16
+        return [slot for slot in self.layout.trainable_slots() if (slot.dtype, slot.link_dtype) == kinds]
+
+    @property
+    def split_bytes(self) -> tuple[int, int]:
+        """DRAM that masters would take which are split, and that which their remainders take."""
+        slots = self._split_slots()
+        return sum(slot.num_bytes for slot in slots), sum(self.layout.aligned(slot.link_bytes) for slot in slots)
 
     def open(self, shards: Sequence[Shard] = (), host: HostMemory | None = None) -> None:
         """Take the parameters over, one at a time: extra DRAM is that of one parameter. `host`: where they then lie."""
@@ -140,22 +161,61 @@ class HostPool:
         self._host = host = HostMemory() if host is None else host
         # Beside casts, masters cross no link unless a device steps the optimizer.
         crosses = self.layout.narrow is None or self.gradients.room is GradientRoom.NONE
-        self._masters_host = host if crosses else HostMemory()
+        self._masters_host = host if crosses else PrivateMemory()
         self._weights = self._masters_host.new(self.layout.num_bytes[True])
         self.gradients.open(shards, host)
         self._link = self._weights if self.layout.narrow is None else host.new(self.layout.link_bytes[True])
+        self._rests = PrivateMemory().new(self.split_bytes[1])
         # After all that may find no room: from here on others may use what this task brought.
         self._blocks, self._brought = self._frozen.acquire(self.layout, host)  # by slot
         freed = Freed()
+        self.masters = self._new_masters()
         for slot in self.layout.trainable_slots():
             view = slot.view(self._weights, slot.offset)
-            view.copy_(slot.parameter.data)
+            if slot.index in self.masters:
+                self.masters[slot.index].split.store(row_of(slot.parameter))
+            else:
+                view.copy_(slot.parameter.data)
             slot.parameter.data = view
             freed.add(slot.num_bytes)
         return_free_memory()
         self.renew(self.layout.trainable_slots())
         self.buffers = [copy_of(buffer) for buffer in self.layout.buffers]
         self.is_open = True
+
+    def _new_masters(self) -> dict[int, SplitMaster]:
+        """Places for the parameters that are split, whose halves have yet to be stored."""
+        found: dict[int, SplitMaster] = {}
+        start, slots = 0, self._split_slots()
+        if slots:
+            keep_small_pages(self._weights)  # a large one would stay where a neighbour has values
+        for slot in slots:
+            narrow = row_of(self.narrow(slot))
+            rest = torch.empty(0, dtype=torch.int16).set_(self._rests, start // 2, (len(narrow),), (1,))
+            place = slot.view(self._weights, slot.offset)
+            found[slot.index] = SplitMaster(slot.parameter, place, SplitWeight(narrow, rest))
+            start += self.layout.aligned(slot.link_bytes)
+        return found
+
+    @contextmanager
+    def shown(self, slots: Iterable[Slot]) -> Iterator[None]:
+        """Let parameters have their values in the body, which may write to them."""
+        found = [self.masters[slot.index] for slot in slots if slot.index in self.masters]
+        for each in found:
+            each.show()
+        try:
+            yield
+        finally:
+            for each in found:
+                each.keep()
+                each.hide()
+
+    def read(self, slot: Slot, into: Tensor | None = None) -> Tensor:
+        """Return a parameter's values, in `into` if that is given; else where they lie, if they do."""
+        master = self.masters.get(slot.index)
+        if master is not None:
+            return master.load(torch.empty_like(slot.parameter.data) if into is None else into)
+        return slot.parameter.data if into is None else into.copy_(slot.parameter.data)
 
     def close(self) -> None:
         """Give every parameter and buffer back to the user's model, at its last committed value."""
@@ -169,17 +229,26 @@ class HostPool:
         alone = is_alone(self._weights, [slot.parameter for slot in slots])
         for slot in slots:
             slot.parameter.grad = None
-            slot.parameter.data = copy_of(slot.parameter.data)
+            master = self.masters.get(slot.index)
+            if master is None:
+                slot.parameter.data = copy_of(slot.parameter.data)
+            else:
+                if not alone:  # somebody has tensors of this memory, as of a plain model's
+                    master.show()
+                slot.parameter.data = master.load(place_in_dram(slot.parameter.data))
+                discard_values(master.split.rest)
+                self._host.discard(self._link, slot.link_offset, slot.link_bytes)
             if alone:  # or all weights would be there twice
                 self._masters_host.discard(self._weights, slot.offset, slot.num_bytes)
         self._frozen.release(self._blocks.values())
         self.layout.put_buffers(self.buffers)
         self.buffers = []  # some lie in memory of a device's, which goes with the run
-        del self._weights, self._link, self._blocks, self._brought
+        self.masters = {}
+        del self._weights, self._rests, self._link, self._blocks, self._brought
 
     def bring_back(self, slots: Iterable[Slot]) -> None:
         """Take over weights that user code has put elsewhere, as `p.data = p.data - step` does."""
-        for slot in slots:
+        for slot in (slot for slot in slots if slot.index not in self.masters):
             data = slot.parameter.data
             place = slot.view(self._weights, slot.offset)
             if data.data_ptr() != place.data_ptr() or data.stride() != place.stride():
@@ -192,9 +261,9 @@ class HostPool:
                     )
 
     def renew(self, slots: Iterable[Slot]) -> None:
-        """Cast parameters anew for the devices, after an update."""
+        """Cast parameters anew for the devices, after an update; those that are split are by what stored them."""
         if self.layout.narrow is not None:
-            for slot in slots:
+            for slot in (slot for slot in slots if slot.index not in self.masters):
                 self.narrow(slot).copy_(slot.parameter.data)
 
     def narrow(self, slot: Slot) -> Tensor:
@@ -290,7 +359,7 @@ class BestWeights:
         with self._lock:
             found = self._unchanged if slots is None else self._unchanged.intersection(slots)
             for index in sorted(found):
-                self._copies[index].copy_(self._slots[index].parameter.data)
+                self._pool.read(self._slots[index], into=self._copies[index])
             self._unchanged = self._unchanged.difference(found)
 
     def tensors(self) -> dict[int, Tensor]:
@@ -311,7 +380,8 @@ class BestWeights:
             return
         for index, slot in self._slots.items():
             if index not in self._unchanged:
-                slot.parameter.data.copy_(self._copies[index])
+                with self._pool.shown([slot]):
+                    slot.parameter.data.copy_(self._copies[index])
         self._pool.buffers = list(self.buffers)
 
 

@@ -62,6 +62,7 @@ class NarrowUpdate:
     parameter: nn.Parameter  # the float32 master
     gradient: Tensor  # as it came down the link
     narrow: Tensor | None  # what crosses the link next; None where that is the parameter itself
+    master: Any = None  # of a split weight (host/split.py), whose values are not there; the native code knows of none
 
 
 class Work(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -197,6 +198,8 @@ class Estimate:
         and down; its own update is taken to cost nothing beside that.
         """
         task, layout = self._state.task, self._state.layout
+        if self._state.pool.splits or task.moments != "float32":
+            return False
         if task.optimizer_device == "auto" and not task.may_veto and not has_hooks(layout):
             link = self.rates(device)
             host_s = layout.num_bytes[True] / self._update_bytes_per_s()
@@ -330,7 +333,10 @@ class DramLimit:
     def check(self, planned: Sequence[PlannedTask]) -> None:
         """Refuse tasks, which count already, if all tasks would take more than the limit."""
         limit = self._limit_bytes
-        if limit is None or (held := self.held_bytes) <= limit:
+        if limit is None or self.held_bytes <= limit:
+            return
+        _split_weights(planned)
+        if (held := self.held_bytes) <= limit:
             return
         own = sum(sum(each.dram.values()) for each in planned)
         raise HostOutOfMemory(
@@ -410,6 +416,10 @@ class PlannedTask:
         if task.model.is_pending or (task.model.has_own_forward and not self._is_chain(alignment_bytes)):
             self._convert()
         self.layout = layout_of(task, alignment_bytes)
+        if task.moments != "float32":
+            self.doubts.append(
+                f"{name}: moments={task.moments!r} rounds at each step: its results are not plain PyTorch's"
+            )
         narrow = sum(slot.dtype == torch.bfloat16 for slot in self.layout.trainable_slots())
         if narrow and task.purpose is Purpose.TRAIN:
             self.doubts.append(
@@ -598,9 +608,11 @@ class PlannedTask:
         layout, state = self.layout, self.state
         frozen, cast = self.frozen.brought(layout)
         casts = layout.link_bytes[True] + sum(layout.aligned(slot.link_bytes) for slot in cast)
+        masters, rests = state.pool.split_bytes  # a cast and its remainder are the weight
+        trained = layout.num_bytes[True] - masters + 2 * rests
         return {
-            "weights": layout.num_bytes[True] + sum(layout.aligned(slot.residue + slot.num_bytes) for slot in frozen),
-            "casts": 0 if layout.narrow is None else casts,
+            "weights": trained + sum(layout.aligned(slot.residue + slot.num_bytes) for slot in frozen),
+            "casts": 0 if layout.narrow is None else casts - rests,
             "gradients": state.pool.gradients.num_bytes(state.cut.shards),
             "optimizer": sum(state.measured.state_bytes.values()),
             "best": 0 if self.task.keep_best is None else BestWeights.num_bytes(layout),
@@ -745,6 +757,7 @@ class Planner:
             *(type(target.device), target.device.torch_device, target.device.has_arena, target.budget),
             *(target.num_threads, tuple(each.memory_bytes for each in target.devices), self.state.max_devices),
             target.boundaries,
+            self.state.pool.splits,
             *((target.share, None if saved is None else saved.accumulation_steps) if is_auto else ()),
             *(each.fingerprint for batch in batches for each in batch.whole),
             *((len(batch.micro_batches) for batch in batches) if self._task.adapts else ()),
@@ -1058,8 +1071,15 @@ def check_dram(planned: list[PlannedTask]) -> None:
                 noted(error, f"task {each.name}, as a step of its optimizer was tried")
             raise
         each.state.measured.state_bytes = found
+        each.state.pool.splits = bool(each.task.split_weights)
+        against = _against_split(each) if each.task.split_weights else None
+        if against is not None:
+            raise ValueError(f"{each.name}: split_weights: {against}; leave it out")
     needed = sum(each.training_bytes for each in planned)
     available = dram.available_dram_bytes()
+    if needed > available:
+        _split_weights(planned)
+        needed = sum(each.training_bytes for each in planned)
     if needed > available:
         raise HostOutOfMemory(
             f"{', '.join(each.name for each in planned)}: training needs {format_bytes(needed)} ({needed} bytes) of "
@@ -1067,6 +1087,28 @@ def check_dram(planned: list[PlannedTask]) -> None:
             f"fewer tasks at once, freeze layers, choose an optimizer with less state (SGD), or use a machine with "
             f"more DRAM"
         )
+
+
+def _against_split(planned: PlannedTask) -> str | None:
+    """Return why weights of a task have to be in DRAM in float32, beside its options."""
+    if has_hooks(planned.layout):
+        return "hooks are registered on parameters, which may read them at any time"
+    if sys.platform != "linux":
+        return f"the system is {sys.platform}, limit: linux, where memory is given back page by page"
+    return None
+
+
+def _split_weights(planned: Sequence[PlannedTask]) -> None:
+    """Split the weights of tasks that leave it open, for which DRAM is too small otherwise."""
+    for each in planned:
+        pool = each.state.pool
+        is_open = each.task.split_weights is None and each.task.may_split_weights and not pool.splits
+        if is_open and not pool.is_open and _against_split(each) is None:
+            pool.splits = True
+            each.doubts.append(
+                f"{each.name}: DRAM is too small for float32 weights beside the narrow ones, so they are split "
+                f"(split_weights); results are the same, and other threads of yours than callbacks' read zeros"
+            )
 
 
 def check_boundaries(boundaries: list[int], num_layers: int) -> None:

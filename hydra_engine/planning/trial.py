@@ -30,6 +30,7 @@ from hydra_engine.host import (
     ModelLayout,
     Slot,
     has_step_hooks,
+    is_moment,
     is_torchs,
     kept_groups,
     make_optimizer,
@@ -348,7 +349,11 @@ class _Trial:
         for slot, parameter in zip(self._slots, plain.parameters, strict=True):
             state = plain.optimizer.state.get(parameter, {})
             tensors = [value for value in state.values() if isinstance(value, Tensor)]
-            found[slot.index] = sum(_grown_bytes(value, parameter, slot.shape) for value in tensors)
+            narrows = self._task.moments != "float32"
+            found[slot.index] = sum(
+                _grown_bytes(value, parameter, slot.shape) // (2 if narrows and is_moment(value, parameter) else 1)
+                for value in tensors
+            )
         return found
 
     def _refused(self, why: str) -> ValueError:

@@ -523,7 +523,8 @@ class Joining:
         num_steps = planned.num_steps()
         optimizer = None
         if planned.task.purpose is Purpose.TRAIN:
-            optimizer = TaskOptimizer(planned.task, planned.layout)
+            with state.pool.shown(planned.layout.trainable_slots()):  # the factory may look at weights
+                optimizer = TaskOptimizer(planned.task, planned.layout)
             if planned.saved is not None:
                 planned.saved.put_optimizer(optimizer)
             if planned.adaptation is not None:

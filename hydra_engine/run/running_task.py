@@ -474,7 +474,8 @@ class RunningTask:
             is_steady = not pool.early_release  # else weights change at any time
             stays = is_steady or self.state.steps_on_device or (optimizer is not None and optimizer.steps_in_place)
             weights = [slot.parameter for slot in self.state.layout.trainable_slots()]
-            watch.follow(weights, is_steady=is_steady, stays=stays)
+            hidden = {id(self.state.layout.slots[k].parameter): each for k, each in pool.masters.items()}
+            watch.follow(weights, is_steady=is_steady, stays=stays, hidden=hidden)
             self.notifier.watch(watch, partial(_show_buffers, self.state, []))
 
     def secure(self, slots: Iterable[int] | None = None) -> None:

@@ -6,9 +6,11 @@ from hydra_engine.system.dram import (
     DRAM_REMEDY,
     Freed,
     HostMemory,
+    PrivateMemory,
     discard,
     is_alone,
     is_out_of_dram,
+    keep_small_pages,
     return_free_memory,
 )
 from hydra_engine.system.files import (

@@ -60,6 +60,23 @@ class HostMemory:
         discard(storage, start, num_bytes)
 
 
+class PrivateMemory(HostMemory):
+    """DRAM that crosses no link: never page-locked, and in large pages where the system gives them.
+
+    A pass over many tensors then misses the processor's table of pages less often, and first writes are faster.
+    https://docs.kernel.org/admin-guide/mm/transhuge.html
+    """
+
+    def new(self, num_bytes: int) -> torch.UntypedStorage:
+        """Return DRAM, all zeros; free once nobody holds it."""
+        if sys.platform != "linux" or not num_bytes:
+            return new_storage(num_bytes)
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a system without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
 def return_free_memory() -> None:
     """Give freed memory back to the system: glibc keeps blocks of up to 32 MiB, and weights are such blocks.
 
@@ -93,6 +110,14 @@ def discard(storage: torch.UntypedStorage, start: int, num_bytes: int, *, is_sha
     if sys.platform == "linux" and end > begin:
         advice = mmap.MADV_REMOVE if is_shared else mmap.MADV_DONTNEED
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
+
+
+def keep_small_pages(storage: torch.UntypedStorage) -> None:
+    """Let the system give this memory in small pages, wherever it can give large ones: parts are given back."""
+    page = mmap.PAGESIZE
+    begin, end = -(-storage.data_ptr() // page) * page, (storage.data_ptr() + storage.nbytes()) // page * page
+    if sys.platform == "linux" and end > begin:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_NOHUGEPAGE)
 
 
 def is_alone(storage: torch.UntypedStorage, parameters: Iterable[nn.Parameter]) -> bool:

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from operator import attrgetter, eq
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from partitioners.boundary import extent, extent_bytes
 from partitioners.reach import IN_MODULES
@@ -35,7 +36,22 @@ _CONTAINERS = (dict, OrderedDict, list, set)
 _VERSION, _REQUIRES_GRAD = attrgetter("_version"), attrgetter("requires_grad")
 # What gives a tensor's memory to others, who may write there without an operation of torch's.
 _GIVING = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage}
+# What reads a tensor's memory without an operation of torch's.
+_READING = {*_GIVING, Tensor.tolist, Tensor.__reduce_ex__}
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+
+
+class Hidden(Protocol):
+    """A weight whose values are elsewhere until it is shown."""
+
+    def show(self) -> None:
+        """Have the values in the weight's memory."""
+
+    def hide(self) -> None:
+        """Give that memory back."""
+
+    def load(self, out: Tensor) -> Tensor:
+        """Fill a tensor that is laid out as the weight with the values; return it."""
 
 
 class ModelWatch:
@@ -68,13 +84,26 @@ class ModelWatch:
         self._is_steady = self._stays = False
         self._elements: _Elements | None = None
         self._before: tuple[list[int], list[int], Tensor | None] | None = None
-        self._writes = _Writes(())
+        self._hidden: Mapping[int, Hidden] = {}
+        self._writes = _Writes((), {})
         self._given = _HandedOut(self._writes)
 
-    def follow(self, weights: Sequence[Tensor], *, is_steady: bool = True, stays: bool = True) -> None:
-        """Watch these weights: no update changes them in a call (`is_steady`), or gives them other memory (`stays`)."""
+    def follow(
+        self,
+        weights: Sequence[Tensor],
+        *,
+        is_steady: bool = True,
+        stays: bool = True,
+        hidden: Mapping[int, Hidden] | None = None,
+    ) -> None:
+        """Watch these weights: no update changes them in a call (`is_steady`), or gives them other memory (`stays`).
+
+        hidden: those of them, by id, that are to be shown to a call which reads them.
+        """
         self._is_steady, self._stays = is_steady, stays
-        self._elements = _Elements(weights) if weights and is_steady else None
+        self._hidden = hidden or {}
+        there = [each for each in weights if id(each) not in self._hidden]
+        self._elements = _Elements(there) if there and is_steady else None
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -82,10 +111,13 @@ class ModelWatch:
         self._tensors = self._held()  # a forward may have bound a buffer of another shape
         elements = None if self._elements is None else self._elements.take()
         self._before = (self._versions(), self._places(), elements)
-        self._writes = _Writes(self._tensors)
+        self._writes = _Writes(self._tensors, self._hidden)
         self._given = _HandedOut(self._writes)
-        with self._writes, self._given:
-            yield
+        try:
+            with self._writes, self._given:
+                yield
+        finally:
+            self._writes.hide(compares=self._is_steady)
 
     def check(self, who: str) -> None:
         """Raise ValueError where the model is not what it was; `who` was called in between."""
@@ -146,6 +178,7 @@ class ModelWatch:
             return f"gave {self._name(moved)} other memory (.data)"
         is_steady = self._is_steady
         written = next((each for each in self._given.changed() if is_steady or not each.requires_grad), None)
+        written = self._writes.changed if written is None else written
         if written is None and elements is not None and self._elements is not None:
             written = self._elements.changed(elements)
         return None if written is None else f"wrote to the memory of {self._name(written)}"
@@ -178,11 +211,17 @@ class ModelWatch:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Sees the `first` write to one of some tensors, or to a part of one, under whatever name."""
+    """Sees the `first` write to one of some tensors, or to a part of one, under whatever name.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    Shows those of them, by id, that are hidden, before the first operation on one.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], hidden: Mapping[int, Hidden]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tensors = tensors
+        self._hidden = hidden
+        self._shown: dict[int, Tensor] = {}
+        self.changed: Tensor | None = None  # one that was shown, as it was hidden again
         self._spans: list[tuple[int, int, Tensor]] | None = None  # (first byte, end, tensor), once something is written
         self.first: tuple[Tensor, str] | None = None
 
@@ -190,6 +229,10 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._hidden:
+            for each in pytree.arg_tree_leaves(*args, **kwargs):
+                if isinstance(each, Tensor) and each.device.type == "cpu" and each.layout == torch.strided:
+                    self.show(self.owner(each))
         for place, name in _written_arguments(func) if self.first is None else ():
             self._look(args[place] if place < len(args) else kwargs.get(name), func)
         return func(*args, **kwargs)
@@ -198,6 +241,25 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
     def ignore_compile_internals(cls) -> bool:
         """A callback may compile what it calls: torch does so under no other modes."""
         return True
+
+    def show(self, owner: Tensor | None) -> bool:
+        """Return True if a tensor was hidden before the call; now it has its values."""
+        if owner is None or id(owner) not in self._hidden:
+            return False
+        if id(owner) not in self._shown:
+            self._shown[id(owner)] = owner
+            with _disable_current_modes():
+                self._hidden[id(owner)].show()
+        return True
+
+    def hide(self, *, compares: bool) -> None:
+        """Hide what was shown; compares: note one that the call has written to."""
+        while self._shown:
+            index, owner = self._shown.popitem()
+            if compares and self.changed is None:
+                before = self._hidden[index].load(torch.empty_like(owner.data))
+                self.changed = None if torch.equal(_bits(owner), _bits(before)) else owner
+            self._hidden[index].hide()
 
     def _look(self, value: Any, func: Any) -> None:
         for each in value if isinstance(value, (list, tuple)) else (value,):
@@ -231,12 +293,12 @@ class _HandedOut(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in _GIVING or func == _SET_DATA:
+        if func in _READING or func == _SET_DATA:
             owner = self._writes.owner(args[0])
-            if owner is not None and func in _GIVING:
+            if func == _SET_DATA:
+                self.moved = owner if owner is args[0] else self.moved
+            elif not self._writes.show(owner) and owner is not None and func in _GIVING:
                 self._before.setdefault(owner, _bits(owner).clone())
-            elif owner is args[0]:
-                self.moved = owner
         return func(*args, **(kwargs or {}))
 
     def changed(self) -> Iterator[Tensor]:

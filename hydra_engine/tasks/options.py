@@ -79,6 +79,7 @@ _FUNCTIONS = {
 # Modules of the data sets of Hugging Face, which are no torch.utils.data.Dataset; many projects have a `datasets`, too.
 _HUGGING_FACE = ("datasets.arrow_dataset", "datasets.iterable_dataset", "datasets.dataset_dict")
 _FLAGS = ("loader_alone", "read_ahead", "preemptible")
+_OF_THREE = "{!r} is not a bool; give True, False, or None for where DRAM is too small otherwise"
 _TIMEOUTS = ("loader_timeout_s", "callback_timeout_s")
 # Raise TypeError.
 TYPES: tuple[Rule, ...] = (
@@ -131,6 +132,7 @@ TYPES: tuple[Rule, ...] = (
     ("max_grad_norm", _or_none(_is_number), "{!r} is not a number; give a norm such as 1.0, or leave it out"),
     *((field, _or_none(_is_number), "{!r} is not a number; None waits for ever") for field in _TIMEOUTS),
     *((field, lambda value: isinstance(value, bool), "{!r} is not a bool; give True or False") for field in _FLAGS),
+    ("split_weights", _or_none(lambda value: isinstance(value, bool)), _OF_THREE),
     (
         "compile",
         lambda value: isinstance(value, bool),
@@ -193,6 +195,7 @@ LIMITS: tuple[Rule, ...] = (
         "{}, limit: 64 bits, as torch.manual_seed takes; give a smaller one",
     ),
     _known("precision", *DTYPES),
+    _known("moments", "float32", "bfloat16"),
     _known("optimizer_scope", "shard", "task"),
     _known("optimizer_device", "host", "device", "auto"),
     _known("lr_scheduler_interval", "step", "epoch"),
@@ -283,7 +286,28 @@ def vetoes(options: Mapping[str, Any]) -> list[str]:
     return [option for option, may_veto in found.items() if may_veto]
 
 
+def splits_against(options: Mapping[str, Any]) -> list[str]:
+    """The options with which float32 weights have to be in DRAM."""
+    found = {
+        f"precision={options['precision']!r}": options["precision"] != "bfloat16",
+        "optimizer_scope='task'": options["optimizer_scope"] == "task",
+        "optimizer_device='device'": options["optimizer_device"] == "device",
+        "read_ahead=False": not options["read_ahead"],  # the loader reads weights
+    }
+    return [option for option, is_against in found.items() if is_against]
+
+
 def _conflicts(options: Mapping[str, Any]) -> Iterator[str]:
+    for option in splits_against(options) if options["split_weights"] else ():
+        yield f"split_weights: with {option} all weights are needed in float32; leave out one"
+    whole = {
+        "precision='float32'": options["precision"] == "float32",
+        "optimizer_scope='task'": options["optimizer_scope"] == "task",
+        "optimizer_device='device'": options["optimizer_device"] == "device",
+    }
+    for option in whole if options["moments"] != "float32" else ():
+        if whole[option]:
+            yield f"moments: {options['moments']!r} with {option}, where updates are the optimizer's own; leave out one"
     scaler, precision, validation = options["grad_scaler"], options["precision"], options["validation"]
     if scaler is not None and precision != "float16":
         yield f"grad_scaler: given with precision {precision!r}; only 'float16' scales its loss"

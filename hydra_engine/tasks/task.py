@@ -20,6 +20,7 @@ from hydra_engine.tasks.options import (
     check_trainable,
     is_adaptive,
     naming_task,
+    splits_against,
     vetoes,
 )
 from hydra_engine.tasks.splitting import LossReduction, Split, unpack_batch
@@ -75,6 +76,13 @@ class ModelTask:
         partitioner: cuts the layers into shards: an object, or a name such as "optimal"; default
             `partitioners.Fastest()`.
         precision: "float32", or a narrow one that devices compute in: "bfloat16", "float16" (docs/precision.md).
+        split_weights*: with precision "bfloat16", have in DRAM the weights that devices get and the 16 bits that these
+            lack, instead of float32 weights beside them: 2 bytes per parameter less, and the same results. True, False,
+            or None: where DRAM is too small otherwise. The model's parameters then have their values in callbacks and
+            after training; to other threads of yours they are zero (docs/memory.md).
+        moments: with a 16-bit precision, "float32"; or "bfloat16", which is **not exact**: the averages that the
+            optimizer keeps of each parameter are rounded after each step. They take half of the DRAM, and results are
+            near those of plain PyTorch.
         grad_scaler: where the loss scale of float16 starts and how it moves; default `torch.amp.GradScaler("cpu")`.
         accumulation_steps*: micro-batches per step, or "auto". A number is kept whatever comes; under "auto" a batch
             whose step does not fit raises it from then on.
@@ -158,6 +166,8 @@ class ModelTask:
         lr_scheduler_interval: str = "step",
         partitioner: Partitioner | str | None = None,
         precision: str = "float32",
+        split_weights: bool | None = None,
+        moments: str = "float32",
         grad_scaler: torch.amp.GradScaler | None = None,
         accumulation_steps: int | str = 1,
         max_device_batch: int | None = None,
@@ -226,6 +236,8 @@ class ModelTask:
         self.loader_timeout_s = loader_timeout_s
         self.callback_timeout_s = callback_timeout_s
         self.precision = precision
+        self.split_weights = split_weights
+        self.moments = moments
         self.grad_scaler = grad_scaler
         self.accumulation_steps = accumulation_steps
         self.max_device_batch = max_device_batch
@@ -258,6 +270,11 @@ class ModelTask:
         """The loader of a task whose batches adapt."""
         assert isinstance(self.dataloader, AdaptiveDataLoader)
         return self.dataloader
+
+    @property
+    def may_split_weights(self) -> bool:
+        """True if no option stands against `split_weights`."""
+        return self.purpose is Purpose.TRAIN and not splits_against(vars(self))
 
     @property
     def may_veto(self) -> bool:

@@ -1,5 +1,7 @@
 """The host optimizer around the contract: hyperparameters of a step, epochs, failures, and the plan's DRAM."""
 
+import mmap
+import sys
 from functools import partial
 
 import pytest
@@ -103,3 +105,26 @@ STEP_COUNTS = 5  # one float32 for each parameter
 )
 def test_plan_counts_every_byte_of_the_optimizers_state(optimizer, state_bytes):
     assert planned_bytes(*OPTIMIZERS[optimizer]) - planned_bytes(*OPTIMIZERS["sgd"]) == state_bytes
+
+
+def test_large_states_of_torchs_optimizers_move_to_private_memory_once(monkeypatch):
+    monkeypatch.setattr("hydra_engine.host.optimizer.PLACED_BYTES", 64)
+    engine = ByShard(torch.optim.Adam, 0.1, [5])
+    plain = [nn.Parameter(parameter.detach().clone()) for parameter in trainable(engine.layers)]
+    optimizer = torch.optim.Adam(plain, 0.1)
+    places = []
+    for _ in range(3):
+        gradients = [torch.ones_like(parameter) for parameter in plain]
+        engine.step(gradients)
+        for parameter, gradient in zip(plain, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+        states = [engine.optimizer.optimizer.state[parameter] for parameter in trainable(engine.layers)]
+        places.append([state["exp_avg"].data_ptr() for state in states])
+        for state, parameter in zip(states, plain, strict=True):
+            assert all(torch.equal(state[key], value) for key, value in optimizer.state[parameter].items())
+    large = [k for k, parameter in enumerate(plain) if parameter.nbytes >= 64]
+    assert large
+    assert sys.platform != "linux" or all(places[0][k] % mmap.PAGESIZE == 0 for k in large)
+    assert places[0] == places[1] == places[2]
+    engine.pool.close()

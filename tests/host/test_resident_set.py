@@ -9,8 +9,9 @@ import pytest
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count resident pages otherwise")
-def test_a_fresh_process_grows_by_what_the_plan_says():
-    run = [sys.executable, "-m", "tests.resident_set", "half"]
+@pytest.mark.parametrize("case", ["half", "split-half"])
+def test_a_fresh_process_grows_by_what_the_plan_says(case):
+    run = [sys.executable, "-m", "tests.resident_set", case]
     # What the C library keeps of freed blocks depends on when threads come by: 2 to 12 %, on a busy machine. Here none.
     # https://man7.org/linux/man-pages/man3/mallopt.3.html
     own = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "131072"}

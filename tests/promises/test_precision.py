@@ -32,7 +32,7 @@ def trained(network, loss_fn, loader, *, ends, num_devices=1, chaos=None, **sett
     return report.tasks["net"]
 
 
-def both(name, *, ends="each layer", num_devices=2, chaos=3, scaler=None, **settings):
+def both(name, *, ends="each layer", num_devices=2, chaos=3, scaler=None, own=None, **settings):
     """Train a model of the zoo in plain PyTorch and with the engine, and compare all they leave."""
     if settings["precision"] == "float16":
         scaler = scaler or partial(torch.amp.GradScaler, "cpu")
@@ -42,6 +42,7 @@ def both(name, *, ends="each layer", num_devices=2, chaos=3, scaler=None, **sett
     )
     network, loss_fn, loader = zoo.MODELS[name]()
     settings |= {"grad_scaler": scaler()} if scaler else {}
+    settings |= own or {}  # which plain PyTorch does not have
     report = trained(network, loss_fn, loader, ends=ends, num_devices=num_devices, chaos=chaos, **settings)
     assert all(map(math.isfinite, report.losses))
     assert report.losses == expected.losses

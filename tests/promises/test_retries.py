@@ -307,8 +307,8 @@ def test_averages_are_put_back(halfway):
 def striking_average(at):
     original, calls = Averages.move, []
 
-    def average(self, slots, *, is_first):
-        original(self, slots, is_first=is_first)
+    def average(self, slots, pool, *, is_first):
+        original(self, slots, pool, is_first=is_first)
         calls.extend([slots] * (self.decay is not None))
         if self.decay is not None and len(calls) - 1 == at:
             raise Boom("after the average")
