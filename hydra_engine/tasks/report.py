@@ -135,10 +135,10 @@ class Plan:
         lines += dict.fromkeys(plan.ceilings for plan in self.tasks.values() if plan.ceilings)
         cuts: dict[str, list[str]] = {}
         for plan in self.tasks.values():
-            cuts.setdefault(plan.cut_because, []).append(plan.name)
+            cuts.setdefault(plan.cut_because, []).append(printable(plan.name))
         lines += [f"{', '.join(names)}: {because}" for because, names in cuts.items() if because]
         launching = [plan for plan in self.tasks.values() if plan.launch_share is not None]
-        lines += [f"{plan.name}: {plan._launches(len(self.devices))}" for plan in launching]
+        lines += [f"{printable(plan.name)}: {plan._launches(len(self.devices))}" for plan in launching]
         doubling = {plan.name: plan.doubled_bytes for plan in self.tasks.values() if plan.doubled_bytes}
         if doubling:
             lines.append(
