@@ -271,6 +271,9 @@ int32_t hydra_has_float16() {
 #endif
 }
 
+// Take square roots as an update does.
+void hydra_roots(const float* from, float* to, int64_t size, int32_t refines) { roots(from, to, size, refines); }
+
 // Return the size of an update here, which the caller's has to be.
 int64_t hydra_update_bytes() { return sizeof(Update); }
 

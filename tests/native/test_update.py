@@ -1,5 +1,6 @@
 """The native update has the bits of torch's own step in every implementation, or it is not used."""
 
+import ctypes
 from itertools import product
 
 import pytest
@@ -175,6 +176,20 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
     adamw_steps(kernel, monkeypatch)
     assert Wrong.calls == len(kernel._agreed) * len(update.PLAIN)
     assert set(kernel._agreed.values()) == {None}
+
+
+@pytest.mark.parametrize("wrong", [None, 0x3F80_0000, 0x407F_FFFF])
+def test_one_wrong_root_of_all_mantissas_is_seen(wrong):
+    class Roots:
+        def hydra_roots(self, values, roots, size, refines):
+            values, roots = (
+                torch.frombuffer((ctypes.c_int32 * size.value).from_address(each.value), dtype=torch.int32)
+                for each in (values, roots)
+            )
+            roots.view(torch.float32).copy_(values.view(torch.float32).sqrt())
+            roots += values == wrong if wrong is not None else 0
+
+    assert update._same_roots(Roots(), False) == (wrong is None)
 
 
 @pytest.fixture
