@@ -87,6 +87,7 @@ def step_narrow(
     part = part_of(optimizer, [])
     bare = _bare_step(part)
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    updates = [update for update in updates if id(update.parameter) in groups]  # its maker may have left some out
     size = min(CHUNK, sum(update.parameter.numel() for update in updates))
     # A block's gradients; a piece's weights; its moments, of which Adam has three at most.
     num_places = 5 if narrows_moments else 2 if any(update.master is not None for update in updates) else 1

@@ -129,9 +129,9 @@ class Native:
         known: dict[Hashable, Arithmetic | None] = {}
         rest, mine = [], []
         for update in updates:
-            group = groups[id(update.parameter)]
-            work = _work(optimizer, group, update)
-            if work is None:
+            group = groups.get(id(update.parameter))  # None: the optimizer's maker left it out
+            work = None if group is None else _work(optimizer, group, update)
+            if group is None or work is None:
                 rest.append(update)
                 continue
             key = (id(group), *work.types)

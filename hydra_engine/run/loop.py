@@ -89,7 +89,8 @@ class EngineRun:
         self.site = site
         self._common = common = Common(site.host, loggers)
         self._display = LiveDisplay(verbose, self._look, common.later)
-        self.workers = Workers(common, pool, site.devices, self._help, trains=trains)
+        # Not a method of this run, which would then be freed, with every arena, only by the garbage collector.
+        self.workers = Workers(common, pool, site.devices, common.events.help, trains=trains)
         self._saves = Saves(common, saver, rescue)
         self._host_work = HostWork(common, self.workers, self._saves)
         self._feeds = Feeds(common)
@@ -144,9 +145,11 @@ class EngineRun:
             self._signals.tell(self._common.events)
             self._display.open()
             self.workers.open(self._planned)
-            self._decide_due()
-            self.joining.begin(self._planned)
-            self._planned.clear()
+            self._common.events.let_help(self._handle_here, UNITS_THROUGH)
+            with self._common.events.turn:
+                self._decide_due()
+                self.joining.begin(self._planned)
+                self._planned.clear()
             while not self._has_ended():
                 predicted = self._work()
                 if predicted is not None and self._common.is_interrupted:
@@ -229,10 +232,6 @@ class EngineRun:
         with self._common.events.turn:
             self.joining.follow()
             return self._scheduler.finished and self.joining.has_ended()
-
-    def _help(self) -> None:
-        """Decide what follows from units that are through, in the lane that has told so; see `Inbox.help`."""
-        self._common.events.help(self._handle_here, UNITS_THROUGH)
 
     def _handle_here(self, event: Any) -> None:
         """Handle an event in a lane; what goes wrong is for the thread that waits for events."""

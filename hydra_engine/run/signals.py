@@ -76,7 +76,8 @@ class Inbox(Generic[T]):
         self._asleep.acquire()
         self._asleep_until_s = math.inf  # of time.monotonic()
         self._is_stop_put = False  # and not moved ahead of the others
-        self._may_help = True
+        self._handle: Callable[[T], None] | None = None  # of those who help; None: nobody does
+        self._kinds: tuple[type[T], ...] = ()
         self._depth = 0  # of events being handled by the thread that waits for them
         self._is_deferred = False  # an interrupt waits for the end of what is being handled
 
@@ -91,19 +92,23 @@ class Inbox(Generic[T]):
         if isinstance(event, StopRequested):
             self._is_stop_put = True
 
-    def help(self, handle: Callable[[T], None], kinds: tuple[type[T], ...]) -> None:
-        """Handle events in the calling thread as long as they are of these kinds, unless another thread is at it.
+    def let_help(self, handle: Callable[[T], None], kinds: tuple[type[T], ...]) -> None:
+        """Let `help` handle events of these kinds, until `end_help`. `handle` does not raise."""
+        self._handle, self._kinds = handle, kinds
 
-        Whatever is left then is for the thread that waits. `handle` does not raise.
+    def help(self) -> None:
+        """Handle events in the calling thread as long as they are of its kinds, unless another thread is at it.
+
+        Whatever is left then is for the thread that waits.
         """
-        if self._may_help and self.turn.acquire(blocking=False):
+        if self._handle is not None and self.turn.acquire(blocking=False):
             try:
-                while self._may_help and self._events and not self._is_stop_put:
+                while self._handle is not None and self._events and not self._is_stop_put:
                     event = self._events[0]
-                    if not isinstance(event, kinds):
+                    if not isinstance(event, self._kinds):
                         break
                     self._events.popleft()
-                    handle(event)
+                    self._handle(event)
                     del event  # it may be long until the next
             finally:
                 self.turn.release()
@@ -113,7 +118,7 @@ class Inbox(Generic[T]):
     def end_help(self) -> None:
         """Leave all events to the thread that waits for them, from now on."""
         with self.turn:
-            self._may_help = False
+            self._handle = None
 
     def _wake(self) -> None:
         with suppress(RuntimeError):  # it is awake, or somebody else wakes it

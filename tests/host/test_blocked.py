@@ -325,3 +325,16 @@ def test_nothing_to_update():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(3))])
     step_narrow(optimizer, [])
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam])
+def test_parameters_that_the_optimizer_does_not_have_stay_as_they_are(make):
+    mine, other = (nn.Parameter(torch.ones(5)) for _ in range(2))
+    narrow = torch.ones(5, dtype=torch.bfloat16)
+    optimizer = make([mine], lr=0.1)
+    for _ in range(2):  # the first step makes the state
+        gradients = torch.ones(2, 5, dtype=torch.bfloat16)
+        step_narrow(optimizer, [NarrowUpdate(mine, gradients[0], None), NarrowUpdate(other, gradients[1], narrow)])
+    assert (mine < 1).all()
+    assert (other == 1).all()
+    assert (narrow == 1).all()

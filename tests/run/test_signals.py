@@ -95,7 +95,8 @@ def test_who_tells_something_may_handle_it_without_waking_anybody():
     inbox.leave(DeviceAdded(1))
     inbox.leave(DataEnded("task"))
     inbox.leave(DeviceAdded(2))
-    inbox.help(handled.append, (DeviceAdded,))
+    inbox.let_help(handled.append, (DeviceAdded,))
+    inbox.help()
     assert handled == [DeviceAdded(0), DeviceAdded(1)]  # those of its kinds, in order
     with inbox as event:
         assert event == DataEnded("task")
@@ -105,15 +106,12 @@ def test_who_tells_something_may_handle_it_without_waking_anybody():
 def test_nobody_handles_events_of_whom(reason):
     inbox, handled = Inbox(), []
     inbox.leave(DeviceAdded(0))
-
-    def helper():
-        inbox.help(handled.append, (DeviceAdded,))
-
+    inbox.let_help(handled.append, (DeviceAdded,))
     if reason == "a stop was told":
         inbox.put(StopRequested())
     elif reason == "it is over":
         inbox.end_help()
-    thread = threading.Thread(target=helper)
+    thread = threading.Thread(target=inbox.help)
     with inbox.turn if reason == "another thread has the turn" else nullcontext():
         thread.start()
         thread.join()
@@ -127,13 +125,14 @@ def test_nobody_handles_events_of_whom(reason):
 
 def test_who_waits_is_woken_for_what_a_helper_leaves():
     inbox, begun = Inbox(), threading.Event()
+    inbox.let_help(lambda _: setattr(inbox, "deadline_s", 0.0), (DeviceAdded,))
 
     def helper():
         begun.wait()
         with inbox.turn:  # or the other thread takes what is left for it at once
             inbox.leave(DeviceAdded(0))
             inbox.leave(DataEnded("task"))
-            inbox.help(lambda _: setattr(inbox, "deadline_s", 0.0), (DeviceAdded,))
+            inbox.help()
 
     thread = threading.Thread(target=helper)
     thread.start()
