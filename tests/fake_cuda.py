@@ -124,7 +124,7 @@ class FakeCuda:
         patch.setattr(page_locked, "torch", self.torch)
         patch.setattr(memory, "torch", self.torch)
         patch.setattr(arena, "torch", _TorchOfArena(self))
-        patch.setattr(page_locked, "mmap", SimpleNamespace(mmap=self._map, PAGESIZE=mmap.PAGESIZE))
+        patch.setattr(page_locked, "Mapping", self._map)
         patch.setattr(torch.Tensor, "copy_", lambda target, *args, **kwargs: self._copy_(target, *args, **kwargs))
         patch.setattr(dram, "discard", self._discard(dram.discard))
         patch.setattr(page_locked, "discard", dram.discard)
@@ -573,12 +573,13 @@ class _Event:
         return (end._time_s - self._time_s) * 1e3
 
 
-class _Mapping(mmap.mmap):
+class _Mapping(page_locked.Mapping):
     """Says that it is about to go: a weak reference would say so once another thread may have mapped the same pages."""
 
     unmapped = staticmethod(lambda: None)
 
     def __del__(self):
+        super().__del__()
         self.unmapped()
 
 

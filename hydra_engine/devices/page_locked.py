@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import mmap
-import weakref
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +21,26 @@ PORTABLE = 1
 MOST_LOCKED_BYTES = 2**38
 
 
+class Mapping(mmap.mmap):
+    """Pages that are unlocked before they go, whoever is the last to hold them.
+
+    A weak reference to a storage may tell so later: where torch itself is the last one, as for a tensor in a cycle.
+    """
+
+    unlock: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None and not sys.is_finalizing():
+            self.unlock()
+
+
 class PageLocked(HostMemory):
     """DRAM of exact size, locked in place, so that copies to and from CUDA devices need no staging."""
 
     def __init__(self, index: int) -> None:
         """`index`: of a device; locked memory is so for all of them, but the call is made for one."""
         self._index = index
-        self._unlocks: dict[int, weakref.finalize[..., torch.UntypedStorage]] = {}  # by address
+        self._unlocks: dict[int, Callable[[], None]] = {}  # by address
         self._has_told = False
 
     def new(self, num_bytes: int) -> torch.UntypedStorage:
@@ -35,13 +49,13 @@ class PageLocked(HostMemory):
         # Pages of its own: two locked regions must not share one. They are shared with processes that are forked off,
         # a loader's workers: private ones might be copied as they are written to, and devices go on with the old ones.
         # Touched here, by several threads; locking would touch them one by one.
-        flat = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8).zero_()
-        storage, address = flat.untyped_storage(), flat.data_ptr()
+        mapping = Mapping(-1, num_bytes)
+        flat = torch.frombuffer(mapping, dtype=torch.uint8).zero_()
+        address = flat.data_ptr()
         locked = self._lock(address, num_bytes)
         if locked:
-            unlock = self._unlocks[address] = weakref.finalize(storage, self._unlock, address, locked)
-            unlock.atexit = False
-        return storage
+            mapping.unlock = self._unlocks[address] = partial(self._unlock_once, address, locked)
+        return flat.untyped_storage()
 
     def _lock(self, address: int, num_bytes: int) -> list[int]:
         """Lock a region. Return the starts of its pieces: all or none, since a copy may cross from one to the next."""
@@ -54,7 +68,7 @@ class PageLocked(HostMemory):
                     locked.append(start)
                     continue
                 self._clear_error()
-                self._unlock(address, locked)
+                self._unlock(locked)
                 if not self._has_told:
                     self._has_told = True
                     warn(
@@ -70,9 +84,12 @@ class PageLocked(HostMemory):
         if unlock is not None:
             unlock()
 
-    def _unlock(self, address: int, pieces: Sequence[int]) -> None:
+    def _unlock_once(self, address: int, pieces: Sequence[int]) -> None:
         """Unlock a region before its pages go: whoever held the storage has waited for every copy."""
-        self._unlocks.pop(address, None)
+        if self._unlocks.pop(address, None) is not None:
+            self._unlock(pieces)
+
+    def _unlock(self, pieces: Sequence[int]) -> None:
         with suppress(RuntimeError), torch.cuda.device(self._index):  # where it is lost, the process ends anyway
             for piece in pieces:
                 _runtime().cudaHostUnregister(piece)

@@ -51,7 +51,7 @@ def test_a_device_begins_to_step_once_the_schedule_is_taken_down(tmp_path, monke
         capture(snapshot)
 
     def noted_step(optimizer, *args):
-        stepping[optimizer._num_steps].set()
+        stepping[optimizer.num_steps].set()
         return step(optimizer, *args)
 
     def checked_record(optimizer, epoch):
