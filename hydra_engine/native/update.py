@@ -3,6 +3,7 @@
 The arithmetic is that of torch's own kernels, which differs between torch's implementations of a step, processors and
 libraries that torch calls. So nothing is assumed: before the first update with settings of a kind, a sample is stepped
 by torch and by every candidate; the first one with torch's bits is used from then on, and none if no bits are the same.
+Square roots are compared in all their digits: libraries round one in many otherwise.
 """
 
 from __future__ import annotations
