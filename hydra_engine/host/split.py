@@ -120,6 +120,10 @@ class SplitWeight:
             any(apart.has_nan for _, apart in found),
         )
 
+    def keep_apart(self, places: Tensor, bits: Tensor, *, has_nan: bool) -> None:
+        """Take over what halves do not tell that somebody else has written."""
+        self.apart = Apart(places, bits, has_nan) if has_nan or len(places) else NOTHING_APART
+
     def _ties(self, bits: Tensor) -> Apart:
         """Return the ties that were rounded down; there is no NaN."""
         # By NumPy, which takes a fifth of torch's time for this.

@@ -43,8 +43,8 @@ def taken(monkeypatch):
         pytest.skip(f"no native code: {native().missing_because or 'it is turned off, or another process builds it'}")
     found, step = [], Native.step
 
-    def spy(self, optimizer, updates, factors):
-        rest = step(self, optimizer, updates, factors)
+    def spy(self, optimizer, updates, *others):
+        rest = step(self, optimizer, updates, *others)
         found.extend(each.parameter.numel() for each in updates if each not in rest)
         return rest
 
@@ -165,7 +165,7 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
         def hydra_has_float16(self):
             return 1
 
-        def hydra_update(self, rows, num_rows, num_threads):
+        def hydra_update(self, rows, num_rows, num_threads, found, num_found):
             Wrong.calls += 1
 
     class WrongLibrary:
