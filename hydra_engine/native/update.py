@@ -345,7 +345,7 @@ def _agree(library: ctypes.CDLL, kind: type[Optimizer], like: Work, num_factors:
     optimizer = make([{**like.group, "params": masters}])
     for master, each in zip(masters, theirs, strict=True):
         optimizer.state[master] = {**each.moments, **({} if each.counter is None else {"step": each.counter})}
-        master.grad = each.gradient.float()
+        master.grad = each.gradient.to(torch.float32, copy=True)  # which is multiplied in place
         for factor in factors:
             master.grad.mul_(factor)
     optimizer.step()

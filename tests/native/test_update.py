@@ -41,6 +41,10 @@ def taken(monkeypatch):
     """The kernel of this process, and a list of the updates that it makes, by size."""
     if not native().wait():
         pytest.skip(f"no native code: {native().missing_because or 'it is turned off, or another process builds it'}")
+    return spied(monkeypatch)
+
+
+def spied(monkeypatch):
     found, step = [], Native.step
 
     def spy(self, optimizer, updates, *others):
@@ -93,14 +97,16 @@ def test_groups_and_schedules_keep_their_options(kind, taken):
     assert len(set(known[1:])) == 1
 
 
-def test_the_kernel_makes_the_updates(taken):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factors", [(), SCALED], ids=["plain", "scaled"])
+def test_the_kernel_makes_the_updates(factors, dtype, taken):
     """All but the first step's, which makes the state, and those of tensors with gaps or without dimensions."""
     values = parameters()
     optimizer = torch.optim.SGD(values, lr=0.1, momentum=0.9)
-    updates = [NarrowUpdate(p, torch.ones_like(p), None) for p in values]
-    step_narrow(optimizer, updates)
+    updates = [NarrowUpdate(p, torch.ones_like(p, dtype=dtype), None) for p in values]
+    step_narrow(optimizer, updates, factors)
     assert taken == []
-    step_narrow(optimizer, updates)
+    step_narrow(optimizer, updates, factors)
     assert taken == [p.numel() for p in values if p.dim() and p.is_contiguous() | (p.numel() != 40 * 30)]
 
 
