@@ -39,8 +39,8 @@ OPTIONS = {
     SGD: ("momentum", "dampening", "nesterov", *_ALL),
 }
 TO_NEAREST = -1  # in the place of a turn
-# A row of the call, as struct Update of update.cpp: addresses of master, gradient, narrow weight, its remainder, what is
-# apart of it (places, bits) and three moments; size, tail, and how many are apart. The rest is the same for all
+# A row of the call, as struct Update of update.cpp: addresses of master, gradient, narrow weight, its remainder, places
+# and bits of what is apart, and three moments; size, tail, and number of what is apart. The rest is the same for all
 # parameters of a group at the same step, and packed once.
 PLACES, REST = struct.Struct("9Q3q"), struct.Struct("7i12fi")
 # As struct Found of update.cpp. A place of -1 says that there is NaN in the weight.
@@ -155,8 +155,8 @@ class Native:
 
         Those are of the first step, which makes the state, of tensors that do not all lie in the same order, and those
         that would not get torch's bits. optimizer: it steps element by element, and nobody watches its steps. factors:
-        each gradient is multiplied by them, one after the other. moments: their type, which has to be that of the state:
-        in bfloat16 they are rounded as `round_by_turns` of host/blocked.py does.
+        each gradient is multiplied by them, one after the other. moments: the type that the state has to have; in
+        bfloat16 they are rounded as `round_by_turns` of host/blocked.py does.
         """
         kind = type(optimizer)
         library = self._library.load() if kind in RULES and len(factors) <= MOST_FACTORS else None

@@ -10,7 +10,7 @@ from torch import nn
 from hydra_engine import ModelOrchestrator, ModelTask
 from hydra_engine.host.blocked import step_narrow
 from hydra_engine.native import NarrowUpdate, native, update
-from hydra_engine.native.library import VARIABLE, Library
+from hydra_engine.native.library import Library
 from hydra_engine.native.update import Native
 from tests.host.updates import SCALED, assert_bits_are_plain, groups, parameters, plain_step
 
@@ -34,26 +34,6 @@ SETTINGS = [
     for options, how in product(variants, HOWS)
 ]
 SEVERAL_UNITS = (3 * 2**14 + 13, 5, 2**14)
-
-
-@pytest.fixture
-def taken(monkeypatch):
-    """The kernel of this process, and a list of the updates that it makes, by size."""
-    if not native().wait():
-        pytest.skip(f"no native code: {native().missing_because or 'it is turned off, or another process builds it'}")
-    return spied(monkeypatch)
-
-
-def spied(monkeypatch):
-    found, step = [], Native.step
-
-    def spy(self, optimizer, updates, *others):
-        rest = step(self, optimizer, updates, *others)
-        found.extend(each.parameter.numel() for each in updates if each not in rest)
-        return rest
-
-    monkeypatch.setattr(Native, "step", spy)
-    return found
 
 
 @pytest.mark.parametrize(("kind", "options"), SETTINGS)
@@ -196,15 +176,6 @@ def test_one_wrong_root_of_all_mantissas_is_seen(wrong):
             roots += values == wrong if wrong is not None else 0
 
     assert update._same_roots(Roots(), False) == (wrong is None)
-
-
-@pytest.fixture
-def without_compiler(monkeypatch, tmp_path):
-    """A kernel of a process that finds none, neither in the cache."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    return Native(Library(update.SOURCE))
 
 
 def test_without_a_compiler_torch_makes_the_updates(without_compiler, monkeypatch, tmp_path):
