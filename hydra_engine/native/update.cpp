@@ -41,6 +41,12 @@ enum Rule : int32_t { kAdam, kSgd };
 
 extern "C" {
 
+// MKL's vmsSqrt: length, values, roots, mode.
+using RootsOfLibrary = void (*)(int64_t, const float*, float*, int64_t);
+
+// MKL_Set_Num_Threads_Local: of the calling thread; returns those of before.
+using SetThreads = int (*)(int);
+
 // A parameter and its options, as PLACES and REST of update.py pack them. Pointers are to dense memory.
 struct Update {
     float* master;        // null: the weight is split
@@ -53,12 +59,13 @@ struct Update {
     int64_t size;
     int64_t tail;         // the last elements, in which torch's fused kernels contract otherwise
     int64_t num_apart;
+    RootsOfLibrary roots_of_library;  // null: they are taken here
     Type gradient_type;
     Type narrow_type;
     Type moments_type;    // bfloat16: rounded by turns
     int32_t turn;         // that moments are rounded by; negative: to nearest
     Rule rule;
-    int32_t refines_roots;  // square roots as MKL's, off by one unit now and then
+    int32_t refines_roots;  // square roots as MKL's on some processors, off by one unit now and then
     int32_t num_factors;
     float factors[3];       // the gradient is multiplied by them, one after the other
     float weight_decay;     // added to the gradient, times the weight
@@ -139,8 +146,11 @@ void narrow(const float* __restrict from, uint16_t* __restrict to, int64_t size,
 #endif
 }
 
+// VML_HA, VML_FTZDAZ_OFF and VML_ERRMODE_IGNORE, as torch calls it.
+constexpr int64_t kModeOfTorch = 0x2 | 0x140000 | 0x100;
+
 #if defined(__AVX512F__)
-// As MKL, which torch.sqrt calls: an estimate of 14 bits and one correction. Below 2^-64 the correction would lose
+// As MKL on Intel's processors, which torch.sqrt calls: an estimate of 14 bits and one correction. Below 2^-64 the correction would lose
 // digits, so those are scaled by an even power of two; zeros, infinities and what has no root take the processor's own.
 void refined_roots(const float* from, float* to, int64_t size) {
     const __m512 half = _mm512_set1_ps(0.5f), small = _mm512_set1_ps(0x1p-64f);
@@ -161,7 +171,11 @@ void refined_roots(const float* from, float* to, int64_t size) {
 }
 #endif
 
-void roots(const float* __restrict from, float* __restrict to, int64_t size, bool refines) {
+void roots(const float* __restrict from, float* __restrict to, int64_t size, bool refines, RootsOfLibrary of_library) {
+    if (of_library) {
+        of_library(size, from, to, kModeOfTorch);
+        return;
+    }
 #if defined(__AVX512F__)
     if (refines) {
         refined_roots(from, to, size);
@@ -263,7 +277,7 @@ void step_adam(const Update& u, const Values& values, int64_t size, bool is_tail
         }
         second = largest;
     }
-    roots(second, root, size, u.refines_roots);
+    roots(second, root, size, u.refines_roots, u.roots_of_library);
     for (int64_t i = 0; i < size; ++i) {
         const float denominator = root[i] / u.correction + u.eps;
         master[i] = master[i] * u.keep + (u.minus_step * first[i]) / denominator;
@@ -351,6 +365,21 @@ bool step_block(const Update& u, int64_t begin, int64_t size, bool is_tail, int3
     return false;
 }
 
+// While it lives, MKL begins no threads of its own for a block that this thread has in hand.
+class Alone {
+  public:
+    explicit Alone(SetThreads set) : set_(set), before_(set ? set(1) : 0) {}
+    ~Alone() {
+        if (set_) set_(before_);
+    }
+    Alone(const Alone&) = delete;
+    Alone& operator=(const Alone&) = delete;
+
+  private:
+    const SetThreads set_;
+    const int before_;
+};
+
 void step_range(const Update& u, int64_t begin, int64_t end, int32_t update, std::vector<Found>& found) {
     const int64_t tail = u.size - u.tail;
     bool has_nan = false;
@@ -377,7 +406,9 @@ int32_t hydra_has_float16() {
 }
 
 // Take square roots as an update does.
-void hydra_roots(const float* from, float* to, int64_t size, int32_t refines) { roots(from, to, size, refines); }
+void hydra_roots(const float* from, float* to, int64_t size, int32_t refines, RootsOfLibrary of_library) {
+    roots(from, to, size, refines, of_library);
+}
 
 // Return the size of an update here, which the caller's has to be.
 int64_t hydra_update_bytes() { return sizeof(Update); }
@@ -385,8 +416,9 @@ int64_t hydra_update_bytes() { return sizeof(Update); }
 // Make all updates, with this many threads: the caller, and others that end with the call. They take units in turn, so
 // that one that is slow, or another process on its core, does not hold up the rest. No element depends on their number.
 // Return a list of what the halves of split weights do not tell, by update and place, and its length; `hydra_take` frees
-// it. Null: there is nothing.
-void hydra_update(const Update* updates, int64_t num_updates, int64_t num_threads, void** list, int64_t* num_found) {
+// it. Null: there is nothing. set_threads: of the library that takes roots; null: none does.
+void hydra_update(const Update* updates, int64_t num_updates, int64_t num_threads, SetThreads set_threads, void** list,
+                  int64_t* num_found) {
     std::vector<int64_t> ends(num_updates);  // of each update's units, counted over all of them
     int64_t num_units = 0;
     for (int64_t k = 0; k < num_updates; ++k) ends[k] = num_units += (updates[k].size + kUnit - 1) / kUnit;
@@ -394,6 +426,7 @@ void hydra_update(const Update* updates, int64_t num_updates, int64_t num_thread
     std::vector<Found> found;
     std::mutex mutex;
     const auto work = [&] {
+        const Alone alone(set_threads);
         std::vector<Found> mine;
         for (int64_t unit = next++; unit < num_units; unit = next++) {
             const auto k = std::upper_bound(ends.begin(), ends.end(), unit) - ends.begin();

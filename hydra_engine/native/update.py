@@ -40,9 +40,9 @@ OPTIONS = {
 }
 TO_NEAREST = -1  # in the place of a turn
 # A row of the call, as struct Update of update.cpp: addresses of master, gradient, narrow weight, its remainder, places
-# and bits of what is apart, and three moments; size, tail, and number of what is apart. The rest is the same for all
-# parameters of a group at the same step, and packed once.
-PLACES, REST = struct.Struct("9Q3q"), struct.Struct("7i12fi")
+# and bits of what is apart, and three moments; size, tail, and number of what is apart; the function that takes roots.
+# The rest is the same for all parameters of a group at the same step, and packed once.
+PLACES, REST = struct.Struct("9Q3qQ"), struct.Struct("7i12fi")
 # As struct Found of update.cpp. A place of -1 says that there is NaN in the weight.
 FOUND = np.dtype([("place", np.int64), ("bits", np.int32), ("update", np.int32)])
 
@@ -52,8 +52,10 @@ class Arithmetic(NamedTuple):
 
     refines_roots: bool  # MKL estimates square roots and corrects them, on processors with AVX-512
     vector: int  # elements; torch's fused kernels contract otherwise where the rest of a tensor fills no vector
+    roots_at: int = 0  # address of the function that torch calls for square roots; 0: they are taken here, sooner
 
 
+SQUARE_ROOTS, SET_THREADS = "vmsSqrt", "MKL_Set_Num_Threads_Local"  # of MKL
 PLAIN = tuple(Arithmetic(refines, 1) for refines in (False, True))
 FUSED = tuple(Arithmetic(False, vector) for vector in (8, 16, 4, 1))  # torch's own vectors take the processor's roots
 # Sizes of a sample's tensors: many rests of a vector, and one that torch divides among its threads.
@@ -263,10 +265,11 @@ def _call(
         if key not in known:
             known[key] = _rest(kind, work, step, moments_type, factors, arithmetic)
         rows += [_places(work, arithmetic), known[key]]
+    set_threads = _of_mkl(SET_THREADS) if any(arithmetic.roots_at for _, arithmetic in works) else 0
     found, num_found = ctypes.c_void_p(), ctypes.c_int64()
     library.hydra_update(
         *(b"".join(rows), ctypes.c_int64(len(works)), ctypes.c_int64(torch.get_num_threads())),
-        *(ctypes.byref(found), ctypes.byref(num_found)),
+        *(ctypes.c_void_p(set_threads), ctypes.byref(found), ctypes.byref(num_found)),
     )
     elements = np.empty(num_found.value, FOUND)
     if len(elements):
@@ -286,7 +289,7 @@ def _places(work: Work, arithmetic: Arithmetic) -> bytes:
     places = [0 if each is None else each.data_ptr() for each in (*weight, *work.moments.values())]
     places += [0] * (3 - len(work.moments))
     size = work.master.numel()
-    return PLACES.pack(*places, size, size % arithmetic.vector, num_apart)
+    return PLACES.pack(*places, size, size % arithmetic.vector, num_apart, arithmetic.roots_at)
 
 
 def _keep_apart(works: Sequence[Work], found: np.ndarray[Any, Any]) -> None:
@@ -352,25 +355,43 @@ def _agree(library: ctypes.CDLL, kind: type[Optimizer], like: Work, num_factors:
     for each in theirs:
         if each.narrow is not None:
             each.narrow.copy_(each.master)
-    for arithmetic in FUSED if like.group["fused"] else PLAIN:
+    for arithmetic in FUSED if like.group["fused"] else _unfused():
         ours = [each.copied() for each in sample]
         _call(library, kind, [(each, arithmetic) for each in ours], factors)
         pairs = [pair for works in zip(ours, theirs, strict=True) for pair in zip(*map(_written, works), strict=True)]
         if all(_same_bits(mine, plain) for mine, plain in pairs):
             # Roots that are one unit off in a million would pass a sample. torch's fused ones are the processor's.
             has_roots = RULES[kind] == ADAM and not like.group["fused"]
-            return arithmetic if not has_roots or _same_roots(library, arithmetic.refines_roots) else None
+            if not has_roots or _same_roots(library, arithmetic):
+                return arithmetic
     return None
 
 
 @cache
-def _same_roots(library: ctypes.CDLL, refines: bool) -> bool:
+def _of_mkl(name: str) -> int:
+    """Return the address of a function of MKL, which is part of torch's library; 0: that does not name it."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
+
+
+def _unfused() -> tuple[Arithmetic, ...]:
+    """Candidates where torch's step is not fused. MKL takes roots in another way on each kind of processor."""
+    has_both = _of_mkl(SQUARE_ROOTS) and _of_mkl(SET_THREADS)
+    return (*PLAIN, Arithmetic(False, 1, _of_mkl(SQUARE_ROOTS))) if has_both else PLAIN
+
+
+@cache
+def _same_roots(library: ctypes.CDLL, arithmetic: Arithmetic) -> bool:
     """Compare all digits that a square root can have with torch's."""
     for first in ROOTS_OF[::ROOTS_AT_ONCE]:
         values = torch.arange(first, first + ROOTS_AT_ONCE, dtype=torch.int32).view(torch.float32)
         mine = torch.empty_like(values)
         library.hydra_roots(
-            *(ctypes.c_void_p(each.data_ptr()) for each in (values, mine)), ctypes.c_int64(len(values)), int(refines)
+            *(ctypes.c_void_p(each.data_ptr()) for each in (values, mine)),
+            *(ctypes.c_int64(len(values)), int(arithmetic.refines_roots), ctypes.c_void_p(arithmetic.roots_at)),
         )
         if not _same_bits(mine, values.sqrt()):
             return False

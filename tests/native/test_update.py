@@ -151,7 +151,7 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
         def hydra_has_float16(self):
             return 1
 
-        def hydra_update(self, rows, num_rows, num_threads, found, num_found):
+        def hydra_update(self, rows, num_rows, num_threads, *others):
             Wrong.calls += 1
 
     class WrongLibrary:
@@ -160,14 +160,14 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
 
     kernel = Native(WrongLibrary())
     adamw_steps(kernel, monkeypatch)
-    assert Wrong.calls == len(kernel._agreed) * len(update.PLAIN)
+    assert Wrong.calls == len(kernel._agreed) * len(update._unfused())
     assert set(kernel._agreed.values()) == {None}
 
 
 @pytest.mark.parametrize("wrong", [None, 0x3F80_0000, 0x407F_FFFF])
 def test_one_wrong_root_of_all_mantissas_is_seen(wrong):
     class Roots:
-        def hydra_roots(self, values, roots, size, refines):
+        def hydra_roots(self, values, roots, size, refines, of_library):
             values, roots = (
                 torch.frombuffer((ctypes.c_int32 * size.value).from_address(each.value), dtype=torch.int32)
                 for each in (values, roots)
@@ -175,7 +175,19 @@ def test_one_wrong_root_of_all_mantissas_is_seen(wrong):
             roots.view(torch.float32).copy_(values.view(torch.float32).sqrt())
             roots += values == wrong if wrong is not None else 0
 
-    assert update._same_roots(Roots(), False) == (wrong is None)
+    assert update._same_roots(Roots(), update.PLAIN[0]) == (wrong is None)
+
+
+def test_square_roots_are_torchs_on_every_processor_whose_library_names_its_own(taken):
+    """Whatever MKL does here: by a formula of the kernel, or by calling it."""
+    library = Library(update.SOURCE).load()
+    assert any(update._same_roots(library, each) for each in update._unfused()) or not update._of_mkl("vmsSqrt")
+
+
+def test_a_function_that_no_library_names_is_not_called(monkeypatch):
+    assert update._of_mkl("vmsNothing") == 0
+    monkeypatch.setattr(update, "SQUARE_ROOTS", "vmsNothing")
+    assert update._unfused() == update.PLAIN
 
 
 def test_without_a_compiler_torch_makes_the_updates(without_compiler, monkeypatch, tmp_path):
