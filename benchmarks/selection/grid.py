@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
-for folder in (BENCHMARKS / "gpu_day", BENCHMARKS):  # whose models and peers are trained here as well
-    sys.path.insert(0, str(folder))
+sys.path.insert(0, str(BENCHMARKS / "gpu_day"))  # whose peers train here as well
+sys.path.insert(0, str(BENCHMARKS))
 from gpt import Block, gpt, token_batches
 
 from hydra_engine import CudaDevice, EmulatedDevice

@@ -21,8 +21,8 @@ from statistics import median
 import torch
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE.parent, HERE):
-    sys.path.insert(0, str(folder))
+sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE))
 import grid
 from figures import Figures, add_arguments, put, table
 from sides import SIDES, Refused, Setting, run
