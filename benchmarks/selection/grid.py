@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-BENCHMARKS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(BENCHMARKS / "gpu_day"))  # whose peers train here as well
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu_day"))  # whose peers train here as well
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import Block, gpt, token_batches
 
 from hydra_engine import CudaDevice, EmulatedDevice

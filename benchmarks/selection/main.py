@@ -20,9 +20,8 @@ from statistics import median
 
 import torch
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 import grid
 from figures import Figures, add_arguments, put, table
 from sides import SIDES, Refused, Setting, run
@@ -30,7 +29,7 @@ from sides import SIDES, Refused, Setting, run
 from hydra_engine import TaskCost, simulate
 from hydra_engine.schedule.units import FUSED, training_chain
 
-README = HERE / "README.md"
+README = Path(__file__).resolve().parent / "README.md"
 EXACT = ("b", "c", "f")  # have the bits of plain PyTorch in float32, as the engine has
 QUARTER = 0.25  # of the largest model's weights
 WHOLE = 4.0  # its weights, its gradients, and what autograd saves of a micro-batch
