@@ -57,10 +57,8 @@ def in_this_process(selection, name, setting):
     for rank, jobs in enumerate(shares):
         training = side.train(jobs, setting, rank, len(shares))
         next(training)
-        share = next(training)
+        found.append(next(training))
         next(training, None)
-        share.start_s, share.end_s = 0.0, share.end_s or 1.0
-        found.append(share)
     return selection.sides.Outcome(shares=found, num_devices=setting.scale.num_devices)
 
 
@@ -155,7 +153,7 @@ def stated(selection, monkeypatch, tmp_path):
 
     def run(name, setting):
         losses = {job.name: [2.0, 1.0 + (name in other)] for job in setting.jobs}
-        share = selection.sides.Share(end_s=seconds[name], losses=losses, busy_s=seconds[name])
+        share = selection.sides.Share(seconds=seconds[name], losses=losses, busy_s=seconds[name])
         share.costs = {job.name: cost for job in setting.jobs}
         return selection.sides.Outcome(shares=[share], num_devices=2)
 

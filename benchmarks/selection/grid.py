@@ -174,11 +174,11 @@ class Scale:
             for k, (size, batch) in enumerate(pairs(self.image_sizes, self.image_batches))
         ]
 
-    def equal(self, number, num_steps):
-        """Models that take equally long: the largest batch size of the selection, seeds of their own."""
-        return [self.text_job(TEXT_BATCHES[-1], TEXT_LRS[0], seed=k, num_steps=num_steps) for k in range(number)]
+    def equal(self, number, batch_size=TEXT_BATCHES[-1]):
+        """Models that take equally long, with seeds of their own."""
+        return [self.text_job(batch_size, TEXT_LRS[0], seed=k) for k in range(number)]
 
-    def text_job(self, batch_size, lr, *, seed, num_steps=None):
+    def text_job(self, batch_size, lr, *, seed):
         return Job(
             name=f"{seed}: batch {batch_size}, lr {lr:g}",
             data=self.text,
@@ -186,12 +186,12 @@ class Scale:
             batch_size=batch_size,
             micro_batch=self.text_micro,
             lr=lr,
-            num_steps=num_steps or self.num_steps,
+            num_steps=self.num_steps,
             seed=seed,
         )
 
     def memory(self, jobs, share):
-        """Memory of a device: the cap of a GPU, or a share of the weights of the largest model."""
+        """Memory of a device: the cap of a GPU, or a multiple of the weights of the largest model."""
         return self.cap or int(share * max(job.param_bytes for job in jobs))
 
     def devices(self, memory):
@@ -226,7 +226,7 @@ TINY = Scale(
     images=Images(image=32, patch=8),
     image_sizes=[Size(width=128, num_blocks=depth, num_heads=4) for depth in (4, 8, 10, 13, 20, 26)],
     image_batches=(16, 32),
-    text_micro=4,
+    text_micro=8,
     image_micro=8,
     num_steps=3,
     precision="float32",

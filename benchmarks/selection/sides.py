@@ -1,7 +1,7 @@
 """Everybody who trains a selection: how jobs are shared out to processes, and what each process does with its share.
 
 A side's processes prepare (models, data, plans, a step of a model that is thrown away), wait for one another, and
-train. The makespan is from then to the end of the last one.
+train. The makespan is that of the process that trains longest. Its clock stands while it plans its next run.
 """
 
 import os
@@ -42,14 +42,21 @@ class Setting:
 class Share:
     """What one process has trained."""
 
-    start_s: float = 0.0
-    end_s: float = 0.0
+    seconds: float = 0.0
     processor_s: float = 0.0
     losses: dict = field(default_factory=dict)  # by job
     busy_s: float = 0.0
     loaded_bytes: int | None = None  # None: nobody counts them
     stored_bytes: int | None = None
     costs: dict = field(default_factory=dict)  # by job, of an engine that trains it alone
+
+    @contextmanager
+    def clock(self):
+        """Add what the body takes, of the clock and of processors."""
+        start_s, processor_s = time.perf_counter(), time.process_time()
+        yield
+        self.seconds += time.perf_counter() - start_s
+        self.processor_s += time.process_time() - processor_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +68,8 @@ class Outcome:
 
     @property
     def makespan_s(self):
-        return max(share.end_s for share in self.shares) - min(share.start_s for share in self.shares)
-
-    @property
-    def slowest_s(self):
         """Seconds of the process that took longest."""
-        return max(share.end_s - share.start_s for share in self.shares)
+        return max(share.seconds for share in self.shares)
 
     @property
     def busy_share(self):
@@ -107,7 +110,7 @@ def task_of(job, scale):
     )
 
 
-def planned(jobs, setting, devices):
+def orchestra_of(jobs, setting, devices):
     """An orchestrator that has planned jobs on devices."""
     orchestra = ModelOrchestrator([task_of(job, setting.scale) for job in jobs], devices=devices)
     orchestra.verbose = 0
@@ -115,11 +118,12 @@ def planned(jobs, setting, devices):
     return orchestra
 
 
-def trained(orchestra, share):
+def trained(orchestra, jobs, share):
     """Train what is planned, and note it."""
-    report = orchestra.train_models()
+    with share.clock():
+        report = orchestra.train_models()
     report.raise_failures()
-    share.losses.update({name: task.losses for name, task in report.tasks.items()})
+    share.losses.update({job.name: report.tasks[job.name].losses for job in jobs})
     share.busy_s += sum(device.busy_s for device in report.devices)
     share.loaded_bytes = (share.loaded_bytes or 0) + sum(device.loaded_bytes for device in report.devices)
     share.stored_bytes = (share.stored_bytes or 0) + sum(device.stored_bytes for device in report.devices)
@@ -128,40 +132,39 @@ def trained(orchestra, share):
 
 def together(jobs, setting, _rank, _number):
     """All jobs in one run on all devices."""
-    orchestra = planned(jobs, setting, setting.scale.devices(setting.memory))
+    orchestra = orchestra_of(jobs, setting, setting.scale.devices(setting.memory))
     yield
     share = Share()
-    trained(orchestra, share)
+    trained(orchestra, jobs, share)
     yield share
 
 
 def one_by_one(jobs, setting, rank, _number):
-    """A job after the other, each in a run of its own on one device."""
-    device = setting.scale.devices(setting.memory)[rank]
-    runs = [planned([job], setting, [device]) for job in jobs]
+    """A job after the other, each in a run of its own on one device. Between runs the clock stands, for plans."""
+    orchestra = orchestra_of(jobs[:1], setting, [setting.scale.devices(setting.memory)[rank]])
     yield
     share = Share()
-    reports = [trained(run, share) for run in runs]
-    share.end_s = time.perf_counter()
-    share.costs = {name: cost for report in reports for name, cost in costs_of(report).items()}
+    for k, job in enumerate(jobs):
+        if k > 0:
+            orchestra.add_task(task_of(job, setting.scale))
+            orchestra.generate()
+        report = trained(orchestra, [job], share)
+        share.costs[job.name] = costs_of(report.spans)
     yield share
 
 
-def costs_of(report):
-    """Mean seconds of each unit of a step, and of its commit and its updates, by task: of a run of that task alone."""
-    found = {}
-    for name in report.tasks:
-        seconds = defaultdict(list)
-        for span in report.spans:
-            if span.lane == "compute":
-                unit = Unit.parse(span.label)
-                seconds[unit.kind, unit.shard].append(span.end_s - span.start_s)
-            elif span.lane == "update":
-                seconds["update", int(span.label.rpartition(".")[2])].append(span.end_s - span.start_s)
-            elif span.lane == "commit":
-                seconds["commit"].append(span.end_s - span.start_s)
-        found[name] = {key: mean(each) for key, each in seconds.items()}
-    return found
+def costs_of(spans):
+    """Mean seconds of each unit of a step, and of its commit and its updates, of a task that is alone."""
+    seconds = defaultdict(list)
+    for span in spans:
+        if span.lane == "compute":
+            unit = Unit.parse(span.label)
+            seconds[unit.kind, unit.shard].append(span.end_s - span.start_s)
+        elif span.lane == "update":
+            seconds["update", int(span.label.rpartition(".")[2])].append(span.end_s - span.start_s)
+        elif span.lane == "commit":
+            seconds["commit"].append(span.end_s - span.start_s)
+    return {key: mean(each) for key, each in seconds.items()}
 
 
 # Without the engine
@@ -211,10 +214,11 @@ def stepped(jobs, setting, rank, make):
     losses_of(warm, make(warm, scale, device))
     trainers = {job.name: make(job, scale, device) for job in jobs} if scale.is_emulated else {}
     yield
-    share, start_s = Share(), time.perf_counter()
-    for job in jobs:
-        share.losses[job.name] = losses_of(job, trainers.pop(job.name, None) or make(job, scale, device))
-    share.busy_s = time.perf_counter() - start_s
+    share = Share()
+    with share.clock():
+        for job in jobs:
+            share.losses[job.name] = losses_of(job, trainers.pop(job.name, None) or make(job, scale, device))
+    share.busy_s = share.seconds
     yield share
 
 
@@ -281,12 +285,12 @@ def pipelined(jobs, setting, rank, number, kind):
     share = Share()
     for job in jobs:
         staged, batches = Staged(job, setting, rank, number, kind), job.batches()
-        start_s = time.perf_counter()
-        for batch in batches:
-            staged.step(*batch)
-        share.busy_s += time.perf_counter() - start_s
+        with share.clock():
+            for batch in batches:
+                staged.step(*batch)
         if staged.losses:
             share.losses[job.name] = staged.losses
+    share.busy_s = share.seconds
     yield share
     close()
 
@@ -393,10 +397,7 @@ def child(name, setting, rank, number, barrier, its):
         training = SIDES[name].train(setting.jobs, setting, rank, number)
         next(training)
         barrier.wait()
-        start_s, processor_s = time.perf_counter(), time.process_time()
         share = next(training)
-        share.start_s, share.end_s = start_s, share.end_s or time.perf_counter()
-        share.processor_s = time.process_time() - processor_s
         next(training, None)  # what it ends with
         its.send(share)
     except BaseException:
