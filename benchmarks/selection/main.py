@@ -32,8 +32,8 @@ from hydra_engine.schedule.units import FUSED, training_chain
 README = Path(__file__).resolve().parent / "README.md"
 EXACT = ("b", "c", "f")  # have the bits of plain PyTorch in float32, as the engine has
 QUARTER = 0.25 * 2  # of the largest model's weights and as many bytes of gradients; activations have to fit as well
-WHOLE = 12.0  # its weights and gradients, and what autograd saves of a micro-batch
-NUM_EQUAL, LONG_BATCH = 4, 128  # so many samples that copies and updates take few of the seconds
+WHOLE = 8.0  # its weights, its gradients, what autograd saves of a micro-batch, and the weights of the next one
+NUM_EQUAL, LONG_BATCH = 4, 64  # so many samples that copies and updates take few of the seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,7 @@ class Part:
     share: float = QUARTER
     limits: tuple[Limit, ...] = ()
     has_bound: bool = False
+    repetitions: int = 1  # of each side, by default
 
 
 def longer(title, side, least=None):
@@ -88,7 +89,12 @@ SHORTER = (
 GRID = ("a", "ours", "b", "c")
 PARTS = {
     "selection": Part(
-        title="12 models of one size", jobs=lambda s: s.selection(), sides=GRID, limits=SHORTER, has_bound=True
+        title="12 models of one size",
+        jobs=lambda s: s.selection(),
+        sides=GRID,
+        limits=SHORTER,
+        has_bound=True,
+        repetitions=2,
     ),
     "vision": Part(
         title="12 vision transformers of six sizes",
@@ -102,6 +108,7 @@ PARTS = {
         jobs=lambda s: s.equal(3),
         sides=("a", "ours", "b"),
         limits=(longer("shorter than (b), times", "b", 1.2),),
+        repetitions=2,
     ),
     "processes": Part(
         title=f"{NUM_EQUAL} equal models, devices that hold one each",
@@ -109,6 +116,7 @@ PARTS = {
         sides=("a", "ours", "f"),
         share=WHOLE,
         limits=(beside_processes("over the slower process of (f), times", 1.05),),
+        repetitions=2,
     ),
     "quarter": Part(
         title=f"{NUM_EQUAL} equal models, devices that hold a quarter of one",
@@ -268,20 +276,21 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
     parser.add_argument("--scale", choices=sorted(grid.SCALES), default="tiny", help="default: tiny")
-    parser.add_argument("--pairs", type=int, default=2, help="repetitions of each side (default 2)")
+    parser.add_argument("--pairs", type=int, help="repetitions of each side (default: 2 of what is judged, else 1)")
     parser.add_argument("--no-judge", action="store_true", help="exit code 0 whatever comes out")
     add_arguments(parser, writes=True)
     given = parser.parse_args(arguments)
     unknown = [each for each in given.parts if each not in PARTS]
-    if unknown or given.pairs < 1:
+    if unknown or (given.pairs is not None and given.pairs < 1):
         parser.error(f"PART: {' '.join(unknown)}, known: {', '.join(PARTS)}; --pairs {given.pairs}, limit: at least 1")
     scale, good = grid.SCALES[given.scale], True
     for name in given.parts or PARTS:
         part = PARTS[name]
+        repetitions = given.pairs or part.repetitions
         print(f"{name}: {part.title}", flush=True)
-        found = measure(part, scale, given.pairs, lambda line: print(line, flush=True))
+        found = measure(part, scale, repetitions, lambda line: print(line, flush=True))
         text, well = tables(part, scale, found) if found.outcomes["a"] else ("Nobody can train it here.", False)
-        text = f"{about(part, scale, given.pairs)}\n\n{text}"
+        text = f"{about(part, scale, repetitions)}\n\n{text}"
         print(f"\n{text}\n\n{name}: {'within its limits' if well else 'NOT within its limits'}\n", flush=True)
         if given.write:
             put(README, f"{scale.name} {name}", text)
