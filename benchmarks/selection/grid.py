@@ -174,7 +174,7 @@ class Scale:
             for k, (size, batch) in enumerate(pairs(self.image_sizes, self.image_batches))
         ]
 
-    def equal(self, number, batch_size=TEXT_BATCHES[-1]):
+    def equal(self, number, batch_size):
         """Models that take equally long, with seeds of their own."""
         return [self.text_job(batch_size, TEXT_LRS[0], seed=k) for k in range(number)]
 

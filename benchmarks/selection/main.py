@@ -105,7 +105,7 @@ PARTS = {
     ),
     "three": Part(
         title="three equal models",
-        jobs=lambda s: s.equal(3),
+        jobs=lambda s: s.equal(3, LONG_BATCH),
         sides=("a", "ours", "b"),
         limits=(longer("shorter than (b), times", "b", 1.2),),
         repetitions=2,
