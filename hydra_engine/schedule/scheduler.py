@@ -235,7 +235,8 @@ class Scheduler:
         self._dispatch.refresh(part.task)  # and those that waited for this
 
     def _is_stored(self, part: Part, node: tuple[str, int]) -> None:
-        part.go_back()
+        if part.lost is not None:
+            part.go_back()
         task, through = part.task, part.num_stored
         if through and task.chain and task.chain[through - 1] == node and task.num_stored() == through:
             self._stored_whole(task, node)

@@ -317,6 +317,7 @@ class Part:
     charged_s: float = 0.0  # to the task, for the unit that is computed
     num_passed: int = 0  # by units that came after it and had their shards on the device
     ready_order: int = 0
+    next: Unit | None = None  # at `position`, once it was asked for: the same object however often it is
     offer: Unit | None = None  # load-ready
     key: Any = None  # of the offer
     claim: ScheduledDevice | None = None  # who has claimed the offer
@@ -362,8 +363,12 @@ class Part:
         chain = task.chain
         if self.position >= len(chain) or task.phase.is_over or self.lost is not None:
             return None
-        kind, shard = chain[self.position]
-        return Unit(task.added.task, kind, shard, task.batch.step, self.index) if task.is_fresh(shard) else None
+        kind, shard = node = chain[self.position]
+        if not task.is_fresh(shard):
+            return None
+        if self.next is None or (self.next.kind, self.next.shard) != node:
+            self.next = Unit(task.added.task, kind, shard, task.batch.step, self.index)
+        return self.next
 
     def leave(self, device: ScheduledDevice | None) -> None:
         """Its unit is on its way to DRAM, from a device where the part can go on; None: it cannot."""
