@@ -126,7 +126,7 @@ class Dispatch:
 
     def revoke(self, task: ScheduledTask) -> None:
         """Drop all claims of a task."""
-        for part in task.parts:
+        for part in task.all_parts:
             if part.claim is not None:
                 self._let_go(part.claim)
         self.refresh(task)
@@ -142,6 +142,10 @@ class Dispatch:
         task.counted_s = remaining_s
         for part in task.parts:
             self._put_in_place(part)
+        if task.parts[0].position == len(task.chain) or task.ahead.offer is not None:
+            self._put_in_place(task.ahead)
+            devices = (part.computing or part.near for part in task.parts)
+            self._touched.update((device, None) for device in devices if device is not None)
 
     def _put_in_place(self, part: Part) -> None:
         if part.queue is not None:
@@ -162,7 +166,7 @@ class Dispatch:
             if is_ready:
                 self._put(self._claimed, part)
             self._touched[part.claim] = None
-        else:
+        elif not part.is_ahead:
             self._put(self._ready if is_ready else self._loadable, part)
         only = part.computing or part.near
         if only is not None:
@@ -325,17 +329,26 @@ class Dispatch:
             ready = self._best(self._ready, device)
             if ready is not None:
                 free.append(ready)
-            part = self._first(free, device) if free else self._best(self._loadable, device)
+            part = self._first(free, device) if free else self._ahead(own) or self._best(self._loadable, device)
         if part is not None:
             part.claim, device.claim = device, part
             self._wanting.discard(device)
             assert part.offer is not None
             self._out.append(Load(device.index, part.offer))
             queue, part.queue = part.queue, None  # its key stays
-            assert queue is not None
-            queue.discard(part)
+            if queue is not None:
+                queue.discard(part)
             if queue is self._ready:
                 self._put(self._claimed, part)
+
+    @staticmethod
+    def _ahead(own: Iterable[Part]) -> Part | None:
+        """Return the next batch's first part of a task whose last units the device has: there it will begin.
+
+        Another device would take it from this one, which may be idle by then.
+        """
+        found = (part.task.ahead for part in own)
+        return next((part for part in found if part.offer is not None and part.claim is None), None)
 
     # -- groups
 
