@@ -284,7 +284,8 @@ class EngineRun:
             event = hear(event)
             if event is None:
                 break
-        self._decide_due()
+        if self._common.due:
+            self._decide_due()
         if event is not None:
             for instruction in self._scheduler.handle(event):
                 self._actions[type(instruction)](instruction)
