@@ -38,7 +38,6 @@ MAX_WIDTH = 1024
 ALIGNMENT_BYTES = 64
 # The least that the native update may be, in times the speed of each other way.
 LIMITS = {"plain": 1.5, "deepspeed": 1.5, "deepspeed-32": 0.95}
-SPLIT_LIMIT = 1.0  # the most that one of split weights may take, in times that of whole ones
 
 # Bytes per parameter, from and to memory: each read or write of a pass counts once; lines that are fetched only to be
 # overwritten do not, here or in the memory's own rate.
@@ -313,11 +312,6 @@ def main():
                         is_good &= good
                         words = f"native: {ratios[name]:.3f} times {name}, at least {limit}"
                         print(f"{count} thread(s), {words}: {'yes' if good else 'NO'}")
-                if kind == "fused":
-                    good = ratios["split"] <= SPLIT_LIMIT
-                    is_good &= good
-                    words = f"split: {ratios['split']:.3f} times native's time, at most {SPLIT_LIMIT}"
-                    print(f"{count} thread(s), {words}: {'yes' if good else 'NO'}")
                 del hosts
     FIGURES.save(arguments.json)
     sys.exit(0 if is_good or arguments.no_judge else 1)

@@ -299,12 +299,23 @@ void step_sgd(const Update& u, const Values& values, int64_t size, bool is_tail)
     for (int64_t i = 0; i < size; ++i) master[i] = madd(direction[i], u.minus_step, master[i]);
 }
 
-// Fetch a block of these elements into the cache, to be written. An address beyond the end does no harm.
-void fetch(const void* elements, int64_t begin, Type type) {
+// Fetch so many bytes into the cache, to be written. An address beyond the end does no harm.
+template <int64_t kBytes>
+void fetch_bytes(const char* at) {
     constexpr int64_t line = 64;
-    const int64_t width = type == kFloat32 ? 4 : 2;
-    const char* at = static_cast<const char*>(elements) + begin * width;
-    for (int64_t k = 0; elements && k < kBlock * width; k += line) __builtin_prefetch(at + k, 1, 3);
+    for (int64_t k = 0; k < kBytes; k += line) __builtin_prefetch(at + k, 1, 3);
+}
+
+// Fetch a block of these elements, if there are any. In loops of a length that the compiler knows: with others an update of
+// whole weights took 6 % longer.
+inline void fetch(const void* elements, int64_t begin, Type type) {
+    const char* const at = static_cast<const char*>(elements);
+    if (!elements) return;
+    if (type == kFloat32) {
+        fetch_bytes<4 * kBlock>(at + 4 * begin);
+    } else {
+        fetch_bytes<2 * kBlock>(at + 2 * begin);
+    }
 }
 
 // Return true if there is NaN in a split weight.
