@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hydra_engine.host import Shard, TaskState
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
-from hydra_engine.planning.simulate import bound_s, simulate
+from hydra_engine.planning.simulate import alike, bound_s, num_spread_units, simulate
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Policy, training_chain
 from hydra_engine.tasks import duration
 from partitioners import Budget, LayerCost, forward_unit_bytes, shard_bytes, slab_bytes
@@ -31,6 +31,8 @@ MOST_UNITS, RUN_UNITS = 24_000, 800
 UNITS_PER_S = 100
 # A task is cut anew where the whole run is predicted to be so many times shorter: another cut has to be rehearsed.
 LEAST_GAIN = 1.02
+# Of another number of micro-batches, or with the optimizer elsewhere, so many cuts are tried.
+MOST_OTHERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,14 @@ class Load(NamedTuple):
         return f"device {duration(self.device_s)}, link {duration(link_s)}, host optimizer {duration(self.update_s)}"
 
 
+class Way(NamedTuple):
+    """What is chosen of a task for all tasks together."""
+
+    boundaries: tuple[int, ...]  # cumulative end indices of the shards
+    num_micro_batches: int  # of a step
+    steps_on_device: bool  # devices step the optimizer, and not the host
+
+
 class PredictedCut(NamedTuple):
     """A cut, and what is predicted of it."""
 
@@ -109,6 +119,17 @@ class CutChoice:
     def cost(self, boundaries: Sequence[int], name: str = "", num_steps: int = 1) -> TaskCost:
         """Return what the task takes in a simulation, cut like this."""
         return cut_cost(name, self.costs, boundaries, self.budget, self.run, num_steps=num_steps)
+
+    def in_micro_batches(self, number: int) -> CutChoice:
+        """Return the same for steps of so many micro-batches, which take seconds and bytes in proportion."""
+        share = self.budget.num_micro_batches / number
+        costs = [_in_proportion(cost, share) for cost in self.costs]
+        return replace(self, costs=costs, budget=self.budget.with_micro_batches(number))
+
+    def likeliest(self) -> list[tuple[tuple[int, ...], TaskCost]]:
+        """Return the few candidates with the lowest bounds, and what the task takes with each."""
+        tasks = [(tuple(ends), self.cost(ends)) for ends in self.candidates]
+        return sorted(tasks, key=lambda each: (least_round_s(each[1], self.run), len(each[0])))[:MOST_OTHERS]
 
     def predicted(self, boundaries: Sequence[int]) -> PredictedCut:
         """Return what is predicted of a cut, be it a candidate or not."""
@@ -166,6 +187,7 @@ def cut_cost(
     both_s = [own + number * sum(cost.backward_s for cost in held) for own, held in zip(forward_s, layers, strict=True)]
     seconds = {FORWARD: forward_s, FUSED: both_s, BACKWARD: both_s}
     chain = training_chain(num, lowest)
+    changed = {j for j, held in enumerate(layers) if any(cost.changes_buffers for cost in held)}
     slabs = [slab_bytes(costs, *shard) for shard in shards]
     works = [shard_bytes(costs, *shard, number) - slab for shard, slab in zip(shards, slabs, strict=True)]
     gradients = [float(sum(cost.grad_bytes for cost in held)) for held in layers]
@@ -185,6 +207,7 @@ def cut_cost(
         work_bytes=works,
         forward_bytes=[forward_unit_bytes(costs, *shard, number) for shard in shards],
         num_micro_batches=number,
+        ordered=frozenset((kind, j) for kind, j in chain if kind != BACKWARD and j in changed),
         early_release=run is not None and run.early_release,
     )
     if run is None or run.device.memory_bytes is None:
@@ -195,6 +218,24 @@ def cut_cost(
     room = _Room(run.device.memory_bytes, run.device.load_bytes_per_s or math.inf)
     kept = _choose_kept(figures, lowest, sum(task.unit_s), sum(slabs[j] for _, j in chain), room)
     return replace(task, graph_bytes=[(graphs[j] or 0) if j >= kept.keeps_from else 0 for j in range(num)])
+
+
+def _in_proportion(cost: LayerCost, share: float) -> LayerCost:
+    """Return a layer's cost for such a share of a micro-batch's samples; its parameters stay."""
+    peak = cost.forward_peak_bytes
+    return replace(
+        cost,
+        input_bytes=math.ceil(share * cost.input_bytes),
+        output_bytes=math.ceil(share * cost.output_bytes),
+        saved_bytes=math.ceil(share * cost.saved_bytes),
+        peak_bytes=math.ceil(share * cost.peak_bytes),
+        forward_peak_bytes=None if peak is None else math.ceil(share * peak),
+        held_bytes=math.ceil(share * cost.held_bytes),
+        target_bytes=math.ceil(share * cost.target_bytes),
+        puts=tuple((name, math.ceil(share * num_bytes)) for name, num_bytes in cost.puts),
+        forward_s=share * cost.forward_s,
+        backward_s=share * cost.backward_s,
+    )
 
 
 def _may_keep(layers: Sequence[LayerCost], number: int) -> bool:
@@ -279,7 +320,7 @@ class PredictedRun(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WholeRun:
-    """Tasks that train together from now on, each with the cuts that it may have.
+    """Tasks that train together from now on, each with the cuts, and other ways, that it may have.
 
     Seconds of `best` are bounded by the number of units that it simulates, so that the same tasks get the same cuts.
     """
@@ -329,10 +370,10 @@ class WholeRun:
         if self.num_units(first) > self.most_units:
             least_s = self.least_s(first)
             return PredictedRun(tuple(first), least_s, least_s, 0)
-        alike: dict[tuple[TaskCost, ...], list[int]] = {}
+        equal: dict[tuple[TaskCost, ...], list[int]] = {}
         for i, options in enumerate(self._shortened):
-            alike.setdefault(tuple(replace(each, name="") for each in options), []).append(i)
-        groups = sorted(alike.values(), key=self._compute_s, reverse=True)
+            equal.setdefault(tuple(replace(each, name="") for each in options), []).append(i)
+        groups = sorted(equal.values(), key=self._compute_s, reverse=True)
         search = _Search(self, first)
         before_s = search.least_s
         numbers = {task.num_shards for options in self.options for task in options}
@@ -365,6 +406,11 @@ class WholeRun:
         tasks = [options[k] for options, k in zip(self._shortened, chosen, strict=True)]
         return sum(task.num_steps * len(task.unit_s) for task in tasks)
 
+    def spread_units(self, chosen: Sequence[int]) -> dict[TaskCost, int]:
+        """Count the units of simulations that predict how steps are spread, by a step's cost."""
+        costs = {alike(options[k]) for options, k in zip(self.options, chosen, strict=True)}
+        return {cost: num_spread_units(cost, len(self.devices)) for cost in costs}
+
     def least_s(self, chosen: Sequence[int]) -> float:
         """Seconds that no schedule is faster than: those for which the devices, or the host, are busy."""
         tasks = [options[k] for options, k in zip(self._shortened, chosen, strict=True)]
@@ -381,16 +427,19 @@ class _Search:
         self.chosen = chosen
         self.least_s = run.makespan_s(chosen)
         self.num_simulated = 1
-        self._num_left = run.most_units - run.num_units(chosen)
+        self._spread = run.spread_units(chosen)  # known by now
+        self._num_left = run.most_units - run.num_units(chosen) - sum(self._spread.values())
 
     def turn(self, tried: Sequence[list[int]]) -> bool:
         """Simulate cuts, the ones with the lowest bound first, and take the best; True if there is a better one."""
         before_s = self.least_s
         for least_s, chosen in sorted((self._run.least_s(each), each) for each in tried if each != self.chosen):
-            num_units = self._run.num_units(chosen)
+            spread = self._run.spread_units(chosen)
+            num_units = self._run.num_units(chosen) + sum(spread[cost] for cost in spread.keys() - self._spread.keys())
             if least_s >= self.least_s or num_units > self._num_left:
                 break
             self._num_left, self.num_simulated = self._num_left - num_units, self.num_simulated + 1
+            self._spread |= spread
             makespan_s = self._run.makespan_s(chosen)
             if makespan_s * SAME < self.least_s:
                 self.least_s, self.chosen = makespan_s, chosen
