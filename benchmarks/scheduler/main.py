@@ -179,7 +179,7 @@ def _swaps(title, instance, num_instances):
     return mean(ratios["sharded-lrtf"])
 
 
-WAYS = ("whole tasks, LPT", "each planned alone", "beside its like")
+WAYS = ("whole tasks, LPT", "each planned alone", "beside its like", "cuts alone")
 
 
 def together(arguments):
@@ -199,7 +199,7 @@ def together(arguments):
             f"{least:.4f} to {most:.4f}",
             flush=True,
         )
-    return all(mean(found) >= 1 for found in zip(*ratios, strict=True)) and min(each[-1] for each in ratios) >= SAME
+    return all(mean(found) >= 1 for found in zip(*ratios, strict=True)) and min(each[2] for each in ratios) >= SAME
 
 
 EXPERIMENTS = {"bound": bound, "swaps": swaps, "together": together, "decisions": decisions}

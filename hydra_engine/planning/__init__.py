@@ -12,6 +12,7 @@ from hydra_engine.planning.planner import (
     check_arena,
     check_dram,
     fits_arena,
+    known_steps,
     rehearsed_s,
     ways_together,
 )

@@ -127,9 +127,11 @@ class CutChoice:
         return replace(self, costs=costs, budget=self.budget.with_micro_batches(number))
 
     def likeliest(self) -> list[tuple[tuple[int, ...], TaskCost]]:
-        """Return the few candidates with the lowest bounds, and what the task takes with each."""
+        """Return the few candidates with the lowest bounds that fit, and what the task takes with each."""
         tasks = [(tuple(ends), self.cost(ends)) for ends in self.candidates]
-        return sorted(tasks, key=lambda each: (least_round_s(each[1], self.run), len(each[0])))[:MOST_OTHERS]
+        most = self.run.device.memory_bytes
+        fitting = [each for each in tasks if most is None or _most_bytes(each[1]) <= most]
+        return sorted(fitting, key=lambda each: (least_round_s(each[1], self.run), len(each[0])))[:MOST_OTHERS]
 
     def predicted(self, boundaries: Sequence[int]) -> PredictedCut:
         """Return what is predicted of a cut, be it a candidate or not."""
@@ -158,6 +160,13 @@ class CutChoice:
             fewest = tasks[few].num_shards, found[few] if few in found else self.predicted(self.candidates[few]).step_s
         chosen = self._predicted(tasks[best], self.candidates[best], found[best])
         return chosen._replace(num_cuts=len(tasks), fewest=fewest)
+
+    def beside(self, own: PredictedCut, name: str, num_steps: int, others: Sequence[TaskCost]) -> PredictedCut:
+        """Return the candidate with which a task and these others end soonest; `own` where none is much better."""
+        cuts = [own.boundaries, *(ends for ends in map(tuple, self.candidates) if ends != own.boundaries)]
+        options = [[self.cost(ends, name, num_steps) for ends in cuts], *([each] for each in others)]
+        [k, *_] = WholeRun.of(self.run, options).worth_searching().best().chosen
+        return own if k == 0 else self.predicted(cuts[k])._replace(is_together=True)
 
     def _predicted(self, task: TaskCost, boundaries: Sequence[int], step_s: float) -> PredictedCut:
         number = self.run.tasks_per_device
@@ -246,6 +255,11 @@ def _may_keep(layers: Sequence[LayerCost], number: int) -> bool:
     )
 
 
+def _most_bytes(task: TaskCost) -> float:
+    """Bytes of a device that a task's largest shard takes with its work."""
+    return max(task.of_shard("load_bytes", j) + task.of_shard("work_bytes", j) for j in range(task.num_shards))
+
+
 def load_of(task: TaskCost, run: RunAtHand) -> Load:
     """Return the seconds for which a step keeps each resource busy, at least.
 
@@ -294,8 +308,7 @@ def round_s(task: TaskCost, run: RunAtHand) -> float:
         task = replace(task, update_s=shares)
     cores, device = None if run.host.cores is None else run.host.cores / run.num_busy, run.device
     if device.memory_bytes is not None:  # what is counted is an upper bound, which a rehearsal may have found to fit
-        needed = max(task.of_shard("load_bytes", j) + task.of_shard("work_bytes", j) for j in range(task.num_shards))
-        device = replace(device, memory_bytes=max(device.memory_bytes, needed))
+        device = replace(device, memory_bytes=max(device.memory_bytes, _most_bytes(task)))
     found = simulate(
         [replace(task, name=str(k)) for k in range(run.tasks_per_device)],
         [device],
@@ -337,10 +350,14 @@ class WholeRun:
         """Return the run of several tasks on the devices that each was planned for."""
         device = run.device
         if device.memory_bytes is not None:  # as `round_s`
-            each = [(task, j) for cuts in options for task in cuts for j in range(task.num_shards)]
-            needed = max(task.of_shard("load_bytes", j) + task.of_shard("work_bytes", j) for task, j in each)
+            needed = max(_most_bytes(task) for cuts in options for task in cuts)
             device = replace(device, memory_bytes=max(device.memory_bytes, needed))
         return cls(options=options, devices=[device] * run.num_devices, host=run.host, double_buffer=run.double_buffer)
+
+    def worth_searching(self) -> WholeRun:
+        """Return the same, with no more units to simulate than the time that the run takes is worth."""
+        least_s = bound_s([options[0] for options in self.options], self.devices)
+        return replace(self, most_units=min(MOST_UNITS, int(UNITS_PER_S * least_s)))
 
     def makespan_s(self, chosen: Sequence[int]) -> float:
         """Predict the makespan under these cuts, of a run with as many steps as are simulated."""

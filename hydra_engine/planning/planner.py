@@ -37,8 +37,6 @@ from hydra_engine.host import (
 from hydra_engine.planning.adoption import Rehearsals, Rehearsed, signature_of
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.cuts import (
-    MOST_UNITS,
-    UNITS_PER_S,
     CutChoice,
     PredictedCut,
     RunAtHand,
@@ -50,7 +48,7 @@ from hydra_engine.planning.cuts import (
 )
 from hydra_engine.planning.rehearsal import REMEDY, Opened, TooLarge, own_device, rehearse
 from hydra_engine.planning.same_model import check_converted, check_own_forward
-from hydra_engine.planning.simulate import bound_s, predict_spreads
+from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
 from hydra_engine.system import HostThreads, dram
@@ -101,6 +99,7 @@ class _Target(NamedTuple):
     num_tasks: int  # that share the devices
     host: HostThreads | None  # None: its threads are not known yet
     together: Way | None = None  # that was chosen for all tasks together
+    beside: Sequence[TaskCost] = ()  # tasks that train already, with the steps that they have left
 
 
 class LeastBytes(NamedTuple):
@@ -450,6 +449,7 @@ class PlannedTask:
         self._most_devices = 1  # that a step's spreading was predicted for
         self.choice: CutChoice | None = None  # of its cut, where that was chosen by predictions
         self.predicted: PredictedCut | None = None
+        self.as_planned: TaskCost | None = None  # what a step was predicted to take, for other tasks' plans
 
     def _is_chain(self, alignment_bytes: int) -> bool:
         """Return True if the model's own forward is its children in order; it runs once, on the first batch."""
@@ -527,6 +527,7 @@ class PlannedTask:
         can_hold: Callable[[int, int], bool] = lambda *_: True,
         host: HostThreads | None = None,
         together: Way | None = None,
+        beside: Sequence[TaskCost] = (),
     ) -> TaskPlan:
         """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned.
 
@@ -534,17 +535,30 @@ class PlannedTask:
         most_slab_bytes: that a shard may have, where slabs have an arena that others leave so much of. opened: the
         device for a rehearsal, where others work on it. can_hold: if they leave room for a unit and its shard. host:
         its threads, by which cuts are predicted. together: how to train it, as is best for all tasks together; raises
-        ShardDoesNotFit where it does not fit so.
+        ShardDoesNotFit where it does not fit so. beside: tasks that train already, with the steps that they have left.
         """
         share = max(1, len(devices) // num_tasks)
         opened = opened or partial(own_device, device, num_threads)
         devices = devices or [device]
         target = _Target(
-            device, budget, num_threads, devices, share, most_slab_bytes, opened, can_hold, num_tasks, host, together
+            device=device,
+            budget=budget,
+            num_threads=num_threads,
+            devices=devices,
+            share=share,
+            most_slab_bytes=most_slab_bytes,
+            opened=opened,
+            can_hold=can_hold,
+            num_tasks=num_tasks,
+            host=host,
+            together=together,
+            beside=beside,
         )
         self.estimate = Estimate(self.state)
         try:
-            return Planner(self, target).plan()
+            plan = Planner(self, target).plan()
+            self.as_planned = None if self.choice is None else self._of_task(self.choice.cost(plan.boundaries))
+            return plan
         except LayerFault as error:
             raise ValueError(f"{self.name}: {error}") from error
         except Exception as error:  # a partitioner's or a loader's
@@ -970,8 +984,12 @@ class Planner:
                 run=self._estimate.run_at_hand(self._target),
             )
             together = self._target.together
+            beside = self._target.beside
             if together is None:
-                planned.predicted = planned.choice.fastest()
+                own = planned.predicted = planned.choice.fastest()
+                if beside:
+                    [num_steps, *_] = known_steps([planned.num_steps(), *(each.num_steps for each in beside)])
+                    planned.predicted = planned.choice.beside(own, planned.name, num_steps, beside)
             else:
                 planned.predicted = planned.choice.predicted(together.boundaries)._replace(is_together=True)
             return list(planned.predicted.boundaries), None
@@ -1092,27 +1110,28 @@ def ways_together(planned: Sequence[PlannedTask]) -> dict[int, Way]:
     chosen = next((each.choice for each in planned if each.choice is not None), None)
     if chosen is None:
         return {}
-    options, steps = [each.options() for each in planned], _num_steps(planned)
-    costs = [[replace(cost, num_steps=n) for _, cost in each] for each, n in zip(options, steps, strict=True)]
+    options = [each.options() for each in planned]
     others = {way[1:] for each in options for way, _ in each if way[1:] != each[0][0][1:]}
+    if not others and len(planned) == 1:
+        return {}
+    steps = known_steps([each.num_steps() for each in planned])
+    costs = [[replace(cost, num_steps=n) for _, cost in each] for each, n in zip(options, steps, strict=True)]
     if not others and len({tuple(replace(cost, name="") for cost in each) for each in costs}) == 1:
         return {}
-    whole = WholeRun.of(chosen.run, costs)
-    least_s = bound_s([each[0] for each in costs], whole.devices)
-    found = replace(whole, most_units=min(MOST_UNITS, int(UNITS_PER_S * least_s))).best()
+    found = WholeRun.of(chosen.run, costs).worth_searching().best()
     return {i: options[i][k][0] for i, k in enumerate(found.chosen) if k > 0}
 
 
 def rehearsed_s(planned: Sequence[PlannedTask]) -> float:
     """Predict the makespan of tasks by their rehearsals; of a run with fewer steps, where there are many."""
     run = next(each.choice.run for each in planned if each.choice is not None)
-    costs = [replace(each.rehearsed_cost(), num_steps=n) for each, n in zip(planned, _num_steps(planned), strict=True)]
+    steps = known_steps([each.num_steps() for each in planned])
+    costs = [replace(each.rehearsed_cost(), num_steps=n) for each, n in zip(planned, steps, strict=True)]
     return WholeRun.of(run, [[cost] for cost in costs]).makespan_s([0] * len(costs))
 
 
-def _num_steps(planned: Sequence[PlannedTask]) -> list[int]:
-    """Steps of each task; of one whose loader does not say, as many as of the longest."""
-    steps = [each.num_steps() for each in planned]
+def known_steps(steps: Sequence[int | None]) -> list[int]:
+    """Return steps of tasks; of one whose loader does not say, as many as of the longest."""
     most = max((each for each in steps if each is not None), default=1)
     return [max(1, most if number is None else number) for number in steps]
 

@@ -21,12 +21,14 @@ from hydra_engine.planning import (
     DramLimit,
     PlannedTask,
     Rehearsals,
+    TaskCost,
     check_apart,
     check_arena,
     check_dram,
     check_shared_buffers,
     check_sharing,
     fits_arena,
+    known_steps,
     rehearsed_s,
     ways_together,
 )
@@ -350,17 +352,20 @@ class Site:
         beside: Sequence[PlannedTask],
         borrowed: Callable[[DeviceSpec], AbstractContextManager[OpenDevice]],
         can_hold: Callable[[int, int], bool],
+        steps_left: Callable[[str], int | None],
     ) -> TaskPlan:
         """Plan a task while others train, itself being one of `beside`.
 
         borrowed: a device for a rehearsal, which the others do without meanwhile. can_hold: as the planner's.
+        steps_left: of a task that trains, as far as that is known.
         """
         check_dram([planned])
         self.limit.check([planned])
         device = self._smallest
         opened = None if device.has_room_for_planning else lambda _: borrowed(device)
         try:
-            plan = self._plan(planned, len(beside), opened=opened, can_hold=can_hold)
+            others = _left([each for each in beside if each is not planned], steps_left)
+            plan = self._plan(planned, len(beside), opened=opened, can_hold=can_hold, beside=others)
         except ShardDoesNotFit as error:
             if opened is not None:
                 noted(error, "beside tasks that train, whose arenas stay as they are; add it before train_models()")
@@ -398,6 +403,15 @@ class Site:
     def _check_free(self) -> None:
         for device in self.devices:
             device.check_free()
+
+
+def _left(tasks: Sequence[PlannedTask], steps_left: Callable[[str], int | None]) -> list[TaskCost]:
+    """Return what these tasks have yet to take; none, where it was not predicted what one of them takes."""
+    found = [(each.as_planned, steps_left(each.name)) for each in tasks]
+    found = [(cost, number) for cost, number in found if number != 0]
+    numbers = known_steps([number for _, number in found])
+    costs = [replace(cost, num_steps=n) for (cost, _), n in zip(found, numbers, strict=True) if cost is not None]
+    return costs if len(costs) == len(found) else []
 
 
 def _first_line(error: Exception) -> str:

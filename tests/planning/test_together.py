@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_engine import DeviceCost, EmulatedDevice, HostCost, ModelOrchestrator, ModelTask, TaskCost
+from hydra_engine import Callback, DeviceCost, EmulatedDevice, HostCost, ModelOrchestrator, ModelTask, TaskCost
 from hydra_engine.planning import cuts, planner
 from hydra_engine.planning.cuts import LEAST_GAIN, PredictedRun, WholeRun
 from hydra_engine.planning.simulate import PREDICTED_STEPS
@@ -240,6 +240,32 @@ class TestOfARun:
         was_on_device = seen[0][0].steps_on_device
         assert plan.optimizer_device == ("host" if was_on_device else "device")
         assert orchestra.train_models().tasks["long"].losses == plain().losses
+
+    def test_a_task_that_is_added_is_cut_beside_what_is_left_of_the_others(self, monkeypatch):
+        seen, cut = [], []
+
+        def best(run):
+            seen.append([[(each.name, each.num_steps) for each in options] for options in run.options])
+            return PredictedRun((1, *[0] * (len(run.options) - 1)), 1.0, 2.0, 2)
+
+        class Add(Callback):
+            def on_step(self, report):
+                if report.steps == 1:
+                    new = nn.Sequential(*gpt(), nn.Identity())
+                    others = {"optimizer": torch.optim.AdamW, "seed": SEED, "name": "new"}
+                    orchestra.add_task(ModelTask(new, next_byte_loss, batches(4), 1e-3, **others))
+                    cut.append(orchestra.plan.tasks["new"])
+
+        orchestra = pair(callbacks=[Add()])
+        orchestra.stop_task("short")
+        orchestra.generate()
+        monkeypatch.setattr(WholeRun, "best", best)
+        report = orchestra.train_models()
+        [(new, long)] = seen
+        assert set(new) == {("new", 4)}
+        assert long == [("long", 3)]
+        assert "together" in cut[0].cut_because
+        assert report.tasks["new"].losses == report.tasks["long"].losses == plain().losses
 
     def test_a_way_that_a_rehearsal_refuses_changes_nothing(self, monkeypatch):
         def rehearse(state, *rest):
