@@ -151,6 +151,54 @@ def together_s(run, options, models, where, before_s):
     return simulated(chosen, models, where) if any(found.chosen) else before_s
 
 
+LONGER = 4  # times as many steps, of which those that begin again are a smaller share
+
+
+def anew(models, where):
+    """Makespans with the cuts of the beginning, and with cuts that are chosen anew as each task ends.
+
+    Steps in progress then begin again, in both; the change of a cut takes no time.
+    """
+    choices = [where.choice(model, len(models), where.num_devices) for model in models]
+    steps = [LONGER * model.num_steps for model in models]
+    cuts = _chosen(choices, [tuple(choice.fastest().boundaries) for choice in choices], steps)
+    return tuple(_with_ends(choices, cuts, steps, where, is_anew=is_anew) for is_anew in (False, True))
+
+
+def _chosen(choices, own, steps):
+    """The cuts that are best for all; `own`: those that they have."""
+    cuts = [
+        [ends, *(each for each in map(tuple, choice.candidates) if each != ends)]
+        for choice, ends in zip(choices, own, strict=True)
+    ]
+    options = [
+        [choice.cost(ends, str(k), num_steps) for ends in cuts[k]]
+        for k, (choice, num_steps) in enumerate(zip(choices, steps, strict=True))
+    ]
+    found = WholeRun.of(choices[0].run, options).best().chosen
+    return [each[i] for each, i in zip(cuts, found, strict=True)]
+
+
+def _with_ends(choices, cuts, steps, where, *, is_anew):
+    """Makespan in pieces, each from the end of one task to that of the next."""
+    seconds = 0.0
+    while True:
+        costs = [choices[k].cost(cuts[k], str(k), steps[k]) for k in range(len(steps))]
+        found = simulate(costs, [where.device] * where.num_devices, host=where.host, record=True)
+        at_s = min(found.finished_s.values())
+        left = [k for k in range(len(steps)) if found.finished_s[str(k)] > at_s]
+        if not left:
+            return seconds + at_s
+        seconds += at_s
+        ends = [(int(each.unit.task), each) for each in found.schedule if each.end_s <= at_s]
+        # The last unit of a step is the first shard's backward, or its only one.
+        done = {k: each.unit.step + 1 for k, each in ends if each.unit.shard == 0 and each.unit.kind != "f"}
+        steps = [max(1, steps[k] - done.get(k, 0)) for k in left]
+        choices, cuts = [choices[k] for k in left], [cuts[k] for k in left]
+        if is_anew:
+            cuts = _chosen(choices, cuts, steps)
+
+
 def simulated(costs, models, where):
     """Makespan of the whole run."""
     tasks = [replace(cost, num_steps=model.num_steps) for cost, model in zip(costs, models, strict=True)]
