@@ -65,7 +65,7 @@ _GATHERING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Program:
-    """What the forward runs on inputs of one form, cut into pieces."""
+    """The calls that a forward makes on inputs of one form, cut into pieces."""
 
     def __init__(self, name: str, pieces: Sequence[Piece], output: Any, spec: Any) -> None:
         self.name = name
@@ -81,7 +81,7 @@ class Program:
 
 @dataclass
 class _Node:
-    """What has been asked of batches of one form, and which program each answer led to."""
+    """The next question about batches of one form, and the program or question that each answer leads to."""
 
     asked: Asked | None = None
     program: Program | None = None

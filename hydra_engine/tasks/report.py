@@ -361,7 +361,7 @@ class Report:
 
     @property
     def schedule(self) -> list[Placed]:
-        """Where and when units were computed, for `hydra_engine.display` and `hydra_engine.schedule`.
+        """Units with their devices and times, for `hydra_engine.display` and `hydra_engine.schedule`.
 
         Of a step that began again, what was computed then.
         """
