@@ -24,7 +24,7 @@ from hydra_engine.adaptive.rules import (
     rule_for,
 )
 from hydra_engine.adaptive.step_times import LaneSeconds, StepTimes
-from hydra_engine.adaptive.throughput import StepTime, ThroughputModel, ThroughputParameters
+from hydra_engine.adaptive.throughput import ThroughputModel
 
 __all__ = [
     "STEPS_BETWEEN",
@@ -46,10 +46,8 @@ __all__ = [
     "SqrtScale",
     "StepChoice",
     "StepMeasures",
-    "StepTime",
     "StepTimes",
     "ThroughputModel",
-    "ThroughputParameters",
     "choices_from_state",
     "choices_to_state",
     "remaining_epochs_until",

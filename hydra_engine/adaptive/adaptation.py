@@ -152,7 +152,7 @@ class _Held(NamedTuple):
     desired_devices: int = 1
 
 
-class _Limits:
+class _Bounds:
     """Limits of batches and micro-batches, in samples: those of the user, and what there is room for."""
 
     def __init__(self, settings: Autoscale, initial: int) -> None:
@@ -258,7 +258,7 @@ class Adaptation:
 
         Raises ValueError for a record of another task.
         """
-        self._limits = _Limits(settings, initial_batch_size)
+        self._limits = _Bounds(settings, initial_batch_size)
         self._initial = initial_batch_size
         self._steps_per_epoch = steps_per_epoch
         self._replay = tuple(replay)

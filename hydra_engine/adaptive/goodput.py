@@ -39,7 +39,7 @@ class _Limits:
     def split(self, batch_size: int, devices: int) -> tuple[int, int] | None:
         """Return the micro-batch and the accumulation steps of the fewest passes, or None if no split is allowed.
 
-        More passes than needed are never faster: each has a constant time, and only the last overlaps the exchange.
+        More passes than needed are never faster: each has a constant time.
         """
         passes = max(_ceil(batch_size, devices * self.most_micro), _ceil(self.least_micro_batches, devices))
         while devices * passes <= batch_size:
@@ -76,7 +76,7 @@ class _Limits:
 class Goodput:
     """Goodput of a task: throughput times efficiency (Qiao et al. 2021, Pollux).
 
-    The limits of a choice, wherever a method takes them:
+    The limits of a choice:
 
     max_batch_size: the largest batch, in samples. The smallest is the initial batch.
     bounds: least and most samples of a device's micro-batch.
@@ -93,13 +93,6 @@ class Goodput:
         if not batch_size > 0:
             raise ValueError(f"batch_size: {batch_size}, limit: more than 0; give the samples of a step")
         return self.noise.gain(batch_size) * self.noise.initial_batch_size / batch_size
-
-    def evaluate(self, devices: int, micro_batch: int, accumulation_steps: int = 0) -> float:
-        """Return the goodput of a step whose micro-batches all have `micro_batch` samples."""
-        throughput = self.throughput.throughput(
-            devices=devices, micro_batch=micro_batch, accumulation_steps=accumulation_steps
-        )
-        return throughput * self.efficiency(devices * micro_batch * (accumulation_steps + 1))
 
     def optimize(
         self,
@@ -129,61 +122,6 @@ class Goodput:
             )
         kept = self._kept(devices, limits, current) if current is not None else None
         return kept if kept is not None and best.goodput <= WORTH_A_CHANGE * kept.goodput else best
-
-    def goodputs(
-        self,
-        max_devices: int,
-        *,
-        max_batch_size: int,
-        bounds: tuple[int, int] | None = None,
-        accumulation: bool = True,
-        least_micro_batches: int = 1,
-    ) -> tuple[float, ...]:
-        """Return the highest goodput on 1 to `max_devices` devices.
-
-        A number of devices for which no batch can be split has the goodput of the number below: one is idle. It is 0 if
-        there is none below.
-        """
-        whole_number("max_devices", max_devices)
-        limits = self._limits(max_batch_size, bounds, accumulation, least_micro_batches)
-        found = [0.0]
-        for devices in range(1, max_devices + 1):
-            best = self._best(devices, limits)
-            found.append(found[-1] if best is None else best.goodput)
-        return tuple(found[1:])
-
-    def desired_devices(
-        self,
-        max_devices: int,
-        *,
-        max_batch_size: int,
-        bounds: tuple[int, int] | None = None,
-        accumulation: bool = True,
-        least_micro_batches: int = 1,
-        least_share: float = 0.5,
-    ) -> int:
-        """Return the largest number of devices, of which each still does `least_share` of what one alone does.
-
-        That is the largest k with goodput(k) >= least_share * k * goodput(1). If one device alone can do nothing, the
-        fewest that can are compared with. Raises ValueError if `max_devices` can do nothing either.
-        """
-        if not 0 <= least_share <= 1:
-            raise ValueError(f"least_share: {least_share}, limit: from 0 to 1; give such a share")
-        found = self.goodputs(
-            max_devices,
-            max_batch_size=max_batch_size,
-            bounds=bounds,
-            accumulation=accumulation,
-            least_micro_batches=least_micro_batches,
-        )
-        first = next((k for k, goodput in enumerate(found, 1) if goodput > 0), None)
-        if first is None:
-            raise ValueError(
-                f"max_devices: {max_devices}, no batch of up to {max_batch_size} samples can be split for them; give a "
-                "larger max_batch_size, wider bounds or fewer least_micro_batches"
-            )
-        of_one = found[first - 1] / first
-        return max(k for k in range(first, max_devices + 1) if found[k - 1] >= least_share * k * of_one)
 
     def _limits(
         self, max_batch_size: int, bounds: tuple[int, int] | None, accumulation: bool, least_micro_batches: int

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, NamedTuple, TypeAlias
 
-from hydra_engine.adaptive.throughput import StepTime, ThroughputModel, ThroughputParameters
+from hydra_engine.adaptive.throughput import ThroughputModel, fitted_pass
 
 # The share that older measurements of a configuration keep as one more comes.
 OLDER_KEPT = 0.9
@@ -77,14 +77,11 @@ class StepTimes:
         lane, transfers to the load lane. What they overlap, and what comes beside them, follows from whole steps.
         """
         means = {key: each.mean for key, each in self._known.items()}
-        passes = [
-            StepTime(devices=1, micro_batch=m, accumulation_steps=n - 1, seconds=each.compute_s)
-            for (_, m, n), each in means.items()
-        ]
+        a_c, b_c = fitted_pass([(m, each.compute_s / n) for (_, m, n), each in means.items()])
         load_s, sample_s = _line([(m * n, each.link_s) for (_, m, n), each in means.items()])
-        found = replace(ThroughputModel.fit(passes).parameters, load_s=load_s, sample_s=sample_s)
+        found = ThroughputModel(a_c=a_c, b_c=b_c, load_s=load_s, sample_s=sample_s)
         found = _with_overlap(found, {key: each for key, each in means.items() if key[0] == 1} or means)
-        return ThroughputModel(_with_exchange(found, means))
+        return _with_exchange(found, means)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all sums, as plain values."""
@@ -96,8 +93,8 @@ class StepTimes:
         self.most_devices = saved["most"]
 
 
-def _with_overlap(found: ThroughputParameters, means: Mapping[Configuration, LaneSeconds]) -> ThroughputParameters:
-    """Parameters with what is not hidden of the shorter one of computing and transfers, and what comes beside both.
+def _with_overlap(found: ThroughputModel, means: Mapping[Configuration, LaneSeconds]) -> ThroughputModel:
+    """Return the model with the share of the shorter lane that is not hidden, and with what comes beside both lanes.
 
     What one configuration leaves open comes beside both: then a larger batch looks better, and is tried.
     """
@@ -112,11 +109,10 @@ def _with_overlap(found: ThroughputParameters, means: Mapping[Configuration, Lan
     return replace(found, exposed=slope, other_s=max(0.0, mean_rest - slope * mean_shorter))
 
 
-def _with_exchange(found: ThroughputParameters, means: Mapping[Configuration, LaneSeconds]) -> ThroughputParameters:
-    """Parameters with the seconds that steps on several devices take beyond what they would without an exchange."""
-    model = ThroughputModel(found)
+def _with_exchange(found: ThroughputModel, means: Mapping[Configuration, LaneSeconds]) -> ThroughputModel:
+    """Return the model with the seconds that steps on several devices take beyond those predicted without exchange."""
     excess = [
-        (k - 2, each.step_s - model.seconds(devices=k, micro_batch=m, accumulation_steps=n - 1))
+        (k - 2, each.step_s - found.seconds(devices=k, micro_batch=m, accumulation_steps=n - 1))
         for (k, m, n), each in means.items()
         if k > 1
     ]

@@ -46,6 +46,7 @@ PICTURES = (".html", ".png", ".svg")
 FEW_DEVICES = 4
 
 
+# More than 15 attributes: figures of their own, which a caller reads one by one, as those of TaskReport.
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TaskPlan:
     """The plan of one task."""

@@ -6,21 +6,28 @@ from dataclasses import replace
 
 import pytest
 
-from hydra_engine.adaptive import Choice, Goodput, GradientNoiseScale, NoiseLevel, ThroughputModel, ThroughputParameters
+from hydra_engine.adaptive import Choice, Goodput, GradientNoiseScale, NoiseLevel, ThroughputModel
 from hydra_engine.elastic import split_batch
 
-RESIDENT = ThroughputParameters(a_c=0.121, b_c=0.00568, a_n=0.0236, b_n=0.00634, a_r=0.0118, b_r=0.00317, gamma=1.14)
+RESIDENT = ThroughputModel(a_c=0.121, b_c=0.00568, a_r=0.0118, b_r=0.00317)
 INITIAL = 128
 
 
 def goodput(sqr=1.0, var=10.0, parameters=RESIDENT, initial=INITIAL):
-    return Goodput(ThroughputModel(parameters), NoiseLevel(sqr=sqr, var=var, initial_batch_size=initial))
+    return Goodput(parameters, NoiseLevel(sqr=sqr, var=var, initial_batch_size=initial))
 
 
 def random_goodput(rng):
-    a_c, b_c, a_n, b_n, a_r, b_r, gamma = (rng.gammavariate(2, 2) for _ in range(7))
-    parameters = ThroughputParameters(a_c=a_c, b_c=b_c, a_n=a_n, b_n=b_n, a_r=a_r, b_r=b_r, gamma=1 + gamma)
+    a_c, b_c, a_r, b_r = (rng.gammavariate(2, 2) for _ in range(4))
+    parameters = ThroughputModel(a_c=a_c, b_c=b_c, a_r=a_r, b_r=b_r)
     return goodput(rng.gammavariate(2, 2), rng.gammavariate(2, 2), parameters)
+
+
+def goodput_of(each, devices, micro, extra):
+    """Goodput of a step whose micro-batches all have so many samples."""
+    samples = devices * micro * (extra + 1)
+    seconds = each.throughput.seconds(devices=devices, micro_batch=micro, accumulation_steps=extra)
+    return samples / seconds * each.efficiency(samples)
 
 
 def split_of(choice):
@@ -31,8 +38,11 @@ def test_goodput_is_throughput_times_efficiency():
     each = goodput(sqr=1.0, var=2.0)
     assert each.efficiency(INITIAL) == 1
     assert each.efficiency(4 * INITIAL) == pytest.approx(2 / 4)
-    assert each.evaluate(4, 128, 1) == pytest.approx(600.4591 * (3 / 1.25) / 8, abs=1e-4)
-    assert each.evaluate(1, 128) == pytest.approx(150.9363, abs=1e-4)
+    choice = each.optimize(1, max_batch_size=INITIAL)
+    assert choice.goodput == pytest.approx(150.9363, abs=1e-4)
+    more = each.optimize(4, max_batch_size=1024, bounds=(128, 128), least_micro_batches=8)
+    assert split_of(more) == (1024, 128, 1)
+    assert more.goodput == pytest.approx(1024 / (2 * (0.121 + 0.00568 * 128) + 0.01814) * (3 / 1.25) / 8)
 
 
 def test_efficiency_falls_with_the_batch_and_rises_with_noise():
@@ -48,11 +58,11 @@ def test_efficiency_falls_with_the_batch_and_rises_with_noise():
 
 def test_noise_as_measured_and_as_a_value_are_the_same():
     noise = GradientNoiseScale(16)
-    unknown = Goodput(ThroughputModel(RESIDENT), noise)
+    unknown = Goodput(RESIDENT, noise)
     assert unknown.efficiency(64) == 16 / 64
     assert unknown.optimize(2, max_batch_size=512).batch_size == 16  # the initial batch, until the noise is known
     noise.update([16, 16], [[2.0], [4.0]], [2.0])
-    known = Goodput(ThroughputModel(RESIDENT), noise)
+    known = Goodput(RESIDENT, noise)
     assert known.efficiency(64) == noise.gain(64) / 4
     assert unknown.efficiency(64) == 16 / 64
 
@@ -128,7 +138,7 @@ def test_the_best_of_all_splits_is_found_to_within_a_step_of_the_candidates():
         each, devices = random_goodput(rng), rng.randint(1, 4)
         choice = each.optimize(devices, max_batch_size=1280, bounds=(1, 96))
         best = max(
-            each.evaluate(devices, micro, extra)
+            goodput_of(each, devices, micro, extra)
             for micro, extra in itertools.product(range(1, 97), range(12))
             if 128 <= devices * micro * (extra + 1) <= 1280
         )
@@ -170,37 +180,6 @@ def test_the_current_batch_is_split_anew_for_other_devices():
     assert split_of(found) == (128, 32, 0)
 
 
-@pytest.mark.parametrize("parameters", [RESIDENT, replace(RESIDENT, load_s=2.0)], ids=["resident", "moved"])
-def test_more_devices_have_more_goodput_and_each_of_them_less(parameters):
-    each = goodput(var=100.0, parameters=parameters)
-    found = each.goodputs(8, max_batch_size=4096, bounds=(1, 256))
-    assert list(found) == sorted(found)
-    shares = [value / k for k, value in enumerate(found, 1)]
-    assert shares == sorted(shares, reverse=True)
-    assert found[2] == each.optimize(3, max_batch_size=4096, bounds=(1, 256)).goodput
-
-
-def test_devices_that_cannot_all_be_used_are_idle():
-    each = goodput(initial=2)
-    found = each.goodputs(8, max_batch_size=4)
-    assert found[3:] == (found[3],) * 5
-    found = each.goodputs(4, max_batch_size=8, accumulation=False, least_micro_batches=2)
-    assert found[0] == 0 < found[1]
-
-
-def test_devices_are_wanted_while_each_does_half_of_one():
-    noisy, quiet = goodput(var=1e5), goodput(var=1e-6)
-    limits = {"max_batch_size": 8192, "bounds": (1, 256)}
-    assert noisy.desired_devices(8, **limits) == 8
-    wanted = quiet.desired_devices(8, **limits)
-    found = quiet.goodputs(8, **limits)
-    assert 1 <= wanted < 8
-    assert found[wanted - 1] >= 0.5 * wanted * found[0]
-    assert all(found[k - 1] < 0.5 * k * found[0] for k in range(wanted + 1, 9))
-    assert quiet.desired_devices(8, **limits, least_share=0.0) == 8
-    assert quiet.desired_devices(8, **limits, least_share=1.0) == 1
-
-
 @pytest.mark.parametrize(
     ("call", "error", "why"),
     [
@@ -218,17 +197,6 @@ def test_devices_are_wanted_while_each_does_half_of_one():
             lambda each: each.optimize(4, max_batch_size=200, bounds=(64, 96)),
             ValueError,
             "devices: 4, no batch of 128 to 200 samples has at least 1 micro-batches of 64 to 96 samples with accum",
-        ),
-        (lambda each: each.goodputs(0, max_batch_size=128), ValueError, "max_devices: 0, limit: at least 1"),
-        (
-            lambda each: each.desired_devices(2, max_batch_size=128, bounds=(129, 200)),
-            ValueError,
-            "max_devices: 2, no batch of up to 128 samples can be split for them; give",
-        ),
-        (
-            lambda each: each.desired_devices(2, max_batch_size=128, least_share=2.0),
-            ValueError,
-            "least_share: 2.0, limit: from 0 to 1",
         ),
         (lambda each: each.efficiency(0), ValueError, "batch_size: 0, limit: more than 0"),
     ],

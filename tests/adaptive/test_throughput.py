@@ -1,4 +1,4 @@
-"""Seconds of a step: published numbers, transfers, and parameters found again from timed steps."""
+"""Seconds of a step: published numbers, transfers, and a pass found again from timed ones."""
 
 import itertools
 import random
@@ -6,48 +6,33 @@ from dataclasses import replace
 
 import pytest
 
-from hydra_engine.adaptive import StepTime, ThroughputModel, ThroughputParameters
+from hydra_engine.adaptive import ThroughputModel
+from hydra_engine.adaptive.throughput import fitted_pass
 
-PUBLISHED = ThroughputParameters(a_c=0.121, b_c=0.00568, a_n=0.0236, b_n=0.00634, a_r=0.0118, b_r=0.00317, gamma=1.14)
-SLOW_EXCHANGE = replace(PUBLISHED, a_r=0.118, b_r=0.0317, gamma=1.6)
-
-
-def throughput(parameters, devices, micro_batch, extra, nodes=1):
-    return ThroughputModel(parameters).throughput(
-        devices=devices, micro_batch=micro_batch, accumulation_steps=extra, nodes=nodes
-    )
+PUBLISHED = ThroughputModel(a_c=0.121, b_c=0.00568, a_r=0.0118, b_r=0.00317)
+SIZES = (8, 32, 128)
 
 
-def timed(parameters, shapes):
-    model = ThroughputModel(parameters)
-    found = []
-    for devices, micro, extra in shapes:
-        seconds = model.seconds(devices=devices, micro_batch=micro, accumulation_steps=extra)
-        found.append(StepTime(devices=devices, micro_batch=micro, accumulation_steps=extra, seconds=seconds))
-    return found
+def throughput(model, devices, micro_batch, extra):
+    seconds = model.seconds(devices=devices, micro_batch=micro_batch, accumulation_steps=extra)
+    return devices * micro_batch * (extra + 1) / seconds
 
 
-def predicted(model, step):
-    return model.seconds(devices=step.devices, micro_batch=step.micro_batch, accumulation_steps=step.accumulation_steps)
+def timed(model, sizes):
+    return [(micro, model.seconds(devices=1, micro_batch=micro)) for micro in sizes]
 
 
-def all_shapes(devices=(1, 2, 3, 4)):
-    return list(itertools.product(devices, (8, 32, 128), (0, 2)))
+def predicted(found, micro):
+    a_c, b_c = found
+    return a_c + b_c * micro
 
 
-def test_throughput_is_that_of_the_published_numbers():
-    assert throughput(PUBLISHED, 1, 128, 0) == pytest.approx(150.9363, abs=1e-4)
-    assert throughput(PUBLISHED, 2, 64, 0) == pytest.approx(260.8690, abs=1e-4)
-    assert throughput(PUBLISHED, 4, 128, 1) == pytest.approx(600.4591, abs=1e-4)
-
-
-def test_nodes_exchange_at_their_own_pace():
-    plain = replace(PUBLISHED, gamma=1.0)
-    model = ThroughputModel(plain)
+def test_devices_exchange_after_their_last_pass():
     pass_s = 0.121 + 0.00568 * 64
-    assert model.seconds(devices=4, micro_batch=64) == pytest.approx(pass_s + 0.0118 + 2 * 0.00317)
-    assert model.seconds(devices=4, micro_batch=64, nodes=2) == pytest.approx(pass_s + 0.0236 + 2 * 0.00634)
-    assert model.seconds(devices=4, micro_batch=64, accumulation_steps=3) == pytest.approx(4 * pass_s + 0.01814)
+    assert PUBLISHED.seconds(devices=1, micro_batch=64) == pytest.approx(pass_s)
+    assert PUBLISHED.seconds(devices=2, micro_batch=64) == pytest.approx(pass_s + 0.0118)
+    assert PUBLISHED.seconds(devices=4, micro_batch=64) == pytest.approx(pass_s + 0.0118 + 2 * 0.00317)
+    assert PUBLISHED.seconds(devices=4, micro_batch=64, accumulation_steps=3) == pytest.approx(4 * pass_s + 0.01814)
 
 
 def test_throughput_grows_with_samples_and_devices_and_less_than_in_proportion():
@@ -61,13 +46,12 @@ def test_throughput_grows_with_samples_and_devices_and_less_than_in_proportion()
 
 
 def test_a_step_takes_at_least_as_long_as_its_transfers():
-    linked = ThroughputModel(replace(PUBLISHED, load_s=2.0, sample_s=0.001))
-    assert linked.link_s(100) == pytest.approx(2.1)
+    linked = replace(PUBLISHED, load_s=2.0, sample_s=0.001)
     assert linked.seconds(devices=1, micro_batch=10) == pytest.approx(2.01)
     assert linked.seconds(devices=2, micro_batch=10, accumulation_steps=4) == pytest.approx(2.05)
     # Computing takes longer than the link again.
     long = {"devices": 1, "micro_batch": 128, "accumulation_steps": 9}
-    assert linked.seconds(**long) == ThroughputModel(PUBLISHED).seconds(**long)
+    assert linked.seconds(**long) == PUBLISHED.seconds(**long)
 
 
 def test_accumulation_pays_for_transfers():
@@ -76,95 +60,46 @@ def test_accumulation_pays_for_transfers():
     assert throughput(PUBLISHED, 1, 16, 5) == pytest.approx(throughput(PUBLISHED, 1, 16, 0))
 
 
-def test_very_short_exchanges_do_not_underflow():
-    tiny = replace(PUBLISHED, a_c=1e-200, b_c=0.0, a_r=1e-200, b_r=0.0, gamma=10.0)
-    assert ThroughputModel(tiny).seconds(devices=2, micro_batch=1) == pytest.approx(2**0.1 * 1e-200, abs=0)
-
-
-@pytest.mark.parametrize("parameters", [PUBLISHED, SLOW_EXCHANGE], ids=["fast", "slow"])
-def test_a_fit_finds_the_seconds_of_steps_that_it_has_not_seen(parameters):
-    model = ThroughputModel.fit(timed(parameters, all_shapes()))
-    for step in timed(parameters, itertools.product((1, 2, 3, 4), (16, 64, 256), (0, 1, 5))):
-        assert predicted(model, step) == pytest.approx(step.seconds, rel=0.02)
-    assert model.parameters.a_c == pytest.approx(parameters.a_c, rel=0.05)
-    assert model.parameters.b_c == pytest.approx(parameters.b_c, rel=0.02)
+def test_a_fit_finds_the_seconds_of_passes_that_it_has_not_seen():
+    a_c, b_c = found = fitted_pass(timed(PUBLISHED, SIZES))
+    for micro, seconds in timed(PUBLISHED, (16, 64, 256)):
+        assert predicted(found, micro) == pytest.approx(seconds, rel=0.02)
+    assert a_c == pytest.approx(PUBLISHED.a_c, rel=0.05)
+    assert b_c == pytest.approx(PUBLISHED.b_c, rel=0.02)
 
 
 def test_a_fit_of_noisy_times_is_near():
     rng = random.Random(4)
-    steps = [
-        replace(step, seconds=step.seconds * rng.gauss(1, 0.03)) for step in 4 * timed(SLOW_EXCHANGE, all_shapes())
-    ]
-    model = ThroughputModel.fit(steps)
-    for step in timed(SLOW_EXCHANGE, all_shapes()):
-        assert predicted(model, step) == pytest.approx(step.seconds, rel=0.05)
+    found = fitted_pass([(micro, seconds * rng.gauss(1, 0.03)) for micro, seconds in 16 * timed(PUBLISHED, SIZES)])
+    for micro, seconds in timed(PUBLISHED, SIZES):
+        assert predicted(found, micro) == pytest.approx(seconds, rel=0.05)
 
 
-def test_equal_observations_give_equal_models():
-    steps = timed(SLOW_EXCHANGE, all_shapes())
-    assert ThroughputModel.fit(steps).parameters == ThroughputModel.fit(steps).parameters
+def test_equal_observations_give_equal_figures():
+    assert fitted_pass(timed(PUBLISHED, SIZES)) == fitted_pass(timed(PUBLISHED, SIZES))
 
 
 def test_one_observation_is_met_and_half_of_a_pass_is_constant():
-    (step,) = timed(PUBLISHED, [(1, 64, 1)])
-    model = ThroughputModel.fit([step])
-    assert predicted(model, step) == pytest.approx(step.seconds)
-    p = model.parameters
-    assert p.a_c == pytest.approx(64 * p.b_c)
-    assert (p.a_n, p.b_n, p.a_r, p.b_r, p.gamma) == (0, 0, 0, 0, 1)
+    a_c, b_c = found = fitted_pass([(64, 0.5)])
+    assert predicted(found, 64) == pytest.approx(0.5)
+    assert a_c == pytest.approx(64 * b_c)
 
 
 def test_two_sizes_of_micro_batch_tell_a_pass():
-    p = ThroughputModel.fit(timed(PUBLISHED, [(1, 8, 0), (1, 64, 0)])).parameters
-    assert (p.a_c, p.b_c) == pytest.approx((0.121, 0.00568), rel=1e-3)
-    assert (p.a_r, p.b_r, p.gamma) == (0, 0, 1)
-
-
-def test_steps_on_one_number_of_devices_say_nothing_of_the_exchange():
-    p = ThroughputModel.fit(timed(SLOW_EXCHANGE, [(2, 8, 0), (2, 64, 0)])).parameters
-    assert (p.a_r, p.b_r) == (0, 0)
-    assert min(p.a_c, p.b_c) > 0
-
-
-def test_three_observations_tell_the_exchange_of_two_devices():
-    steps = timed(SLOW_EXCHANGE, [(1, 8, 0), (1, 64, 0), (2, 64, 0)])
-    model = ThroughputModel.fit(steps)
-    for step in steps:
-        assert predicted(model, step) == pytest.approx(step.seconds, rel=2e-3)
-    assert model.parameters.a_r > 0
-    assert (model.parameters.b_r, model.parameters.gamma) == (0, 1)
+    assert fitted_pass(timed(PUBLISHED, (8, 64))) == pytest.approx((0.121, 0.00568), rel=1e-3)
 
 
 @pytest.mark.parametrize("count", range(1, 7))
 def test_few_random_observations_give_finite_seconds_of_the_right_size(count):
     rng = random.Random(count)
     for _ in range(4):
-        shapes = rng.sample(all_shapes(), count)
-        steps = timed(SLOW_EXCHANGE, shapes)
-        model = ThroughputModel.fit(steps)
-        assert min(vars(model.parameters).values()) >= 0
-        for step in steps:
-            assert predicted(model, step) == pytest.approx(step.seconds, rel=0.3)
-
-
-def test_a_heavier_observation_counts_more():
-    light = StepTime(devices=1, micro_batch=8, accumulation_steps=0, seconds=1.0)
-    heavy = StepTime(devices=1, micro_batch=8, accumulation_steps=0, seconds=2.0, weight=99.0)
-    model = ThroughputModel.fit([light, heavy])
-    assert predicted(model, light) == pytest.approx(2**0.99, rel=1e-3)
-
-
-def test_steps_that_wait_for_transfers_leave_room_for_accumulation():
-    steps = timed(replace(PUBLISHED, load_s=2.0), [(1, 8, 0), (1, 16, 0)])
-    model = ThroughputModel.fit(steps, load_s=2.0)
-    for step in steps:
-        assert predicted(model, step) == pytest.approx(2.0)
-    # Nothing shows yet that computing takes more than half of the link: a second pass is predicted to be free.
-    assert model.seconds(devices=1, micro_batch=8, accumulation_steps=1) == pytest.approx(2.0, rel=0.05)
-    steps += timed(replace(PUBLISHED, load_s=2.0), [(1, 128, 4), (1, 64, 9)])
-    again = ThroughputModel.fit(steps, load_s=2.0)
-    assert again.parameters.b_c == pytest.approx(PUBLISHED.b_c, rel=0.01)
-    assert again.parameters.load_s == 2.0
+        observed = [
+            (micro, seconds * rng.gauss(1, 0.1)) for micro, seconds in timed(PUBLISHED, rng.choices(SIZES, k=count))
+        ]
+        found = fitted_pass(observed)
+        assert min(found) >= 0
+        for micro, seconds in observed:
+            assert predicted(found, micro) == pytest.approx(seconds, rel=0.5)
 
 
 @pytest.mark.parametrize(
@@ -172,24 +107,12 @@ def test_steps_that_wait_for_transfers_leave_room_for_accumulation():
     [
         (lambda: replace(PUBLISHED, a_c=-1.0), ValueError, "a_c: -1.0, limit: finite and at least 0"),
         (lambda: replace(PUBLISHED, b_r=float("nan")), ValueError, "b_r: nan, limit: finite and at least 0"),
-        (lambda: replace(PUBLISHED, gamma=0.5), ValueError, "gamma: 0.5, limit: at least 1; give 1 for no overlap"),
         (lambda: replace(PUBLISHED, a_c=0.0, b_c=0.0), ValueError, "a_c, b_c: 0.0, 0.0, limit: one above 0"),
         (lambda: throughput(PUBLISHED, 0, 1, 0), ValueError, "devices: 0, limit: at least 1; give more"),
         (lambda: throughput(PUBLISHED, 1, 0, 0), ValueError, "micro_batch: 0, limit: at least 1; give more"),
         (lambda: throughput(PUBLISHED, 1, 1, -1), ValueError, "accumulation_steps: -1, limit: at least 0; give more"),
-        (lambda: throughput(PUBLISHED, 1, 1, 0, 2), ValueError, "nodes: 2, limit: 1, as many as devices; give fewer"),
-        (lambda: ThroughputModel.fit([]), ValueError, "observations: none, limit: at least 1; time a step first"),
-        (lambda: ThroughputModel.fit(timed(PUBLISHED, [(1, 1, 0)]), load_s=-1.0), ValueError, "load_s: -1.0, limit:"),
-        (
-            lambda: StepTime(devices=1, micro_batch=1, accumulation_steps=0, seconds=0.0),
-            ValueError,
-            "seconds: 0, limit: more than 0; leave the step out",
-        ),
-        (
-            lambda: StepTime(devices=1, micro_batch=1, accumulation_steps=0, seconds=float("inf")),
-            ValueError,
-            "seconds: inf, limit: finite",
-        ),
+        (lambda: replace(PUBLISHED, exposed=1.5), ValueError, "exposed: 1.5, limit: from 0 to 1"),
+        (lambda: fitted_pass([]), ValueError, "observations: none, limit: at least 1; time a step first"),
     ],
 )
 def test_bad_numbers_are_refused(call, error, why):
