@@ -91,7 +91,8 @@ def test_an_order_that_waits_for_a_device_to_leave_does_not_hold_up_the_end_of_t
             return ModelOrchestrator.add_device(orchestra, device)
 
         def order():
-            orchestra._devices.pool.remove("emulated:1", at_once=False)  # and nothing of the run ever tells that it has left
+            # Nothing of the run ever tells that it has left.
+            orchestra._devices.pool.remove("emulated:1", at_once=False)
             client.append(threading.Thread(target=lambda: answers.append(ask(tmp_path, add))))
             client[0].start()
             assert is_asked.wait(60)
