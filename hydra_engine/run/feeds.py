@@ -474,7 +474,8 @@ class Joining:
         self._saves = saves
         self._quotas = quotas
         self._way = _Way()
-        self.loans = Loans(common, workers, saves, self._way)
+        self._loans = Loans(common, workers, saves, self._way)
+        self.borrowed = self._loans.borrowed
         self._setting_up = SetUp(common, workers)
         # While tasks wait for those that they begin with, the scheduler knows them in their order, and spreads no step
         # of one over devices that others want. None: no task waits for others any more.
@@ -509,11 +510,11 @@ class Joining:
 
     def instructions(self) -> dict[type, Callable[..., None]]:
         """Return the method for each instruction that it carries out."""
-        return {Lend: self.loans.lend}
+        return {Lend: self._loans.lend}
 
     def device_added(self, event: DeviceAdded) -> DeviceAdded:
         """A device has come, which somebody may wait for, or steps may be spread over."""
-        self._common.later(self.loans.want)  # once the scheduler knows it
+        self._common.later(self._loans.want)  # once the scheduler knows it
         for task in self._common.tasks.values():
             self._host_work.widen(task)
         return event
@@ -528,7 +529,7 @@ class Joining:
     def close(self) -> None:
         """Let nobody in any more."""
         self._way.close()
-        self.loans.close()
+        self._loans.close()
         self.left_over += [planned for planned, _ in self._behind.values()]  # after an error of our own
 
     def has_ended(self) -> bool:
@@ -584,7 +585,7 @@ class Joining:
         if not self._common.is_interrupted:
             self._begin_waiting(late=True)
             self._common.is_interrupted = True
-            self.loans.interrupt()
+            self._loans.interrupt()
             self._feeds.hurry_callbacks()
             for task in list(self._common.tasks.values()):
                 if task.life is Life.SETTING_UP:
