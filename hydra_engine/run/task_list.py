@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -49,6 +49,16 @@ class Station(Enum):
     FORGOTTEN = auto()  # it was trained, and its name alone is here
 
 
+class TasksOfRun(Protocol):
+    """The run under way, for tasks that are to end."""
+
+    def stop(self, name: str) -> None: ...
+
+    def pause(self, name: str) -> None: ...
+
+    def forget(self, name: str) -> None: ...
+
+
 class TaskList:
     """The tasks by name. `changing` is held while it must not change which there are, and at which stations."""
 
@@ -63,6 +73,7 @@ class TaskList:
     ) -> None:
         """`limit`: of DRAM for all of them. `max_devices`: that batches are split for, with `max_device_batch`."""
         self.changing = threading.RLock()
+        self._is_planning = False  # all tasks, which the thread that holds `changing` now does
         self._store = store
         self._limit = limit
         self._max_devices = max_devices
@@ -79,6 +90,26 @@ class TaskList:
         for task, name in _named(tasks):
             self.put(self._made(task, name), Station.WAITING)
         check_sharing(self.all)
+
+    @contextmanager
+    def changed_by(self, what: str) -> Iterator[TaskList]:
+        """Hold `changing` for a call of an orchestrator's method, which may come from any thread."""
+        with self.changing:
+            if self._is_planning:
+                raise RuntimeError(
+                    f"{what}: called by a loader, a layer or a callback's on_epoch_begin, in the thread that plans all "
+                    f"tasks; call it before generate(), or once training has begun; StopTask ends a callback's own task"
+                )
+            yield self
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Plan all tasks in the body, by the thread that holds `changing`."""
+        self._is_planning = True
+        try:
+            yield
+        finally:
+            self._is_planning = False
 
     @property
     def all(self) -> list[PlannedTask]:
@@ -126,12 +157,50 @@ class TaskList:
                 del self._planned[planned.name], self._stations[planned.name]
         self.drop(planned)
 
-    def forget(self, planned: PlannedTask) -> None:
-        """Refer no more to a task that is over.
+    def stop(self, name: str, run: TasksOfRun | None) -> bool:
+        """End a task at its last committed step. Return True if it waited to be trained, so that no plan has it now."""
+        planned = self.named(name, "stop_task")
+        is_waiting = self.station(planned) is Station.WAITING
+        if is_waiting:
+            self.drop(planned)
+        elif self.station(planned) is Station.JOINING:
+            self.put(planned, Station.DROPPED)  # who plans it finds out
+        elif run is not None:
+            run.stop(name)
+        return is_waiting
+
+    def pause(self, name: str, run: TasksOfRun | None) -> bool:
+        """End a task at a commit, and save it. Return True if it waited to be trained, so that no plan has it now."""
+        planned = self.named(name, "pause_task")
+        if not self._store.may_save:
+            raise ValueError(
+                f"pause_task: {name!r}, limit: an orchestrator with a checkpoint_dir, since a task is saved while it "
+                f"is paused; give ModelOrchestrator one, or end the task with stop_task"
+            )
+        is_waiting = self.station(planned) is Station.WAITING
+        if is_waiting:
+            self.drop(planned)
+            planned.is_paused = True
+        elif self.station(planned) is Station.JOINING:
+            planned.pause_wanted = True
+        elif run is not None:
+            run.pause(name)
+        return is_waiting
+
+    def forget(self, name: str, run: TasksOfRun | None) -> None:
+        """Refer no more to a task that is over, in the run neither.
 
         Where it was trained, its name stays its own, since reports have it; of one that is paused, it is free.
         """
-        name = planned.name
+        planned = self.named(name, "forget_task")
+        station = self.station(planned)
+        run = run if station is Station.TRAINING else None
+        if station in (Station.WAITING, Station.JOINING) or (run is not None and not planned.has_left):
+            does = "waits to train" if run is None else "trains"
+            raise RuntimeError(
+                f"forget_task: {name!r} {does}, limit: a task that is over; end it with stop_task({name!r}), and call "
+                f"this in its callbacks' on_task_end, or after train_models()"
+            )
         del self._planned[name]
         if planned.is_paused:
             self._store.paused[name] = planned.report.seed
@@ -143,6 +212,8 @@ class TaskList:
         for report in (planned.report, self._reports.get(name)):
             if report is not None:
                 report.lighten()
+        if run is not None:
+            run.forget(name)
 
     def made(self, task: ModelTask) -> PlannedTask:
         """Check one more task, which is not put here yet. It may have the name of one that was paused."""
@@ -183,6 +254,11 @@ class TaskList:
 
     def fork(self, name: str, new_name: str) -> None:
         """Let a task that has not begun yet, or is still to be added, begin as another one is saved."""
+        if not self._store.may_save:
+            raise ValueError(
+                f"fork_task: {name!r}, limit: an orchestrator with a checkpoint_dir, where tasks are saved; give "
+                f"ModelOrchestrator one"
+            )
         source = self._planned.get(name)
         station = Station.OVER if source is None else self.station(source)
         is_over = station is Station.OVER or (source is not None and station is Station.TRAINING and source.has_left)

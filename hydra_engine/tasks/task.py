@@ -44,6 +44,7 @@ class Purpose(Enum):
     PREDICT = "predict"  # it reads its validation loader once, for the model's outputs; it has no loss
 
 
+# More than 15 attributes: each is an option of a training loop that users name one by one, and nothing else is one.
 class ModelTask:
     """One training job: a model, a loss, data, an optimizer, a number of epochs.
 
@@ -144,7 +145,6 @@ class ModelTask:
     Raises TypeError or ValueError for what can be seen now; what needs a batch is checked by `generate()`.
     """
 
-    # As wide as what a training loop has options for: each is one attribute, and nothing else is.
     purpose = Purpose.TRAIN
 
     def __init__(
