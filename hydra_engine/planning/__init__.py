@@ -8,6 +8,7 @@ from hydra_engine.planning.planner import (
     DramLimit,
     PlannedTask,
     Spreading,
+    Target,
     arena_bytes,
     check_arena,
     check_dram,

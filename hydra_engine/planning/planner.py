@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -85,21 +85,30 @@ STAGING_SHARE = 0.5
 WORK_HEADROOM = 1.25
 
 
-class _Target(NamedTuple):
-    """The devices that a task is planned for."""
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The devices that a task is planned for, and who else is there."""
 
     device: DeviceSpec  # whose memory is the smallest
     budget: Budget
     num_threads: int
-    devices: Sequence[DeviceSpec]  # that a step may be spread over
-    share: int  # of them, that the task has to itself while all tasks train
-    most_slab_bytes: int | None  # that others' work leaves room for, where slabs have an arena
-    opened: Opened  # the device, for a rehearsal
-    can_hold: Callable[[int, int], bool]  # devices that are at work: (bytes beside a slab, bytes of the slab)
-    num_tasks: int  # that share the devices
-    host: HostThreads | None  # None: its threads are not known yet
+    devices: Sequence[DeviceSpec] = ()  # that a step may be spread over; none: the one device
+    num_tasks: int = 1  # that share the devices
+    most_slab_bytes: int | None = None  # that others' work leaves room for, where slabs have an arena
+    opened: Opened | None = None  # the device for a rehearsal, where others work on it
+    can_hold: Callable[[int, int], bool] = lambda *_: True  # devices at work: (bytes beside a slab, bytes of the slab)
+    host: HostThreads | None = None  # by which cuts are predicted; None: its threads are not known yet
     together: Way | None = None  # that was chosen for all tasks together
     beside: Sequence[TaskCost] = ()  # tasks that train already, with the steps that they have left
+
+    @property
+    def spread_devices(self) -> Sequence[DeviceSpec]:
+        return self.devices or [self.device]
+
+    @property
+    def share(self) -> int:
+        """The number of devices that the task has to itself while all tasks train."""
+        return max(1, len(self.devices) // self.num_tasks)
 
 
 class LeastBytes(NamedTuple):
@@ -165,7 +174,7 @@ class Estimate:
             return budget
         return replace(budget, update_bytes_per_s=self._update_bytes_per_s())
 
-    def run_at_hand(self, target: _Target) -> RunAtHand:
+    def run_at_hand(self, target: Target) -> RunAtHand:
         """What a cut of the task is chosen for."""
         state, device, host = self._state, target.device, target.host
         link = self.rates(device)
@@ -180,7 +189,7 @@ class Estimate:
                 copies_compute=computes_here and link.origin != STATED,
             ),
             host=HostCost(optimizer_threads=1 if host is None else host.optimizer_threads, cores=cores),
-            num_devices=len(target.devices),
+            num_devices=len(target.spread_devices),
             num_tasks=target.num_tasks,
             double_buffer=target.budget.double_buffer,
             state_bytes=self.state_bytes() if state.steps_on_device else None,
@@ -357,9 +366,11 @@ class DramLimit:
 
 
 # More than 15 attributes: it is what a task has before, between and after runs, each thing with an owner of its own.
+# Past 300 lines: half of its methods answer one question of those who run it from these.
 class PlannedTask:
     """A task that is ready to train: its state, its reader with the sample in it, and how its steps are spread."""
 
+    # More than seven parameters: all but the first two are what only some tasks have (a save, adapters, others beside).
     def __init__(
         self,
         task: ModelTask,
@@ -515,45 +526,11 @@ class PlannedTask:
         told = [spread._replace(speedup=speedup) for spread, speedup in zip(spreads, known, strict=False)]
         return (*told, *spreads[len(told) : self.task.min_devices])
 
-    def make_plan(
-        self,
-        device: DeviceSpec,
-        budget: Budget,
-        num_threads: int,
-        devices: Sequence[DeviceSpec] = (),
-        num_tasks: int = 1,
-        most_slab_bytes: int | None = None,
-        opened: Opened | None = None,
-        can_hold: Callable[[int, int], bool] = lambda *_: True,
-        host: HostThreads | None = None,
-        together: Way | None = None,
-        beside: Sequence[TaskCost] = (),
-    ) -> TaskPlan:
+    def make_plan(self, target: Target) -> TaskPlan:
         """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned.
 
-        device: whose memory is the smallest. devices: that a step may be spread over. num_tasks: that share them.
-        most_slab_bytes: that a shard may have, where slabs have an arena that others leave so much of. opened: the
-        device for a rehearsal, where others work on it. can_hold: if they leave room for a unit and its shard. host:
-        its threads, by which cuts are predicted. together: how to train it, as is best for all tasks together; raises
-        ShardDoesNotFit where it does not fit so. beside: tasks that train already, with the steps that they have left.
+        Raises ShardDoesNotFit where the task does not fit, or not in the way that was chosen for all tasks together.
         """
-        share = max(1, len(devices) // num_tasks)
-        opened = opened or partial(own_device, device, num_threads)
-        devices = devices or [device]
-        target = _Target(
-            device=device,
-            budget=budget,
-            num_threads=num_threads,
-            devices=devices,
-            share=share,
-            most_slab_bytes=most_slab_bytes,
-            opened=opened,
-            can_hold=can_hold,
-            num_tasks=num_tasks,
-            host=host,
-            together=together,
-            beside=beside,
-        )
         self.estimate = Estimate(self.state)
         try:
             plan = Planner(self, target).plan()
@@ -582,8 +559,7 @@ class PlannedTask:
         Shards are as fine as the partitioner makes them. Counted as a plan is begun, without a rehearsal.
         """
         budget = Budget(memory_bytes=2**62)
-        opened = partial(own_device, device, 1)
-        target = _Target(device, budget, 1, [device], 1, None, opened, lambda *_: True, 1, None)
+        target = Target(device=device, budget=budget, num_threads=1)
         return Planner(self, target).least_bytes()
 
     def split_first(self, number: int) -> None:
@@ -726,10 +702,11 @@ class PlannedTask:
         self._limit.leave(self)
 
 
+# Past 300 lines: micro-batches, cut, place of the optimizer and rehearsal are tried in turn, each from the one before.
 class Planner:
     """Makes one plan of one task."""
 
-    def __init__(self, planned: PlannedTask, target: _Target) -> None:
+    def __init__(self, planned: PlannedTask, target: Target) -> None:
         self._planned = planned
         self._target = target
         self._task, self.state, self._estimate = planned.task, planned.state, planned.estimate
@@ -764,7 +741,7 @@ class Planner:
             number = saved.accumulation_steps  # with others, its losses would differ from those before
         if any(hasattr(task.partitioner, name) for name in ("choose", "candidates")):  # it weighs times, not only bytes
             budget = self._estimate.budget(self._target.budget, device)
-            self._target = self._target._replace(budget=budget)
+            self._target = replace(self._target, budget=budget)
             if is_open and hasattr(task.partitioner, "choose"):
                 powers = [2**k for k in range(num_samples.bit_length())]
                 with suppress(LayerTooLarge):  # for several micro-batches by an upper bound: tried below all the same
@@ -823,7 +800,7 @@ class Planner:
         batches = [self._sample(), *([self._read(training=False)] if self._validates else [])]
         return (
             *(type(target.device), target.device.torch_device, target.device.has_arena, target.budget),
-            *(target.num_threads, tuple(each.memory_bytes for each in target.devices), self.state.max_devices),
+            *(target.num_threads, tuple(each.memory_bytes for each in target.spread_devices), self.state.max_devices),
             target.together,
             self.state.pool.splits,
             *((target.share, None if saved is None else saved.accumulation_steps) if is_auto else ()),
@@ -852,7 +829,7 @@ class Planner:
             keeps_from, step_s = choose_kept(self.state, device.memory_bytes, rate)
             self.state.cut = replace(self.state.cut, keeps_from=keeps_from)
             number = len(self._sample().micro_batches)
-        self._planned.spread_over(self._target.devices, number)
+        self._planned.spread_over(self._target.spread_devices, number)
         return step_s / max(spread.speedup for spread in self._planned.spreading.spreads[: self._target.share])
 
     def _raised(self, number: int, step_s: float) -> int:
@@ -954,7 +931,8 @@ class Planner:
             locked=frozenset(j for j, each in enumerate(held) if any(cost.draws_globally for cost in each)),
             drawing=frozenset(j for j, each in enumerate(held) if any(cost.draws_random for cost in each)),
         )
-        state.measured.unit_s = rehearse(state, batch, evaluation, self._target.opened)
+        opened = self._target.opened or partial(own_device, self._target.device, self._target.num_threads)
+        state.measured.unit_s = rehearse(state, batch, evaluation, opened)
         state.measured.known.forget_batches()
         for each in (batch, evaluation):
             if each is not None:

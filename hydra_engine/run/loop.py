@@ -59,9 +59,11 @@ from hydra_engine.schedule import (
 from hydra_engine.tasks import Evaluation, Report
 
 
+# More than 15 attributes: its departments, one each.
 class EngineRun:
     """Trains, evaluates or predicts planned tasks on devices until all are finished, failed or stopped."""
 
+    # More than seven parameters: who owns something of a run hands it in, and the departments share it.
     def __init__(
         self,
         planned: Sequence[PlannedTask],

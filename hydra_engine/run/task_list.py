@@ -21,6 +21,7 @@ from hydra_engine.planning import (
     DramLimit,
     PlannedTask,
     Rehearsals,
+    Target,
     TaskCost,
     check_apart,
     check_arena,
@@ -456,7 +457,8 @@ class Site:
             self._check_free()
             if not (planned.task.purpose is Purpose.PREDICT and planned.reader.is_empty):  # then there is nothing to do
                 with self._telling_least([planned]):
-                    planned.make_plan(self._smallest, self._budget, torch.get_num_threads())
+                    target = Target(device=self._smallest, budget=self._budget, num_threads=torch.get_num_threads())
+                    planned.make_plan(target)
         except BaseException:
             planned.reader.close()
             raise
@@ -471,10 +473,17 @@ class Site:
     def _plan(
         self, planned: PlannedTask, num_tasks: int, most_slab_bytes: int | None = None, **options: Any
     ) -> TaskPlan:
-        threads, smallest = self.host.intra_op_threads, self._smallest
-        return planned.make_plan(
-            smallest, self._budget, threads, self.devices, num_tasks, most_slab_bytes, host=self.host, **options
+        target = Target(
+            device=self._smallest,
+            budget=self._budget,
+            num_threads=self.host.intra_op_threads,
+            devices=self.devices,
+            num_tasks=num_tasks,
+            most_slab_bytes=most_slab_bytes,
+            host=self.host,
+            **options,
         )
+        return planned.make_plan(target)
 
     def _check_free(self) -> None:
         for device in self.devices:

@@ -26,6 +26,7 @@ from hydra_engine.schedule.units import Unit
 MOST_LOOKED_AT, MOST_PASSED = 32, 8
 
 
+# Past 300 lines: a device that gets a unit changes claims, queues and counters at once.
 # More than 15 attributes: five are its queues and five its counters, which one event may move together.
 class Dispatch:
     """Devices, what they run and claim, and the queues of what tasks offer."""

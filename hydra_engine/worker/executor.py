@@ -163,6 +163,7 @@ class Executor:
             attributes.put_back()
 
 
+# Past 300 lines: forward, recomputation and backward share the layers, streams and leaves of one unit.
 class UnitRunning:
     """One unit while it runs: its micro-batches one after the other, then what the unit leaves.
 

@@ -37,6 +37,7 @@ def _is_alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and same_bits(a, b)
 
 
+# Past 300 lines: all jobs of the compute lane, in the order in which a unit meets them.
 class Runner:
     """Computes one device's units. Those methods without an underscore are jobs of its compute lane.
 
@@ -44,6 +45,7 @@ class Runner:
         timing: of all units, where launching is not computing.
     """
 
+    # More than seven parameters: its device's lanes, whose jobs it hands over to.
     def __init__(
         self,
         index: int,
