@@ -1487,6 +1487,65 @@ def loss_reads_the_mode_of_a_layer():
     return {"layers": layers, "loss_fn": loss_fn, "validation": batches(2), "expect": "refused"}
 
 
+class Leaves(Base):
+    """Leaves the thread in another mode, which a layer after it sets back."""
+
+    def __init__(self, change, put_back=None):
+        super().__init__()
+        self.change, self.put_back = change, put_back
+
+    def odd(self, x):
+        self.change()
+        return x
+
+    def forward(self, x):
+        x = super().forward(x)
+        if self.put_back is not None:
+            self.put_back()
+        return x
+
+
+def no_gradients():
+    torch.set_grad_enabled(False)
+
+
+def gradients():
+    torch.set_grad_enabled(True)
+
+
+def wide():
+    torch.set_default_dtype(torch.float64)
+
+
+def narrow():
+    torch.set_default_dtype(torch.float32)
+
+
+def enter_autocast():
+    torch.set_autocast_enabled("cpu", True)
+
+
+def leave_autocast():
+    torch.set_autocast_enabled("cpu", False)
+
+
+for _name, _change, _back in (
+    ("gradients", no_gradients, gradients),
+    ("default_dtype", wide, narrow),
+    ("autocast", enter_autocast, leave_autocast),
+):
+
+    def _build(change=_change, back=_back):
+        return {"layers": around(nn.Sequential(Leaves(change)), Leaves(back), Apply(torch.Tensor.float))}
+
+    RECIPES[f"layer_leaves_{_name}_changed"] = _build
+
+    def _build(change=_change, back=_back):
+        return {"layers": around(Leaves(change, back), Apply(torch.Tensor.float), nn.Linear(8, 8)), "expect": "exact"}
+
+    RECIPES[f"layer_puts_{_name}_back"] = _build
+
+
 @recipe
 def loss_runs_a_backward_itself():
     def loss_fn(output, target):
