@@ -28,11 +28,13 @@ from partitioners import Presharded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from clocked import Clocked
+from figures import Figures, add_arguments
 from gpt import gpt, token_batches
 
 LR = 1e-3
 # Room for two slabs and a unit, and for no forward's graph: all shards but the last are then computed twice.
 LITTLE = "64MiB"
+FIGURES = Figures("overhead")
 
 
 def plain_s(batches, model=None, loss_fn=None):
@@ -71,11 +73,17 @@ def task(batches, boundaries, seed=0, model=None, loss_fn=None):
     )
 
 
-def engine_s(tasks, num_devices=1, memory="1GiB"):
-    """Seconds of train_models() from call to return, planning aside, and its report."""
+def planned(tasks, num_devices=1, memory="1GiB"):
+    """An orchestrator of these tasks that is through with planning."""
     orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory) for _ in range(num_devices)])
     orchestra.verbose = 0
     orchestra.generate()
+    return orchestra
+
+
+def engine_s(tasks, num_devices=1, memory="1GiB"):
+    """Seconds of train_models() from call to return, planning aside, and its report."""
+    orchestra = planned(tasks, num_devices, memory)
     start_s = time.perf_counter()
     report = orchestra.train_models()
     seconds = time.perf_counter() - start_s
@@ -93,9 +101,9 @@ def shards(pairs):
     for num_tokens, batch_size, length in ((1024, 8, 128), (64, 1, 64)):
         num_steps = 7 if num_tokens == 1024 else 42
         batches = token_batches(num_steps, batch_size, length)
-        limits = (" at most 1.06", " at most 1.40") if num_tokens == 1024 else (" not judged", " not judged")
+        limits = (1.06, 1.40) if num_tokens == 1024 else (None, None)
         rows = {
-            "plain against plain": (lambda batches=batches: plain_s(batches), ""),
+            "plain against plain": (lambda batches=batches: plain_s(batches), None),
             "one shard": (lambda batches=batches: streamed_s(batches, [6]), limits[0]),
             "four shards": (lambda batches=batches: streamed_s(batches, [2, 3, 4, 6]), limits[1]),
             f"four, {LITTLE}": (lambda batches=batches: streamed_s(batches, [2, 3, 4, 6], LITTLE), limits[1]),
@@ -106,7 +114,10 @@ def shards(pairs):
             for _ in range(pairs):
                 before = plain_s(batches)
                 ratios.append(measure() / before)
-            print(f"{num_tokens:5} tokens per step  {name:20} {spread(ratios)} {limit}", flush=True)
+            judged = "" if limit is None else f"at most {limit:.2f}"
+            print(f"{num_tokens:5} tokens per step  {name:20} {spread(ratios)}  {judged}", flush=True)
+            if name != "plain against plain":
+                FIGURES.add(f"{name}, {num_tokens} tokens", ratios, better="less", limit=limit)
 
 
 class Nothing(nn.Module):
@@ -147,6 +158,42 @@ def units(pairs):
         micro.append((engine_s([empty(accumulation_steps=8)])[0] / NUM_UNITS - costs[-1]) / 7)
     print(f"fixed cost per unit  {in_us(costs)}  at most 500", flush=True)
     print(f"per micro-batch more {in_us(micro)}", flush=True)
+    FIGURES.add("fixed cost per unit, us", [1e6 * each for each in costs], better="less", limit=500)
+    FIGURES.add("per micro-batch more, us", [1e6 * each for each in micro], better="less")
+
+
+def calls(_):
+    """Calls of Python functions and of C functions per unit where there is nothing to compute: no noise moves them."""
+    found = Counter()
+
+    def note(frame, event, _):
+        if event == "call":
+            found[frame.f_code.co_filename.rpartition("/hydra_engine/")[2]] += 1
+        elif event == "c_call":
+            found["in C"] += 1
+
+    orchestra = planned([empty()])
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        orchestra.train_models().raise_failures()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    in_c = found.pop("in C") / NUM_UNITS
+    most = ", ".join(f"{Path(name).name} {number / NUM_UNITS:.0f}" for name, number in found.most_common(6))
+    print(f"calls per unit       {sum(found.values()) / NUM_UNITS:.0f} of Python ({most}), {in_c:.0f} of C", flush=True)
+
+
+def processor(pairs):
+    """Processor time per unit where there is nothing to compute."""
+    costs = []
+    for _ in range(pairs):
+        orchestra = planned([empty()])
+        start_s = time.process_time()
+        orchestra.train_models().raise_failures()
+        costs.append((time.process_time() - start_s) / NUM_UNITS)
+    print(f"processor per unit   {in_us(costs)}", flush=True)
 
 
 WAKES = Counter()  # by who was waiting
@@ -229,16 +276,17 @@ def handovers(pairs):
         total = sum(WAKES.values()) / num_units
         waiters = ", ".join(f"{what} {number / num_units:.2f}" for what, number in WAKES.most_common())
         print(f"hand-overs per unit  {name:22} {total:5.2f}  ({waiters})", flush=True)
+        FIGURES.add(f"hand-overs per unit, {name}", total, better="less")
 
 
 def together(pairs):
     """Four tasks on two devices against the same four one after the other, where each fits a device."""
-    interleave("each fits", [6], "1GiB", "at least 1.6", max(1, pairs // 3))
+    interleave("each fits", [6], "1GiB", 1.6, max(1, pairs // 3))
 
 
 def spilled(pairs):
     """The same, where none fits."""
-    interleave("none fits", [1, 2, 3, 4, 5, 6], "48MiB", "not judged", max(1, pairs // 3))
+    interleave("none fits", [1, 2, 3, 4, 5, 6], "48MiB", None, max(1, pairs // 3))
 
 
 def interleave(name, boundaries, memory, limit, pairs):
@@ -251,7 +299,9 @@ def interleave(name, boundaries, memory, limit, pairs):
         ratios.append(alone / seconds)
         busy.append(sum(device.busy_s for device in report.devices) / 2 / report.makespan_s)
     shares = f"devices busy {median(busy):.0%}"
-    print(f"4 tasks, 2 devices, {name}: {spread(ratios)} times shorter, {limit}; {shares}", flush=True)
+    judged = "not judged" if limit is None else f"at least {limit}"
+    print(f"4 tasks, 2 devices, {name}: {spread(ratios)} times shorter, {judged}; {shares}", flush=True)
+    FIGURES.add(f"4 tasks, 2 devices, {name}: times shorter", ratios, better="more", limit=limit)
 
 
 def converted(pairs):
@@ -305,7 +355,9 @@ def converted(pairs):
         print(f"{name:34} {median(found) * 1e3:6.1f} ms, to plain {spread(ratios)}", flush=True)
     for cut in ("1 shard", "10 shards"):
         pair = zip(seconds[f"{cut}, converted"], seconds[f"{cut}, by hand"], strict=True)
-        print(f"{cut + ', converted to by hand':34} {spread([a / b for a, b in pair])}  at most 1.03", flush=True)
+        name, ratios = f"{cut}, converted to by hand", [a / b for a, b in pair]
+        print(f"{name:34} {spread(ratios)}  at most 1.03", flush=True)
+        FIGURES.add(name, ratios, better="less", limit=1.03)
 
 
 def ends_of(layers, others, ends):
@@ -321,6 +373,8 @@ def weights_below(layers, end):
 EXPERIMENTS = {
     "shards": shards,
     "units": units,
+    "calls": calls,
+    "processor": processor,
     "handovers": handovers,
     "converted": converted,
     "together": together,
@@ -332,10 +386,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiments", nargs="*", help=f"of {', '.join(EXPERIMENTS)}; default: all")
     parser.add_argument("--pairs", type=int, default=15, help="alternating repetitions (default 15)")
+    add_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name in arguments.experiments or EXPERIMENTS:
         EXPERIMENTS[name](arguments.pairs)
+    FIGURES.save(arguments.json)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from partitioners import Budget, Optimal, Presharded, format_bytes, layer_peaks,
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from clocked import Clocked
+from figures import Figures, add_arguments
 from gpt import gpt, token_batches
 
 from tests.architectures import ARCHITECTURES
@@ -101,7 +102,7 @@ def measure(path):
     print(json.dumps(seconds))
 
 
-def compare():
+def compare(figures):
     """Predict in one process, measure in later ones, print both."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "prediction.json")
@@ -113,6 +114,7 @@ def compare():
         ]
         rows = json.loads(Path(path).read_text())
     print("device      shards  predicted  of it compute, load, boundary, update   measured (median, range)   off by")
+    errors = []
     for row, *seconds in zip(rows, *runs, strict=True):
         predicted, found = row["predicted_s"], median(seconds)
         parts = ", ".join(f"{part * 1e3:.0f}" for part in row["parts_s"])
@@ -122,6 +124,9 @@ def compare():
             f"  {predicted / found - 1:+9.1%}",
             flush=True,
         )
+        errors.append([abs(predicted / each - 1) for each in seconds])
+    # By run, the middle one of all budgets.
+    figures.add("step times, off by", [median(each) for each in zip(*errors, strict=True)], better="less")
 
 
 def reserve():
@@ -137,6 +142,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="?", choices=("predict", "measure", "reserve"))
     parser.add_argument("file", nargs="?")
+    add_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.command == "predict":
@@ -144,9 +150,11 @@ def main():
     elif arguments.command == "measure":
         measure(arguments.file)
     else:
+        figures = Figures("partitioners")
         if arguments.command is None:
-            compare()
+            compare(figures)
         reserve()
+        figures.save(arguments.json)
 
 
 if __name__ == "__main__":

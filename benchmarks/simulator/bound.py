@@ -21,6 +21,7 @@ from hydra_engine.planning.cuts import CutChoice, RunAtHand, WholeRun
 from partitioners import GPU, Budget, Fastest, Pilot, Rates, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from figures import Figures, add_arguments
 from gpt import gpt
 
 GOAL = 0.90  # of the bound, with four models, 8,192 tokens, W = 200 GB/s and a link of 50
@@ -170,8 +171,9 @@ def main(arguments):
     parser.add_argument("--link", type=float, nargs="+", default=[25, 50], metavar="GB/s")
     parser.add_argument("--no-transfers", action="store_true", help="they take nothing of DRAM's rate")
     parser.add_argument("--no-judge", action="store_true", help="exit code 0 whatever comes out")
+    add_arguments(parser)
     given = parser.parse_args(arguments)
-    costs, good = layer_costs(), True
+    costs, good, figures = layer_costs(), True, Figures("simulator")
     names = [name for name, _ in stages(True)]
     print("share of max(compute, link, host) that a round of all models reaches, simulated with stated rates")
     print("models  tokens  DRAM  link    bound (of)         " + "  ".join(f"{name:>20}" for name in names))
@@ -198,6 +200,10 @@ def main(arguments):
                         flush=True,
                     )
                     if (num, tokens, dram, link) == (4, 8192, 200, 50):
-                        good &= bound_s >= GOAL * found[-1][1]
+                        share = bound_s / found[-1][1]
+                        good &= share >= GOAL
+                        name = "share of the bound, 4 models, 8,192 tokens"
+                        figures.add(name, share, better="more", limit=GOAL)
     print("beside each share, the number of shards")
+    figures.save(given.json)
     sys.exit(0 if good or given.no_judge else 1)

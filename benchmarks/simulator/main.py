@@ -14,66 +14,33 @@ import math
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median, stdev
 
 import torch
-from torch import nn
 
 from hydra_engine import (
     DeviceChange,
     DeviceCost,
     EmulatedDevice,
     HostCost,
-    ModelOrchestrator,
-    ModelTask,
     TaskCost,
     simulate,
 )
 from hydra_engine.schedule.units import Unit
-from partitioners import Presharded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import bound
-from gpt import gpt, token_batches
+from figures import Figures, add_arguments
+from kinds import MEASURED_STEPS, MEMORY_BYTES, WARM_STEPS, Kind, measured, trained
 
 LIMIT, MOST_BEYOND = 0.10, 2
-MEMORY_BYTES = 2**30
 CORES = 2
-MEASURED_STEPS = 8
-WARM_STEPS = 3  # in which memory is touched for the first time
 NUM_DRAWN = 9  # simulations, of which the middle one is the prediction
 HANDOFF_S = 300e-6  # of a unit: threads that wake one another (benchmarks/overhead)
-NUM_LAYERS = 6  # embedding, four blocks, head
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A task: its GPT's width, its shards, its batch."""
-
-    width: int
-    boundaries: tuple[int, ...]
-    batch_size: int
-
-    def task(self, name, num_steps):
-        batches = token_batches(num_steps, self.batch_size, 128)
-        return ModelTask(
-            gpt(width=self.width),
-            nn.CrossEntropyLoss(),
-            batches,
-            1e-3,
-            name=name,
-            optimizer=torch.optim.AdamW,
-            partitioner=Presharded(list(self.boundaries)),
-            seed=0,
-        )
-
 
 SMALL = Kind(192, (2, 4, 6), 8)
 WIDE = Kind(384, (2, 3, 4, 6), 4)
@@ -125,67 +92,6 @@ WORKLOADS = {
 }
 
 
-def change(orchestra, at):
-    """Let a device go, or come back."""
-    name = list(orchestra.devices)[at.device]
-    if at.is_in:
-        orchestra.add_device(name)
-    else:
-        orchestra.remove_device(name)
-
-
-def trained(tasks, num_devices, bandwidth, policy="sharded-lrtf", changes=()):
-    """The report of a run, planning aside, and the plan."""
-    torch.set_num_threads(1)
-    devices = [EmulatedDevice(MEMORY_BYTES, bandwidth=bandwidth) for _ in range(num_devices)]
-    orchestra = ModelOrchestrator(tasks, devices=devices, policy=policy)
-    orchestra.verbose = 0
-    for at in changes:
-        if at.at_s == 0:
-            change(orchestra, at)
-    plan = orchestra.generate()
-    timers = [threading.Timer(at.at_s, partial(change, orchestra, at)) for at in changes if at.at_s > 0]
-    for timer in timers:
-        timer.start()
-    report = orchestra.train_models()
-    assert not any(timer.is_alive() for timer in timers), "the run is over before its last change"
-    report.raise_failures()
-    return report, plan
-
-
-def measured(kind, bandwidth):
-    """What a task takes: its bytes, and the seconds of units and of the host in a few steps of it alone."""
-    task = kind.task("task", MEASURED_STEPS)
-    crossing = bytes_of(task, kind.boundaries)
-    report, plan = trained([task], 1, bandwidth)
-    graph_bytes = plan.tasks["task"].graph_bytes
-    seconds = defaultdict(list)  # by lane, and what of it
-    for span in report.spans:
-        if span.lane == "compute":
-            unit = Unit.parse(span.label)
-            if unit.step >= WARM_STEPS:
-                seconds[unit.kind, unit.shard].append(span.end_s - span.start_s)
-        elif span.lane == "update":
-            seconds["update", int(span.label.rpartition(".")[2])].append(span.end_s - span.start_s)
-        elif span.lane == "commit":
-            seconds["commit"].append(span.end_s - span.start_s)
-    num_shards = len(kind.boundaries)
-    chain = TaskCost(name="", unit_s=[0.0] * (2 * num_shards - 1)).chain
-    unit_s = {unit: median(seconds[unit]) for unit in chain}
-    for kind_of_unit, shard in chain:
-        if kind_of_unit == "b" and graph_bytes[shard]:  # measured without the forward that it otherwise repeats
-            unit_s["b", shard] += unit_s["f", shard]
-    device_spans = [span for span in report.spans if span.lane in ("load", "compute", "store")]
-    return crossing | {
-        "unit_s": list(unit_s.values()),
-        "graph_bytes": graph_bytes,
-        "setup_s": min(span.start_s for span in device_spans),
-        "end_s": report.makespan_s - max(span.end_s for span in report.spans),
-        "update_s": [median(seconds["update", shard]) for shard in range(num_shards)],
-        "commit_s": median(seconds["commit"]),
-    }
-
-
 def seconds_of(num_tasks, num_devices):
     """Seconds of units by step, of steady units, and of updates, of tasks in one shard that keep their devices busy."""
     report, _ = trained([WHOLE.task(str(k), MEASURED_STEPS) for k in range(num_tasks)], num_devices, None)
@@ -227,21 +133,6 @@ def shared(num_devices):
         _, steady, updates = seconds_of(1, 1)
         cores = min(CORES, num_devices * (median(steady) + median(updates)) / steady_s)
     return beside | {"cores": cores}
-
-
-def bytes_of(task, boundaries):
-    """What crosses the link: each shard's parameters and gradients, and what enters it."""
-    value, _ = next(iter(task.dataloader))
-    layers = list(task.model)
-    shards = [layers[first:end] for first, end in pairwise((0, *boundaries))]
-    load_bytes, boundary_bytes = [], []
-    for shard in shards:
-        load_bytes.append(sum(parameter.nbytes for layer in shard for parameter in layer.parameters()))
-        boundary_bytes.append(value.nbytes)
-        with torch.no_grad():
-            for layer in shard:
-                value = layer(value)
-    return {"load_bytes": load_bytes, "gradient_bytes": load_bytes, "boundary_bytes": boundary_bytes}
 
 
 def predict(path, like=""):
@@ -300,6 +191,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=5, help="runs of each workload (default 5)")
     parser.add_argument("--like", default="", help="only workloads with these words in their name")
     parser.add_argument("--no-judge", action="store_true", help="exit code 0 whatever comes out")
+    add_arguments(parser)
     arguments = parser.parse_args()
     if arguments.what == "predict":
         predict(arguments.argument, arguments.like)
@@ -320,18 +212,22 @@ def main():
             f"a first step takes {found['first_step_times']:.2f} times as long"
         )
     print(f"{'workload':38} predicted  median of {arguments.repeats} runs (range)    error   bound  busy", flush=True)
-    errors = []
+    errors, found = [], Figures("simulator")
     for name, predicted in predictions.items():
         made = []
         for _ in range(arguments.repeats):
             made.append(in_own_process("run", name))
         error = predicted["makespan_s"] / median(made) - 1
         errors.append(error)
+        each = [abs(predicted["makespan_s"] / seconds - 1) for seconds in made]
+        found.add(f"{name}: off by", each, better="less")
         print(
             f"{name:38} {predicted['makespan_s']:7.2f} s  {median(made):7.2f} s ({min(made):.2f} to {max(made):.2f})  "
             f"{error:+8.1%}  {predicted['bound_s']:5.2f}  {predicted['busy']:4.0%}",
             flush=True,
         )
+    found.add("off by, worst workload", max(map(abs, errors)), better="less")
+    found.save(arguments.json)
     good = sum(abs(error) <= LIMIT for error in errors)
     print(f"{good} of {len(errors)} workloads within {LIMIT:.0%}; all but {MOST_BEYOND} at least")
     sys.exit(0 if good >= len(errors) - MOST_BEYOND or arguments.no_judge else 1)

@@ -37,11 +37,10 @@ from hydra_engine.host import (
 from hydra_engine.planning.adoption import Rehearsals, Rehearsed, signature_of
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.cuts import (
-    MOST_UNITS,
-    UNITS_PER_S,
     CutChoice,
     PredictedCut,
     RunAtHand,
+    Way,
     WholeRun,
     choose_kept,
     kept_bytes,
@@ -49,7 +48,7 @@ from hydra_engine.planning.cuts import (
 )
 from hydra_engine.planning.rehearsal import REMEDY, Opened, TooLarge, own_device, rehearse
 from hydra_engine.planning.same_model import check_converted, check_own_forward
-from hydra_engine.planning.simulate import bound_s, predict_spreads
+from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
 from hydra_engine.system import HostThreads, dram
@@ -99,7 +98,8 @@ class _Target(NamedTuple):
     can_hold: Callable[[int, int], bool]  # devices that are at work: (bytes beside a slab, bytes of the slab)
     num_tasks: int  # that share the devices
     host: HostThreads | None  # None: its threads are not known yet
-    boundaries: tuple[int, ...] | None = None  # of the cut that it is to have, for all tasks together
+    together: Way | None = None  # that was chosen for all tasks together
+    beside: Sequence[TaskCost] = ()  # tasks that train already, with the steps that they have left
 
 
 class LeastBytes(NamedTuple):
@@ -171,10 +171,6 @@ class Estimate:
         link = self.rates(device)
         computes_here = device.torch_device.type == "cpu"
         cores = host.cores / host.intra_op_threads if host is not None and computes_here else None
-        layout, state_bytes = state.layout, None
-        if state.steps_on_device:
-            masters = 0 if layout.narrow is None else layout.num_bytes[True]
-            state_bytes = (masters + sum(state.measured.state_bytes.values())) / max(1, layout.link_bytes[True])
         return RunAtHand(
             device=DeviceCost(
                 load_bytes_per_s=link.both_up_bytes_per_s,
@@ -187,9 +183,22 @@ class Estimate:
             num_devices=len(target.devices),
             num_tasks=target.num_tasks,
             double_buffer=target.budget.double_buffer,
-            state_bytes=state_bytes,
+            state_bytes=self.state_bytes() if state.steps_on_device else None,
             early_release=state.pool.early_release,
         )
+
+    def state_bytes(self) -> float:
+        """Bytes that an update on a device moves for each byte of gradients."""
+        layout, state = self._state.layout, self._state
+        masters = 0 if layout.narrow is None else layout.num_bytes[True]
+        return (masters + sum(state.measured.state_bytes.values())) / max(1, layout.link_bytes[True])
+
+    @property
+    def may_step_anywhere(self) -> bool:
+        """True if the user has left open where the optimizer steps, and nothing speaks against a device."""
+        task, pool = self._state.task, self._state.pool
+        is_open = task.optimizer_device == "auto" and not task.may_veto and task.moments == "float32"
+        return is_open and not pool.splits and not has_hooks(self._state.layout)
 
     def steps_on_device(self, device: DeviceSpec) -> bool:
         """Decide whether devices step the optimizer; where that is to be found out, by the time that it takes alone.
@@ -200,7 +209,7 @@ class Estimate:
         task, layout = self._state.task, self._state.layout
         if self._state.pool.splits or task.moments != "float32":
             return False
-        if task.optimizer_device == "auto" and not task.may_veto and not has_hooks(layout):
+        if self.may_step_anywhere:
             link = self.rates(device)
             host_s = layout.num_bytes[True] / self._update_bytes_per_s()
             masters = 0 if layout.narrow is None else layout.num_bytes[True]
@@ -440,6 +449,7 @@ class PlannedTask:
         self._most_devices = 1  # that a step's spreading was predicted for
         self.choice: CutChoice | None = None  # of its cut, where that was chosen by predictions
         self.predicted: PredictedCut | None = None
+        self.as_planned: TaskCost | None = None  # what a step was predicted to take, for other tasks' plans
 
     def _is_chain(self, alignment_bytes: int) -> bool:
         """Return True if the model's own forward is its children in order; it runs once, on the first batch."""
@@ -516,24 +526,39 @@ class PlannedTask:
         opened: Opened | None = None,
         can_hold: Callable[[int, int], bool] = lambda *_: True,
         host: HostThreads | None = None,
-        boundaries: tuple[int, ...] | None = None,
+        together: Way | None = None,
+        beside: Sequence[TaskCost] = (),
     ) -> TaskPlan:
         """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned.
 
         device: whose memory is the smallest. devices: that a step may be spread over. num_tasks: that share them.
         most_slab_bytes: that a shard may have, where slabs have an arena that others leave so much of. opened: the
         device for a rehearsal, where others work on it. can_hold: if they leave room for a unit and its shard. host:
-        its threads, by which cuts are predicted. boundaries: of the cut that is best for all tasks together.
+        its threads, by which cuts are predicted. together: how to train it, as is best for all tasks together; raises
+        ShardDoesNotFit where it does not fit so. beside: tasks that train already, with the steps that they have left.
         """
         share = max(1, len(devices) // num_tasks)
         opened = opened or partial(own_device, device, num_threads)
         devices = devices or [device]
         target = _Target(
-            device, budget, num_threads, devices, share, most_slab_bytes, opened, can_hold, num_tasks, host, boundaries
+            device=device,
+            budget=budget,
+            num_threads=num_threads,
+            devices=devices,
+            share=share,
+            most_slab_bytes=most_slab_bytes,
+            opened=opened,
+            can_hold=can_hold,
+            num_tasks=num_tasks,
+            host=host,
+            together=together,
+            beside=beside,
         )
         self.estimate = Estimate(self.state)
         try:
-            return Planner(self, target).plan()
+            plan = Planner(self, target).plan()
+            self.as_planned = None if self.choice is None else self._of_task(self.choice.cost(plan.boundaries))
+            return plan
         except LayerFault as error:
             raise ValueError(f"{self.name}: {error}") from error
         except Exception as error:  # a partitioner's or a loader's
@@ -639,22 +664,61 @@ class PlannedTask:
         except (TypeError, NotImplementedError):  # an iterable without a length ends when it ends
             return None
 
-    def options(self) -> list[TaskCost]:
-        """Return what its step takes in a simulation, as it is cut now, then under each other cut that it may have.
+    @property
+    def way(self) -> Way:
+        """Return how it is to be trained as it is planned now."""
+        cut = self.state.cut
+        return Way(tuple(cut.boundaries), cut.num_micro_batches, self.state.steps_on_device)
 
-        Micro-batches that the plan has chosen stay with the cut that they were chosen for.
+    def rehearsed_cost(self) -> TaskCost:
+        """Return what it takes in a simulation, by its rehearsal."""
+        cost = self.estimate.cost(self.num_micro_batches)
+        return self._of_task(replace(cost, early_release=self.state.pool.early_release))
+
+    def options(self) -> list[tuple[Way, TaskCost]]:
+        """Return the ways in which it may be trained, and what each takes in a simulation; the first is as it is now.
+
+        These are its other cuts, and the likeliest ones of another number of micro-batches and with the optimizer
+        elsewhere, where the user has left that open.
         """
-        task, choice, own, early = self.task, self.choice, self.state.cut.boundaries, self.state.pool.early_release
+        own, choice = self.way, self.choice
         if choice is None:
-            costs = [self.estimate.cost(1)]
-        else:
-            is_chosen = task.accumulation_steps == "auto" or task.adapts
-            others = [] if is_chosen else [ends for ends in choice.candidates if tuple(ends) != tuple(own)]
-            costs = [choice.cost(ends) for ends in (own, *others)]
-        return [
-            replace(each, num_micro_batches=1, priority=task.priority, weight=task.weight, early_release=early)
-            for each in costs
-        ]
+            return [(own, self.rehearsed_cost())]
+        if self.task.adapts:  # what was chosen for its batches stays with its cut
+            return [(own, self._of_task(choice.cost(own.boundaries)))]
+        cuts = [own.boundaries, *(ends for ends in map(tuple, choice.candidates) if ends != own.boundaries)]
+        found = [(own._replace(boundaries=ends), choice.cost(ends)) for ends in cuts]
+        for on_device in self._places(own):
+            elsewhere = replace(choice, run=replace(choice.run, **self._run_of(on_device=on_device)))
+            for number in (own.num_micro_batches, *self._numbers(own, choice.run.num_devices)):
+                if (number, on_device) != own[1:]:
+                    likeliest = elsewhere.in_micro_batches(number).likeliest()
+                    found += [(Way(ends, number, on_device), cost) for ends, cost in likeliest]
+        return [(way, self._of_task(cost)) for way, cost in found]
+
+    def _of_task(self, cost: TaskCost) -> TaskCost:
+        """A step's cost as that of this task; with one micro-batch where its steps are not spread whatever happens."""
+        task, spreads = self.task, not self.state.observed.runs_backward
+        number = cost.num_micro_batches if spreads and not task.adapts else 1
+        return replace(cost, name=self.name, num_micro_batches=number, priority=task.priority, weight=task.weight)
+
+    def _places(self, own: Way) -> tuple[bool, ...]:
+        return (own.steps_on_device, not own.steps_on_device) if self.estimate.may_step_anywhere else own[2:]
+
+    def _run_of(self, *, on_device: bool) -> dict[str, Any]:
+        """What of the run at hand goes by where the optimizer steps."""
+        early = on_device or self.task.early_release
+        return {"state_bytes": self.estimate.state_bytes() if on_device else None, "early_release": early}
+
+    def _numbers(self, own: Way, num_devices: int) -> list[int]:
+        """Larger numbers of micro-batches, for steps that are spread over more devices."""
+        task, observed = self.task, self.state.observed
+        if task.accumulation_steps != "auto" or self.saved is not None or own.steps_on_device or task.early_release:
+            return []
+        if observed.runs_backward or observed.draws_outside_torch or self.state.shares_changed_buffer():
+            return []
+        most = min(num_devices, self.reader.sample().num_samples, task.max_devices or num_devices)
+        return sorted({n for n in (*(2**k for k in range(1, most.bit_length())), most) if own.num_micro_batches < n})
 
     def leave(self) -> None:
         """It is trained, or will not be: nobody counts on what it has in DRAM any more."""
@@ -705,8 +769,12 @@ class Planner:
                 powers = [2**k for k in range(num_samples.bit_length())]
                 with suppress(LayerTooLarge):  # for several micro-batches by an upper bound: tried below all the same
                     number, _ = task.partitioner.choose(self._costs, powers, budget)
-        if self._estimate.steps_on_device(device):
-            state.step_on_device()
+        together = self._target.together
+        if together is not None and is_open:  # any other number is the user's, and with it the bits
+            number = together.num_micro_batches
+        state.step_on_device(
+            is_so=self._estimate.steps_on_device(device) if together is None else together.steps_on_device
+        )
         # A validation computes such a batch in parts, and so do evaluations and predictions.
         adapts = task.adapts and not task.replay
         may_split = is_auto or adapts if self._trains else True
@@ -715,13 +783,13 @@ class Planner:
                 self.cut(number)
                 break
             except (LayerTooLarge, ShardDoesNotFit) as error:
-                if not may_split or number >= num_samples:
+                if not may_split or number >= num_samples or together is not None:
                     raise ShardDoesNotFit(f"{self._planned.name}: {self._remedied(error)}") from error
                 number *= 2
                 if adapts:
                     self._planned.split_first(min(number, num_samples))
         step_s = self.decide()
-        if is_open and self._trains:
+        if is_open and self._trains and together is None:
             number = self._raised(number, step_s)
         choice, predicted = self._planned.choice, self._planned.predicted
         rehearsals.put(structure, beside, Rehearsed.of(state, self._estimate.input_bytes, choice, predicted))
@@ -756,7 +824,7 @@ class Planner:
         return (
             *(type(target.device), target.device.torch_device, target.device.has_arena, target.budget),
             *(target.num_threads, tuple(each.memory_bytes for each in target.devices), self.state.max_devices),
-            target.boundaries,
+            target.together,
             self.state.pool.splits,
             *((target.share, None if saved is None else saved.accumulation_steps) if is_auto else ()),
             *(each.fingerprint for batch in batches for each in batch.whole),
@@ -915,11 +983,15 @@ class Planner:
                 budget=budget,
                 run=self._estimate.run_at_hand(self._target),
             )
-            together = self._target.boundaries
+            together = self._target.together
+            beside = self._target.beside
             if together is None:
-                planned.predicted = planned.choice.fastest()
+                own = planned.predicted = planned.choice.fastest()
+                if beside:
+                    [num_steps, *_] = known_steps([planned.num_steps(), *(each.num_steps for each in beside)])
+                    planned.predicted = planned.choice.beside(own, planned.name, num_steps, beside)
             else:
-                planned.predicted = planned.choice.predicted(together)._replace(is_together=True)
+                planned.predicted = planned.choice.predicted(together.boundaries)._replace(is_together=True)
             return list(planned.predicted.boundaries), None
         except LayerTooLarge as error:
             may_cut = number == 1 or partitioner.revise([number], 0, costs) is not None
@@ -1029,34 +1101,39 @@ def _begin_epoch(
         watch.check(f"{report.name}: its callback, in on_epoch_begin,")
 
 
-def cut_together(planned: Sequence[PlannedTask]) -> dict[int, tuple[int, ...]]:
-    """Return, by index of the task, the cuts with which the whole run is predicted to end sooner than with their own.
+def ways_together(planned: Sequence[PlannedTask]) -> dict[int, Way]:
+    """Return, by index of the task, the ways in which the whole run is predicted to end sooner than with their own.
 
-    A cut of its own was chosen beside tasks that are taken to be like it. So there is nothing to do where all are.
+    A cut of its own was chosen beside tasks that are taken to be like it. So where all are, and nothing but the cuts is
+    open, there is nothing to do.
     """
-    chosen = [each for each in planned if each.choice is not None]
-    if len(planned) == 1 or not chosen:
+    chosen = next((each.choice for each in planned if each.choice is not None), None)
+    if chosen is None:
         return {}
-    steps = [each.num_steps() for each in planned]
+    options = [each.options() for each in planned]
+    others = {way[1:] for each in options for way, _ in each if way[1:] != each[0][0][1:]}
+    if not others and len(planned) == 1:
+        return {}
+    steps = known_steps([each.num_steps() for each in planned])
+    costs = [[replace(cost, num_steps=n) for _, cost in each] for each, n in zip(options, steps, strict=True)]
+    if not others and len({tuple(replace(cost, name="") for cost in each) for each in costs}) == 1:
+        return {}
+    found = WholeRun.of(chosen.run, costs).worth_searching().best()
+    return {i: options[i][k][0] for i, k in enumerate(found.chosen) if k > 0}
+
+
+def rehearsed_s(planned: Sequence[PlannedTask]) -> float:
+    """Predict the makespan of tasks by their rehearsals; of a run with fewer steps, where there are many."""
+    run = next(each.choice.run for each in planned if each.choice is not None)
+    steps = known_steps([each.num_steps() for each in planned])
+    costs = [replace(each.rehearsed_cost(), num_steps=n) for each, n in zip(planned, steps, strict=True)]
+    return WholeRun.of(run, [[cost] for cost in costs]).makespan_s([0] * len(costs))
+
+
+def known_steps(steps: Sequence[int | None]) -> list[int]:
+    """Return steps of tasks; of one whose loader does not say, as many as of the longest."""
     most = max((each for each in steps if each is not None), default=1)
-    options = [
-        [replace(cost, name=each.name, num_steps=max(1, most if number is None else number)) for cost in each.options()]
-        for each, number in zip(planned, steps, strict=True)
-    ]
-    if len({tuple(replace(cost, name="") for cost in each) for each in options}) == 1:
-        return {}
-    assert chosen[0].choice is not None
-    run = chosen[0].choice.run
-    whole = WholeRun.of(run, options)
-    least_s = bound_s([each[0] for each in options], whole.devices)
-    found = replace(whole, most_units=min(MOST_UNITS, int(UNITS_PER_S * least_s))).best()
-    cuts = {}
-    for i, (each, k) in enumerate(zip(planned, found.chosen, strict=True)):
-        if k > 0:
-            assert each.choice is not None
-            own = tuple(each.state.cut.boundaries)
-            cuts[i] = [tuple(ends) for ends in each.choice.candidates if tuple(ends) != own][k - 1]
-    return cuts
+    return [max(1, most if number is None else number) for number in steps]
 
 
 def check_dram(planned: list[PlannedTask]) -> None:

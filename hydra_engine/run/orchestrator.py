@@ -224,7 +224,7 @@ class ModelOrchestrator:
         try:
             # Bound without helpers: what begins meanwhile may be the run's.
             with drawing_as_usual(), joining.planning(planned), bound(cores, with_helpers=False), suppress(RunOver):
-                plan = site.plan_one(planned, beside, joining.borrowed, run.workers.can_hold)
+                plan = site.plan_one(planned, beside, joining.borrowed, run.workers.can_hold, run.steps_left)
                 run.workers.check_room(planned)
         except BaseException:
             tasks.remove(planned)

@@ -21,13 +21,16 @@ from hydra_engine.planning import (
     DramLimit,
     PlannedTask,
     Rehearsals,
+    TaskCost,
     check_apart,
     check_arena,
     check_dram,
     check_shared_buffers,
     check_sharing,
-    cut_together,
     fits_arena,
+    known_steps,
+    rehearsed_s,
+    ways_together,
 )
 from hydra_engine.system import HostThreads
 from hydra_engine.tasks import EvaluationTask, ModelTask, Plan, Purpose, Report, TaskPlan, TaskReport
@@ -287,11 +290,7 @@ class Site:
         memory_bytes = self._smallest.memory_bytes
         with self._telling_least(tasks):
             plans = [self._plan(each, len(tasks)) for each in tasks]
-            for k, boundaries in cut_together(tasks).items():
-                with suppress(ShardDoesNotFit):  # rehearsed, it takes more than was counted: then as it was
-                    plans[k] = self._plan(tasks[k], len(tasks), boundaries=boundaries)
-                    continue
-                plans[k] = self._plan(tasks[k], len(tasks))
+            self._plan_together(tasks, plans)
             if any(device.has_arena for device in self.devices):
                 # What fits alone may leave too little to another's work, since memory does not go from slabs to that.
                 for k, each in enumerate(tasks):
@@ -301,6 +300,25 @@ class Site:
         check_shared_buffers(tasks)
         self.limit.check(tasks)
         return self.plan_of(plans)
+
+    def _plan_together(self, tasks: Sequence[PlannedTask], plans: list[TaskPlan]) -> None:
+        """Plan tasks anew that are trained otherwise as it is best for all of them together."""
+        ways, own = ways_together(tasks), [each.way for each in tasks]
+        if not ways:
+            return
+        before_s, refused = rehearsed_s(tasks), {}
+        for k, way in ways.items():
+            try:
+                plans[k] = self._plan(tasks[k], len(tasks), together=way)
+            except Exception as error:  # it takes more than was counted, or its layers may not be cut or split there
+                refused[k] = f"; another, for all tasks together, was refused: {_first_line(error)}"
+        # Smaller micro-batches were taken to take seconds in proportion: the rehearsal knows better.
+        if any(tasks[k].way[1] != own[k][1] for k in ways.keys() - refused.keys()) and rehearsed_s(tasks) >= before_s:
+            found = "; another, for all tasks together, was rehearsed, and is predicted to be no faster"
+            refused |= dict.fromkeys(ways.keys() - refused.keys(), found)
+        for k, because in refused.items():
+            plan = self._plan(tasks[k], len(tasks))
+            plans[k] = replace(plan, cut_because=plan.cut_because + because)
 
     @contextmanager
     def _telling_least(self, tasks: Sequence[PlannedTask]) -> Iterator[None]:
@@ -334,17 +352,20 @@ class Site:
         beside: Sequence[PlannedTask],
         borrowed: Callable[[DeviceSpec], AbstractContextManager[OpenDevice]],
         can_hold: Callable[[int, int], bool],
+        steps_left: Callable[[str], int | None],
     ) -> TaskPlan:
         """Plan a task while others train, itself being one of `beside`.
 
         borrowed: a device for a rehearsal, which the others do without meanwhile. can_hold: as the planner's.
+        steps_left: of a task that trains, as far as that is known.
         """
         check_dram([planned])
         self.limit.check([planned])
         device = self._smallest
         opened = None if device.has_room_for_planning else lambda _: borrowed(device)
         try:
-            plan = self._plan(planned, len(beside), opened=opened, can_hold=can_hold)
+            others = _left([each for each in beside if each is not planned], steps_left)
+            plan = self._plan(planned, len(beside), opened=opened, can_hold=can_hold, beside=others)
         except ShardDoesNotFit as error:
             if opened is not None:
                 noted(error, "beside tasks that train, whose arenas stay as they are; add it before train_models()")
@@ -382,6 +403,19 @@ class Site:
     def _check_free(self) -> None:
         for device in self.devices:
             device.check_free()
+
+
+def _left(tasks: Sequence[PlannedTask], steps_left: Callable[[str], int | None]) -> list[TaskCost]:
+    """Return what these tasks have yet to take; none, where it was not predicted what one of them takes."""
+    found = [(each.as_planned, steps_left(each.name)) for each in tasks]
+    found = [(cost, number) for cost, number in found if number != 0]
+    numbers = known_steps([number for _, number in found])
+    costs = [replace(cost, num_steps=n) for (cost, _), n in zip(found, numbers, strict=True) if cost is not None]
+    return costs if len(costs) == len(found) else []
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def one_line(value: object) -> str:

@@ -84,8 +84,8 @@ class ModelTask:
             optimizer keeps of each parameter are rounded after each step. They take half of the DRAM, and results are
             near those of plain PyTorch.
         grad_scaler: where the loss scale of float16 starts and how it moves; default `torch.amp.GradScaler("cpu")`.
-        accumulation_steps*: micro-batches per step, or "auto". A number is kept whatever comes; under "auto" a batch
-            whose step does not fit raises it from then on.
+        accumulation_steps*: micro-batches per step, or "auto": chosen by the plan. A number is kept whatever comes;
+            under "auto" a batch whose step does not fit raises it from then on.
         scaling_rule*: of the learning rate, for a `hydra_engine.adaptive.AdaptiveDataLoader` whose batch size adapts;
             default: `AdamScale` for Adam and its variants, else `AdaScale`.
         replay*: choices of another run's `TaskReport.adaptive`, which are made again instead of new ones.

@@ -78,8 +78,8 @@ class Spiller:
         return slab
 
     def _load(self, state: TaskState, pairs: Pairs, *, urgent: bool = False) -> None:
-        self._device.trace.count_work(state.name, loaded_bytes=sum(source.nbytes for _, source in pairs))
-        self._device.copy(LOAD, pairs, urgent=urgent)
+        num_bytes = self._device.copy(LOAD, pairs, urgent=urgent)
+        self._device.trace.count_work(state.name, loaded_bytes=num_bytes)
 
     def views(self, state: TaskState, shard: Shard, slabs: Mapping[bool, Slab]) -> dict[int, Tensor]:
         """A shard's parameters, by slot, in its slabs by whether they are trainable."""
