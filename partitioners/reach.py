@@ -53,11 +53,11 @@ CLASS, GLOBALS = "__class__", "__globals__"
 CONTAINERS = (dict, list, set, deque)
 _ITERATORS: tuple[type, ...] = (
     *(map, filter, zip, enumerate, reversed, GeneratorType),
-    *(type(iter(each)) for each in ([], (), {}, range(0), range(1 << 64), "", b"")),
+    *(type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter(range(1 << 64)))),
 )
 # Where code of a user's own may count, beside a function.
-_KEEPERS = (bytearray, array, SimpleNamespace, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
-_COUNTED = (*PLAIN, *CONTAINERS, *_KEEPERS, *_ITERATORS, torch.Tensor, np.ndarray)
+_KEEPERS: tuple[type, ...] = (bytearray, array, SimpleNamespace, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+_COUNTED: tuple[type, ...] = (*PLAIN, *CONTAINERS, *_KEEPERS, *_ITERATORS, torch.Tensor, np.ndarray)
 # Dicts of its own that a module looks attributes up in.
 IN_MODULES = ("_parameters", "_buffers", "_modules")
 
