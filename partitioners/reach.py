@@ -5,10 +5,23 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import os
+import sys
+import sysconfig
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Collection, Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,10 +45,19 @@ class Shared:
 # handle leads to hooks that their module leads to as well.
 _ENDS = (*PLAIN, type, ModuleType, BuiltinFunctionType, CodeType, logging.Logger, Skips, Shared, RemovableHandle)
 _NO_VALUES = tuple(each for each in _ENDS if each not in PLAIN)
+# Code of others, which keeps its state to itself.
+_INSTALLED = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("purelib", "platlib", "stdlib"))
+_OURS = ("torch", "hydra_engine", "partitioners")
 # In the path to a value that an object or closure shares with others: of its class, or of its globals.
 CLASS, GLOBALS = "__class__", "__globals__"
 CONTAINERS = (dict, list, set, deque)
-_ITERATORS: tuple[type, ...] = (map, filter, zip, enumerate, reversed, type(iter([])), type(iter(())), type(iter({})))
+_ITERATORS: tuple[type, ...] = (
+    *(map, filter, zip, enumerate, reversed, GeneratorType),
+    *(type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter(range(1 << 64)))),
+)
+# Where code of a user's own may count, beside a function.
+_KEEPERS: tuple[type, ...] = (bytearray, array, SimpleNamespace, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+_COUNTED: tuple[type, ...] = (*PLAIN, *CONTAINERS, *_KEEPERS, *_ITERATORS, torch.Tensor, np.ndarray)
 # Dicts of its own that a module looks attributes up in.
 IN_MODULES = ("_parameters", "_buffers", "_modules")
 
@@ -58,7 +80,8 @@ def reach(
     modules and functions beside it.
 
     copied_only: only values that a deepcopy leads to.
-    plain: also numbers and strings, each at every place, as tensors then are; also in globals that a function names.
+    plain: also numbers and strings, each at every place, as tensors then are; also in globals that a function names,
+    and in classes, modules, functions and objects of the user's own that it names.
     besides: ids of objects to leave out.
     """
     seen: dict[int, object] = {}  # with the values, so that no other takes over an id
@@ -125,11 +148,51 @@ def _copied_by(value: Any) -> Iterator[tuple[str, object]]:
                     yield f".{name}", getattr(value, name)
 
 
+def _is_beside(value: object, function: FunctionType) -> bool:
+    """Return True for a class, module, function or object that a function of the user's own shares with others.
+
+    It is of the same package or another one of the user's, or an object of the standard library's that counts, or keeps
+    what it is given.
+    """
+    if isinstance(value, (*_KEEPERS, *_ITERATORS)) or type(value).__module__ == "itertools":
+        return True
+    if function.__code__.co_filename.startswith(_INSTALLED):
+        return False
+    kind = value if isinstance(value, (type, FunctionType, ModuleType)) else type(value)
+    name = str(kind.__name__ if isinstance(kind, ModuleType) else kind.__module__)
+    return name.partition(".")[0] == str(function.__module__).partition(".")[0] or _is_users(name)
+
+
+@functools.cache
+def _is_users(name: str) -> bool:
+    """Return True for a module that is not installed, by its name."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return bool(file) and not str(file).startswith(_INSTALLED) and name.partition(".")[0] not in _OURS
+
+
+def _held_by(value: object, names: Collection[str]) -> Iterator[tuple[str, object]]:
+    """Yield an object itself; of a class, or by these names of a module, what its code may count in."""
+    if isinstance(value, type):
+        for kind in value.__mro__:
+            if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
+                for name, each in list(vars(kind).items()):
+                    held = each.__func__ if isinstance(each, (staticmethod, classmethod)) else each
+                    if isinstance(held, (*_COUNTED, FunctionType)) and not name.startswith("__"):
+                        yield f".{name}", held
+    elif isinstance(value, ModuleType):
+        found = ((name, vars(value).get(name)) for name in names if name in vars(value))
+        yield from ((f".{name}", each) for name, each in found if isinstance(each, _COUNTED))
+    else:
+        yield "", value
+
+
 def _shared_by(value: Any, *, plain: bool = False) -> Iterator[tuple[str, object]]:
     """Yield the values that a copy holds as well."""
     inside = f"{CLASS}." if plain else ""
     if isinstance(value, weakref.ref):
         yield "()", value()
+    elif plain and isinstance(value, MethodType) and isinstance(value.__self__, type):  # apply of a Function
+        yield from _held_by(value.__self__, ())
     elif isinstance(value, nn.Module):
         for kind in type(value).__mro__:
             if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
@@ -137,14 +200,20 @@ def _shared_by(value: Any, *, plain: bool = False) -> Iterator[tuple[str, object
     elif isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
-                yield f".{name}", cell.cell_contents
+                each = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
+            yield f".{name}", each
+            if plain and isinstance(each, type) and _is_beside(each, value):
+                yield from ((f".{name}{where}", held) for where, held in _held_by(each, ()))
         for name in value.__code__.co_names:
             each = value.__globals__.get(name)
             beside = isinstance(each, FunctionType) and each.__module__ == value.__module__
             if plain and isinstance(each, (*PLAIN, *CONTAINERS)) and name in value.__globals__:
                 yield f".{GLOBALS}.{name}", each
+            elif plain and not beside and _is_beside(each, value):
+                named = value.__code__.co_names
+                yield from ((f".{GLOBALS}.{name}{where}", held) for where, held in _held_by(each, named))
             elif beside or isinstance(each, (torch.Tensor, np.ndarray, nn.Module, torch.jit.ScriptFunction)):
                 yield f".{name}", each
         yield from ((".__defaults__", each) for each in value.__defaults__ or ())

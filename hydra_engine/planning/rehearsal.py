@@ -12,10 +12,12 @@ Both watch which memory operations read and write. What differs is refused with 
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -725,10 +727,17 @@ class _Checks:
         besides = {id(each) for each in (*structure.parameters, *structure.buffers, *layout.layers)}
         besides |= self._shared | {id(each.stale.what) for each in structure.stale}
         made = {id(vars(module).get(attribute)) for module, attribute, _ in structure.stale}
+        copies = {id(each) for _, layer in self._roots if isinstance(layer, nn.Module) for each in layer.modules()}
+        copies |= {id(each) for each in structure.parameters}
         found: PlainState = {}
         for path, value, is_copied in reach(*self._roots, plain=True, besides=besides):
             # A closure of the loss has been copied with it.
             is_own = is_copied or (path.startswith(LOSS) and CLASS not in path and GLOBALS not in path)
+            if _is_of_one(value, copies, is_own=is_own):
+                raise ValueError(
+                    f"{self._state.name}: {path} is looked up by a layer's parameter or module or the id() of one, "
+                    f"limit: what is the same for all copies of a layer; use a name, or an attribute of the layer"
+                )
             if id(value) in made or isinstance(value, Stale) or self._onlooker.is_bound(value):
                 found[path, is_own] = [PASSING]
             elif (shown := _shown(value)) is not None:
@@ -847,6 +856,16 @@ def _longer(tensor: Tensor) -> Tensor:
     return torch.cat([tensor, tensor], 1) if tensor.dim() > 1 else tensor
 
 
+def _is_of_one(value: Any, copies: Collection[int], *, is_own: bool) -> bool:
+    """Return True for the id of one of these, and for a table of it that other copies have, too."""
+    if isinstance(value, int):
+        return value in copies
+    if is_own or not isinstance(value, (dict, set)):
+        return False
+    keys = (each() if isinstance(each, weakref.ref) else each for each in list(value))
+    return any(id(part) in copies for each in keys for part in (each if isinstance(each, tuple) else [each]))
+
+
 def _shown(value: Any) -> str | None:
     """What tells the state of a value from others, and is to be compared; None for what holds others, or nothing."""
     if isinstance(value, Tensor):
@@ -855,7 +874,13 @@ def _shown(value: Any) -> str | None:
         return BYTES + (_hash(value.tobytes()) if value.dtype != object else "")
     if isinstance(value, GENERATORS):
         return BYTES + _hash(repr(frozen(value, {})).encode())
-    return repr(value) if isinstance(value, (*PLAIN, count)) else None
+    if isinstance(value, (bytearray, array)):
+        return BYTES + _hash(bytes(value))
+    if isinstance(value, (*PLAIN, count)):
+        return repr(value)
+    if isinstance(value, Iterator) and type(value).__module__ == "builtins":
+        return f"{operator.length_hint(value)} values"  # that are to come
+    return None
 
 
 def _hash(data: bytes) -> str:

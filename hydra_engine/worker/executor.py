@@ -22,6 +22,7 @@ from hydra_engine.worker.attributes import Attributes
 from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.drawing import Drawing
 from hydra_engine.worker.graphs import Arrival, GradientSums, Graph, SavedTensors, arrive
+from hydra_engine.worker.thread_modes import ThreadModes, put_back, thread_modes
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput, UpdateOnDevice
 from partitioners.boundary import Boundary
 from partitioners.precision import cast
@@ -197,6 +198,7 @@ class UnitRunning:
         self._written = set(spec.written) & set(spec.shard.buffers)
         self._was_training: list[tuple[nn.Module, bool]] = []  # modules, while they evaluate
         self._had_gradients = True  # in the caller's thread
+        self._thread_modes: ThreadModes | None = None  # those that it began in
 
     def __enter__(self) -> UnitRunning:
         self._structure.bind(self._views, self._buffers)
@@ -213,6 +215,7 @@ class UnitRunning:
                     for layer in layers:
                         layer.eval()
             _set_grad_enabled(self._spec.kind != EVALUATE)
+            self._thread_modes = thread_modes()
             if self._so_far:
                 self._gradients.go_on_from(self._so_far)
         except BaseException:
@@ -221,6 +224,8 @@ class UnitRunning:
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        if exc[0] is not None and self._thread_modes is not None:
+            put_back(self._thread_modes)
         _set_grad_enabled(self._had_gradients)
         for module, training in self._was_training:
             module.training = training
@@ -267,6 +272,14 @@ class UnitRunning:
         update: of the parameters, in place, by the optimizer.
         """
         spec, structure, shard = self._spec, self._structure, self._shard
+        assert self._thread_modes is not None
+        changed = put_back(self._thread_modes)
+        if changed:
+            raise LayerFault(
+                f"one of layers {', '.join(structure.names[shard.first : self._end])} leaves {changed} changed when it "
+                f"returns, limit: as it was, since layers of other shards run in other threads; use a context manager "
+                f"in the layer (torch.no_grad, torch.autocast), or set it before generate()"
+            )
         if self._inspector is not None:
             self._inspector.ends(self._views, structure.parameters)
         gradients: dict[int, Tensor | None] = {}

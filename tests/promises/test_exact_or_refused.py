@@ -9,8 +9,13 @@ import copy
 import random
 import re
 import signal
+import sys
 import threading
+import weakref
+from array import array
 from contextlib import nullcontext
+from itertools import count
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -1452,6 +1457,289 @@ for _layer in (RunningMaximum, RunningMaximumInSlots, Numbering, LazyTable):
     RECIPES[f"attribute_of_{_layer.__name__}"] = _build
 
 
+# -- State where no copy has it: what counts is told from what stays
+
+
+class Progress:
+    step = 0
+
+    @staticmethod
+    def scale():
+        Progress.step += 1
+        return 1.0 if Progress.step < 40 else 0.5
+
+
+class Longer(Progress):
+    pass
+
+
+class Steps:
+    """Counts in an object, beside the layers."""
+
+    def __init__(self):
+        self.num = 0
+
+    def __call__(self):
+        self.num += 1
+        return 1.0 if self.num < 40 else 0.5
+
+
+class Halving(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        Halving.calls += 1
+        return x if Halving.calls < 40 else x / 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class FromSomeStepOn(Base):
+    """Is another layer after many calls, which something else counts."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def odd(self, x):
+        return x * self.scale()
+
+
+COUNTS, CELLS, SPACE, STEPS = bytearray(1), array("q", [0]), SimpleNamespace(num=0), Steps()
+MODULE = ModuleType("tests.progress")
+MODULE.num = 0
+SCALES = iter([1.0] * 40 + [0.5] * 1000)
+
+
+def endless():
+    for k in count():
+        yield 1.0 if k < 40 else 0.5
+
+
+GENERATED = endless()
+
+
+def elsewhere(name):
+    """Make a function that counts in the globals of another module."""
+    module = ModuleType(name)
+    module.__file__ = f"{name}.py"
+    exec("num = 0\ndef scale():\n    global num\n    num += 1\n    return 1.0 if num < 40 else 0.5", vars(module))
+    sys.modules[name] = module
+    return module.scale
+
+
+IN_THE_PACKAGE, IN_ANOTHER = elsewhere("tests.elsewhere"), elsewhere("elsewhere")
+
+
+def of_a_function_of_the_package():
+    return IN_THE_PACKAGE()
+
+
+def of_a_function_of_another_package():
+    return IN_ANOTHER()
+
+
+def of_bytes():
+    COUNTS[0] = (COUNTS[0] + 1) % 256
+    return 1.0 if COUNTS[0] < 40 else 0.5
+
+
+def of_an_array():
+    CELLS[0] += 1
+    return 1.0 if CELLS[0] < 40 else 0.5
+
+
+def of_a_namespace():
+    SPACE.num += 1
+    return 1.0 if SPACE.num < 40 else 0.5
+
+
+def of_a_module():
+    MODULE.num += 1
+    return 1.0 if MODULE.num < 40 else 0.5
+
+
+def of_an_object():
+    return STEPS()
+
+
+def of_a_class():
+    Progress.step += 1
+    return 1.0 if Progress.step < 40 else 0.5
+
+
+def of_a_static_method():
+    return Progress.scale()
+
+
+def of_a_base_class():
+    return Longer.scale()
+
+
+def of_an_iterator():
+    return next(SCALES)
+
+
+def of_a_generator():
+    return next(GENERATED)
+
+
+for _scale in (
+    *(of_bytes, of_an_array, of_a_namespace, of_a_module, of_an_object, of_a_class, of_a_static_method),
+    *(of_a_base_class, of_an_iterator, of_a_generator, of_a_function_of_the_package, of_a_function_of_another_package),
+):
+
+    def _build(scale=_scale):
+        return {"layers": around(FromSomeStepOn(scale)), "expect": "refused"}
+
+    RECIPES[f"counter_{_scale.__name__}"] = _build
+
+    def _build(scale=_scale):
+        def loss_fn(output, target):
+            return F.cross_entropy(output, target) * scale()
+
+        return {"layers": around(nn.Dropout(0.3)), "loss_fn": loss_fn, "expect": "refused"}
+
+    RECIPES[f"loss_with_a_counter_{_scale.__name__}"] = _build
+
+
+@recipe
+def counter_of_an_autograd_function():
+    return {"layers": around(Apply(Halving.apply)), "expect": "refused"}
+
+
+@recipe
+def counter_of_an_autograd_function_that_is_named():
+    return {"layers": around(Apply(lambda x: Halving.apply(x))), "expect": "refused"}
+
+
+@recipe
+def counter_of_a_class_in_a_closure():
+    class Local:
+        num = 0
+
+    def scale():
+        Local.num += 1
+        return 1.0 if Local.num < 40 else 0.5
+
+    return {"layers": around(FromSomeStepOn(scale)), "expect": "refused"}
+
+
+class InAttribute(Base):
+    """Counts in an attribute that is no number."""
+
+    def __init__(self, kept, scale):
+        super().__init__()
+        self.kept, self.scale = kept, scale
+
+    def odd(self, x):
+        return x * self.scale(self.kept)
+
+
+def of_step(k):
+    return 1.0 if k < 40 else 0.5
+
+
+def add_to_first(kept):
+    kept[0] += 1
+    return 1.0 if kept[0] < 40 else 0.5
+
+
+for _name, _make, _scale in (
+    ("bytes", lambda: bytearray(1), add_to_first),
+    ("array", lambda: array("q", [0]), add_to_first),
+    ("iterator", lambda: iter([1.0] * 40 + [0.5] * 1000), next),
+    ("range", lambda: map(of_step, iter(range(1000))), next),
+):
+
+    def _build(make=_make, scale=_scale):
+        return {"layers": around(InAttribute(make(), scale)), "expect": "refused"}
+
+    RECIPES[f"counter_in_an_attribute_of_{_name}"] = _build
+
+
+FIRST = {}
+FIRST_OF = weakref.WeakKeyDictionary()
+
+
+class FromTheStart(Base):
+    """Is drawn to the weights that it began with, which it looks up by a key."""
+
+    def __init__(self, key, table):
+        super().__init__()
+        self.key, self.table = key, table
+
+    def odd(self, x):
+        table, key = self.table(), self.key(self)
+        if key not in table:
+            table[key] = self.linear.weight.detach().clone()
+        return x + F.linear(x, self.linear.weight - table[key])
+
+
+def first():
+    return FIRST
+
+
+def first_of():
+    return FIRST_OF
+
+
+@recipe
+def table_by_id_of_a_parameter():
+    return {"layers": around(FromTheStart(lambda layer: id(layer.linear.weight), first)), "expect": "refused"}
+
+
+@recipe
+def table_by_id_of_a_module():
+    return {"layers": around(FromTheStart(id, first)), "expect": "refused"}
+
+
+@recipe
+def table_by_module():
+    return {"layers": around(FromTheStart(lambda layer: layer, first)), "expect": "refused"}
+
+
+@recipe
+def table_by_weak_module():
+    return {"layers": around(FromTheStart(lambda layer: layer, first_of)), "expect": "refused"}
+
+
+@recipe
+def table_by_module_and_name():
+    return {"layers": around(FromTheStart(lambda layer: (layer, "weight"), first)), "expect": "refused"}
+
+
+@recipe
+def table_by_parameter():
+    return {"layers": around(FromTheStart(lambda layer: layer.linear.weight, first)), "expect": "refused"}
+
+
+@recipe
+def table_by_id_in_a_closure():
+    table = {}
+    return {"layers": around(FromTheStart(id, lambda: table)), "expect": "refused"}
+
+
+@recipe
+def globals_that_stay():
+    """What code looks up and leaves as it is costs nothing but the look."""
+
+    def scale():
+        return 1.0 / len((STILL.names, Still.names))
+
+    return {"layers": around(FromSomeStepOn(scale)), "expect": "exact"}
+
+
+class Still:
+    names = ("a", "b")
+
+
+STILL = Still()
+
+
 @recipe
 def loss_object_with_a_running_maximum():
     class Loss:
@@ -1485,6 +1773,65 @@ def loss_reads_the_mode_of_a_layer():
         return F.cross_entropy(output, target) * (1 if layers[1].training else 2)
 
     return {"layers": layers, "loss_fn": loss_fn, "validation": batches(2), "expect": "refused"}
+
+
+class Leaves(Base):
+    """Leaves the thread in another mode, which a layer after it sets back."""
+
+    def __init__(self, change, put_back=None):
+        super().__init__()
+        self.change, self.put_back = change, put_back
+
+    def odd(self, x):
+        self.change()
+        return x
+
+    def forward(self, x):
+        x = super().forward(x)
+        if self.put_back is not None:
+            self.put_back()
+        return x
+
+
+def no_gradients():
+    torch.set_grad_enabled(False)
+
+
+def gradients():
+    torch.set_grad_enabled(True)
+
+
+def wide():
+    torch.set_default_dtype(torch.float64)
+
+
+def narrow():
+    torch.set_default_dtype(torch.float32)
+
+
+def enter_autocast():
+    torch.set_autocast_enabled("cpu", True)
+
+
+def leave_autocast():
+    torch.set_autocast_enabled("cpu", False)
+
+
+for _name, _change, _back in (
+    ("gradients", no_gradients, gradients),
+    ("default_dtype", wide, narrow),
+    ("autocast", enter_autocast, leave_autocast),
+):
+
+    def _build(change=_change, back=_back):
+        return {"layers": around(nn.Sequential(Leaves(change)), Leaves(back), Apply(torch.Tensor.float))}
+
+    RECIPES[f"layer_leaves_{_name}_changed"] = _build
+
+    def _build(change=_change, back=_back):
+        return {"layers": around(Leaves(change, back), Apply(torch.Tensor.float), nn.Linear(8, 8)), "expect": "exact"}
+
+    RECIPES[f"layer_puts_{_name}_back"] = _build
 
 
 @recipe
@@ -1663,6 +2010,20 @@ def test_exact_or_refused(name, where):
     now = generators()
     assert torch.equal(now[0], state[0])
     assert now[1:] == state[1:]
+
+
+def test_generator_that_keeps_a_batch_which_a_layer_changes_is_refused():
+    def loader():
+        x = torch.randn(6, 8)
+        for _ in range(3):
+            yield x, torch.arange(6) % 3
+
+    model = nn.Sequential(InPlace(double), nn.Linear(8, 3))
+    orchestra = ModelOrchestrator(
+        [ModelTask(model, F.cross_entropy, loader(), name=NAME)], devices=[EmulatedDevice("4MiB")]
+    )
+    with pytest.raises(ValueError, match=r"^odd-one: layer 0 works in place on the inputs .* that loader\[\d+\] keeps"):
+        orchestra.generate()
 
 
 def different(found, wanted):

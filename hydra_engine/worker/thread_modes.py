@@ -1,0 +1,48 @@
+"""Settings of a thread or of the process that a unit's code may change, and has to leave as they were.
+
+Layers of other shards would run in them, too, in plain PyTorch. Here these run in other threads, and at other times,
+and layers of other tasks in between.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeAlias
+
+import torch
+
+ThreadModes: TypeAlias = "tuple[Any, ...]"
+
+_SMALLEST = sys.float_info.min * sys.float_info.epsilon  # a zero where such numbers are flushed, which has no getter
+# In the order of `thread_modes`: what sets each, as a user writes it, and to a value of before.
+_SETTERS: tuple[tuple[str, Any], ...] = (
+    ("torch.set_grad_enabled", torch.set_grad_enabled),
+    ("torch.autocast", lambda is_enabled: torch.set_autocast_enabled("cpu", is_enabled)),
+    ("torch.set_default_dtype", torch.set_default_dtype),
+    ("torch.use_deterministic_algorithms", torch.use_deterministic_algorithms),
+    ("torch.set_num_threads", torch.set_num_threads),
+    ("torch.set_flush_denormal", torch.set_flush_denormal),
+)
+
+
+def thread_modes() -> ThreadModes:
+    """Return the modes of this thread. A microsecond."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        _SMALLEST * 1.0 == 0.0,
+    )
+
+
+def put_back(before: ThreadModes) -> str:
+    """Set the modes of this thread as they were; return what set the first that was not, or nothing."""
+    now = thread_modes()
+    if now == before:
+        return ""
+    changed = [(setter, old) for setter, old, new in zip(_SETTERS, before, now, strict=True) if new != old]
+    for (_, set_mode), old in changed:
+        set_mode(old)
+    return str(changed[0][0][0])
