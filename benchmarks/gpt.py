@@ -16,9 +16,9 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width, num_heads):
+    def __init__(self, width, num_heads, is_causal=True):
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.is_causal = num_heads, is_causal
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -27,7 +27,7 @@ class Block(nn.Module):
         batch, length, width = x.shape
         heads = self.qkv(self.norm_1(x)).view(batch, length, 3, self.num_heads, width // self.num_heads)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import starmap
 from typing import NamedTuple
 
 # The memory of a run of days must not grow: totals are kept for ever, of single spans only the last MAX_SPANS.
@@ -44,8 +45,9 @@ class Trace:
     def __init__(self) -> None:
         self._origin_s = time.perf_counter()
         self._lock = threading.Lock()
-        self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
-        self._memory: deque[MemoryUse] = deque(maxlen=MAX_SPANS)
+        # Plain tuples, which whoever asks gets as spans: most are never asked for.
+        self._spans: deque[tuple[str, str, str, float, float]] = deque(maxlen=MAX_SPANS)
+        self._memory: deque[tuple[str, float, int]] = deque(maxlen=MAX_SPANS)
         self._busy_s: dict[tuple[str, str], float] = defaultdict(float)
         self._bytes: dict[tuple[str, str], int] = defaultdict(int)
         # By task, None for all:
@@ -67,9 +69,9 @@ class Trace:
 
     def add(self, device: str, lane: str, label: str, start_s: float) -> None:
         """Record a span from `start_s` to now."""
-        end_s = self.now_s()
+        end_s = time.perf_counter() - self._origin_s
         with self._lock:
-            self._spans.append(Span(device, lane, label, start_s, end_s))
+            self._spans.append((device, lane, label, start_s, end_s))
             self._busy_s[device, lane] += end_s - start_s
 
     def count_bytes(self, device: str, lane: str, num_bytes: int) -> None:
@@ -79,7 +81,7 @@ class Trace:
     def note_memory(self, device: str, used_bytes: int) -> None:
         """Record the bytes that are in use on a device from now on."""
         with self._lock:
-            self._memory.append(MemoryUse(device, self.now_s(), used_bytes))
+            self._memory.append((device, time.perf_counter() - self._origin_s, used_bytes))
 
     def busy_s(self, device: str, lane: str) -> float:
         with self._lock:
@@ -105,9 +107,9 @@ class Trace:
     def spans(self) -> list[Span]:
         """Return the last spans, in the order of their ends."""
         with self._lock:
-            return list(self._spans)
+            return list(starmap(Span, self._spans))
 
     def memory(self) -> list[MemoryUse]:
         """Return the last changes of the memory in use, in the order of their moments."""
         with self._lock:
-            return list(self._memory)
+            return list(starmap(MemoryUse, self._memory))

@@ -9,7 +9,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from partitioners.boundary import Boundary
 from partitioners.cost import ALIGNMENT_BYTES, ChangesParameters
 from partitioners.meter import MemoryMeter
-from partitioners.skips import Frame, replayed
+from partitioners.skips import Frame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,9 +227,9 @@ class Work:
         """Return the names of arrived values that the last run got."""
         return tuple(self._frame.gotten)
 
-    def replayed(self) -> AbstractContextManager[None]:
+    def replayed(self) -> Frame:
         """Run the backward of the last run."""
-        return replayed(self._frame)
+        return self._frame.replayed()
 
     def forget(self) -> None:
         """Drop the values that the last run put."""

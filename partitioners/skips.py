@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -73,7 +72,12 @@ class Frame:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _LOCAL.frame, self._before = self._before, None
+        _LOCAL.frame, self._before, self.is_replayed = self._before, None, False
+
+    def replayed(self) -> Frame:
+        """Return it as the context of its layers' backward: a checkpoint inside one runs parts of its forward again."""
+        self.is_replayed = True
+        return self
 
     def put(self, name: str, value: Any) -> None:
         if self.is_replayed and name in self.values:
@@ -98,17 +102,6 @@ _LOCAL = threading.local()
 def current() -> Frame | None:
     """Return the frame of this thread, if layers run in one."""
     return getattr(_LOCAL, "frame", None)
-
-
-@contextlib.contextmanager
-def replayed(frame: Frame) -> Iterator[None]:
-    """Run the backward of layers: a checkpoint inside one runs parts of its forward again."""
-    before = current()
-    _LOCAL.frame, frame.is_replayed = frame, True
-    try:
-        yield
-    finally:
-        _LOCAL.frame, frame.is_replayed = before, False
 
 
 def _missing(name: str) -> KeyError:

@@ -2,10 +2,11 @@
 
     python -m tests.exact                            # every combination once; `make exact`
     python -m tests.exact --only lstm-adamw          # the cases with this in their name
-    python -m tests.exact --sample 500 --seed 1      # a random part
+    python -m tests.exact --sample 500 --seed 1      # 500 runs, drawn at random
 
 `tests/promises/test_exact.py` runs the covering. A case trains one model of the zoo with the engine and in plain
 PyTorch (`tests/reference.py`) and compares losses, parameters, buffers, and the peak of every device with its budget.
+Cases in company train three at a time, in one run, and each of the three is compared.
 """
 
 import argparse
@@ -68,7 +69,6 @@ class Case(NamedTuple):
         )
 
 
-# Ordered so that neighbours in the product share their reference run: what changes the results comes first.
 FACTORS = {
     "model": tuple(zoo.MODELS),
     "optimizer": tuple(OPTIMIZERS),
@@ -82,9 +82,12 @@ FACTORS = {
     "chaos": (False, True),
 }
 
+# Those of a run rather than of one of its tasks: cases in company agree in them.
+RUN_FACTORS = ("num_devices", "policy", "double_buffer", "company", "chaos")
+COMPANY = 3  # tasks of a run in company
+
 EPOCHS = 2
-SEED = 1234  # of the task under test; each of its companions has its own
-COMPANIONS = ("dropout", "mlp", "branch")  # the first two that are not the model under test
+SEED = 1234  # of a run's first task; the others have the next ones
 MEMORY = "8MiB"  # of one emulated device
 HANG_S = 3600  # a case that takes longer ends `make exact` with every thread's stack
 
@@ -145,7 +148,7 @@ class Expected(NamedTuple):
     state: dict
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=512)
 def expected(name, *, optimizer="sgd", accumulation_steps=1, max_grad_norm=None, epochs=EPOCHS, seed=SEED):
     """Plain PyTorch's result for a model of the zoo."""
     model, loss_fn, loader = zoo.MODELS[name]()
@@ -165,15 +168,13 @@ def expected(name, *, optimizer="sgd", accumulation_steps=1, max_grad_norm=None,
     return Expected(result.losses, result.validation_losses, zoo.state(model))
 
 
-def task_of(name, *, optimizer="sgd", partition="three", epochs=EPOCHS, seed=SEED, **options):
+def task_of(zoo_name, *, name=None, optimizer="sgd", partition="three", epochs=EPOCHS, seed=SEED, **options):
     """A task over a fresh model of the zoo, and that model: what `expected` describes."""
-    model, loss_fn, loader = zoo.MODELS[name]()
+    model, loss_fn, loader = zoo.MODELS[zoo_name]()
     factory, lr = OPTIMIZERS[optimizer]
-    shards = Presharded(ends(partition, len(model)))
-    task = ModelTask(
-        model, loss_fn, loader, lr, epochs, name=name, optimizer=factory, partitioner=shards, seed=seed, **options
-    )
-    return task, model
+    options |= {"name": name or zoo_name, "optimizer": factory, "seed": seed}
+    options["partitioner"] = Presharded(ends(partition, len(model)))
+    return ModelTask(model, loss_fn, loader, lr, epochs, **options), model
 
 
 def ends(partition, num_layers):
@@ -183,35 +184,59 @@ def ends(partition, num_layers):
 
 
 def check(case):
-    """Train the case with the engine and compare with plain PyTorch; companions are compared too."""
-    options = {"accumulation_steps": case.accumulation_steps, "max_grad_norm": case.max_grad_norm}
-    task, model = task_of(case.model, optimizer=case.optimizer, partition=case.partition, **options)
-    tasks = [task]
-    results = [(case.model, model, expected(case.model, optimizer=case.optimizer, **options))]
-    if case.company:
-        first, last = [name for name in COMPANIONS if name != case.model][:2]
-        for name, place, settings in (
-            (first, 0, {"optimizer": "adam", "epochs": 1, "seed": 5}),
-            (last, 2, {"optimizer": "momentum", "epochs": 1, "seed": 6, "partition": "one"}),
-        ):
-            task, model = task_of(name, **settings)
-            tasks.insert(place, task)
-            settings.pop("partition", None)  # which results do not depend on
-            results.append((name, model, expected(name, **settings)))
+    """Train the case, and those in its company, with the engine; compare each of them with plain PyTorch."""
+    check_run(run_of()[case])
+
+
+def check_run(cases):
+    """Train these cases in one run, and compare each of them with plain PyTorch."""
+    tasks, results = [], []
+    for k, case in enumerate(cases):
+        options = {
+            "seed": SEED + k,
+            "optimizer": case.optimizer,
+            "accumulation_steps": case.accumulation_steps,
+            "max_grad_norm": case.max_grad_norm,
+        }
+        task, model = task_of(case.model, name=str(case), partition=case.partition, **options)
+        tasks.append(task)
+        results.append((str(case), model, expected(case.model, **options)))
+    first = cases[0]
     report = run(
         tasks,
-        num_devices=case.num_devices,
-        policy=case.policy,
-        double_buffer=case.double_buffer,
-        chaos=zlib.crc32(str(case).encode()) if case.chaos else None,
+        num_devices=first.num_devices,
+        policy=first.policy,
+        double_buffer=first.double_buffer,
+        chaos=zlib.crc32(str(first).encode()) if first.chaos else None,
     )
     for name, model, result in results:
         assert_as_expected(report, name, model, result)
 
 
 def whole_product():
-    """Every combination, those that share a reference run side by side."""
+    """Every combination."""
     return [Case(**dict(zip(FACTORS, values, strict=True))) for values in product(*FACTORS.values())]
+
+
+def runs():
+    """The whole product as runs of cases: alone, or in company by threes that are drawn the same each time."""
+    alone, companies = [], {}
+    for case in whole_product():
+        if case.company:
+            companies.setdefault(tuple(getattr(case, factor) for factor in RUN_FACTORS), []).append(case)
+        else:
+            alone.append((case,))
+    together = []
+    for setting, cases in companies.items():
+        random.Random(str(setting)).shuffle(cases)
+        together.extend(zip(*[iter(cases)] * COMPANY, strict=True))
+    return alone + together
+
+
+@lru_cache(maxsize=1)
+def run_of():
+    """Each case's run."""
+    return {case: cases for cases in runs() for case in cases}
 
 
 def covering(seed=0, num_cases=40, num_candidates=60):
@@ -255,33 +280,35 @@ def _improved(values, forced, missing):
 
 
 def main(argv=None):
-    """Run all cases, or some, over processes; print progress, failures, count and seconds. 1 if any failed."""
+    """Run all cases, or some, over processes; print progress, failures, count and seconds. 1 if any failed.
+
+    The order is drawn, the same for a seed, so that what is done of a run that is stopped is a sample of the whole.
+    """
     args = _arguments(argv)
-    cases = [case for case in whole_product() if args.only in str(case)]
-    if args.sample is not None:
-        chosen = random.Random(args.seed).sample(range(len(cases)), min(args.sample, len(cases)))
-        cases = [cases[index] for index in sorted(chosen)]
-    cases = cases[args.skip :]
-    print(f"{len(cases)} cases, {args.workers} processes", flush=True)
+    chosen = [cases for cases in runs() if any(args.only in str(case) for case in cases)]
+    random.Random(args.seed).shuffle(chosen)
+    chosen = chosen[args.skip :][: args.sample]
+    num_cases = sum(map(len, chosen))
+    print(f"{num_cases} cases in {len(chosen)} runs, {args.workers} processes", flush=True)
     begin_s = time.perf_counter()
     num_done, num_failed, printed_s = 0, 0, 0.0
     # spawn: a child of a process that has run torch's threads must not inherit their locks.
     context = multiprocessing.get_context("spawn")
     one_thread = {"initializer": torch.set_num_threads, "initargs": (1,)}
     with ProcessPoolExecutor(args.workers, mp_context=context, **one_thread) as pool:
-        for future in as_completed([pool.submit(_run_chunk, chunk) for chunk in _chunks(cases, 24)]):
+        for future in as_completed([pool.submit(_run_chunk, chunk) for chunk in _chunks(chosen, 16)]):
             num_chunk_cases, failures = future.result()
             num_done += num_chunk_cases
             num_failed += len(failures)
             for name, story in failures:
                 print(f"FAILED {name}\n{story}", flush=True)
             elapsed_s = time.perf_counter() - begin_s
-            if elapsed_s - printed_s > 10 or num_done == len(cases):
+            if elapsed_s - printed_s > 10 or num_done == num_cases:
                 printed_s = elapsed_s
                 rate = num_done / elapsed_s
-                left_s = (len(cases) - num_done) / rate
+                left_s = (num_cases - num_done) / rate
                 print(
-                    f"{num_done}/{len(cases)} cases, {num_failed} failed, {elapsed_s:.0f} s, "
+                    f"{num_done}/{num_cases} cases, {num_failed} failed, {elapsed_s:.0f} s, "
                     f"{rate:.1f} cases/s, {left_s:.0f} s left",
                     flush=True,
                 )
@@ -292,30 +319,30 @@ def main(argv=None):
 def _arguments(argv):
     parser = argparse.ArgumentParser(prog="python -m tests.exact", description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="cases with this in their name")
-    parser.add_argument("--sample", type=int, metavar="N", help="N of the cases, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of --sample")
-    parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N, to go on with a run")
+    parser.add_argument("--sample", type=int, metavar="N", help="N of the runs, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the order of runs")
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N runs, to go on")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (default: cores)")
     return parser.parse_args(argv)
 
 
-def _chunks(cases, size):
-    iterator = iter(cases)
+def _chunks(runs, size):
+    iterator = iter(runs)
     while chunk := list(islice(iterator, size)):
         yield chunk
 
 
-def _run_chunk(cases):
+def _run_chunk(runs):
     failures = []
-    for case in cases:
+    for cases in runs:
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         try:
-            check(case)
+            check_run(cases)
         except Exception:
-            failures.append((str(case), traceback.format_exc()))
+            failures.append((", ".join(map(str, cases)), traceback.format_exc()))
         finally:
             faulthandler.cancel_dump_traceback_later()
-    return len(cases), failures
+    return sum(map(len, runs)), failures
 
 
 if __name__ == "__main__":

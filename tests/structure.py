@@ -11,7 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-OPENINGS = ("What", "Whether", "Where", "Of")  # of docstrings that name no thing and say nothing to do
+OPENINGS = ("What", "Whether", "Where", "Of", "Who", "How", "Which")  # of docstrings that name no thing
+MOST_LINES, MOST_ATTRIBUTES, MOST_PARAMETERS = 300, 15, 7
+# A comment above a class or function that begins with one of these says why it is better past that limit.
+REASONS = {"lines": "# Past 300 lines:", "attributes": "# More than 15 attributes", "parameters": "# More than seven"}
 AIMS = {
     "names at the top": "10 rooms + wings",
     "modules of the largest room": "12",
@@ -19,16 +22,28 @@ AIMS = {
     "longest class, lines": "300",
     "most attributes of a class": "15",
     "most parameters, ModelTask aside": "7",
-    "docstrings that open with What, Whether, Where, Of": "under 5 %",
+    "docstrings that open with What, Where, How, ...": "under 5 %",
 }
+LISTS = ("class names that two modules use", "past a limit, and no comment says why")
 
 
 class Class(NamedTuple):
-    """One class: its place, lines and attributes."""
+    """One class: its place, lines with docstrings and without, attributes, and the limits that a comment speaks of."""
 
     name: str
     num_lines: int
+    num_code_lines: int
     num_attributes: int
+    reasons: set[str]
+
+
+class Function(NamedTuple):
+    """One function: its place, parameters, lines without its docstring, and the limits that a comment speaks of."""
+
+    name: str
+    num_parameters: int
+    num_lines: int
+    reasons: set[str]
 
 
 def attributes(node):
@@ -52,28 +67,47 @@ def parameters(node):
     return sum(each.arg not in ("self", "cls") for each in every)
 
 
-def own_lines(node):
-    """Lines of a function without its docstring."""
-    first = node.body[0]
-    is_documented = ast.get_docstring(node) is not None
-    documented = first.end_lineno - first.lineno + 1 if is_documented else 0
-    return node.end_lineno - node.lineno + 1 - documented
+def docstring_lines(node):
+    """Lines of the docstring of a function or class."""
+    return node.body[0].end_lineno - node.body[0].lineno + 1 if ast.get_docstring(node) is not None else 0
+
+
+def code_lines(node):
+    """Lines of a class without its docstring and those of all that stands in it."""
+    documented = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return lines_of(node) - sum(docstring_lines(each) for each in ast.walk(node) if isinstance(each, documented))
+
+
+def lines_of(node):
+    """Lines of a function or class."""
+    return node.end_lineno - node.lineno + 1
+
+
+def reasons_for(node, lines):
+    """Return the limits of which the comment right above a class or function says why it is past them."""
+    found, k = set(), min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 2
+    while k >= 0 and lines[k].lstrip().startswith("#"):
+        found |= {limit for limit, text in REASONS.items() if lines[k].lstrip().startswith(text)}
+        k -= 1
+    return found
 
 
 def measured(folder):
     """Figures of a package, by name, as text."""
     paths = sorted(folder.rglob("*.py"))
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
-    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    lines = {path: path.read_text(encoding="utf-8").splitlines() for path in paths}
     classes, functions, docstrings = [], [], []
     for path, tree in trees.items():
         where = path.relative_to(folder).with_suffix("").as_posix()
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                size = node.end_lineno - node.lineno + 1
-                classes.append(Class(f"{where}.{node.name}", size, len(attributes(node))))
+                each = Class(f"{where}.{node.name}", lines_of(node), code_lines(node), len(attributes(node)), set())
+                classes.append(each._replace(reasons=reasons_for(node, lines[path])))
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                functions.append((f"{where}.{node.name}", parameters(node), own_lines(node)))
+                size = lines_of(node) - docstring_lines(node)
+                reasons = reasons_for(node, lines[path])
+                functions.append(Function(f"{where}.{node.name}", parameters(node), size, reasons))
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
                 docstrings.append(ast.get_docstring(node).split()[0].rstrip(",:"))
     rooms = Counter()
@@ -81,42 +115,60 @@ def measured(folder):
     for path in paths:
         room = path.relative_to(folder).parts[0] if path.parent != folder else "(top)"
         rooms[room] += path.name != "__init__.py"
-        room_lines[room] += lines[path]
+        room_lines[room] += len(lines[path])
     top = {path.relative_to(folder).parts[0] for path in paths if path.name not in ("__init__.py", "__main__.py")}
-    in_task = [name for name, _, _ in functions if name.startswith(("task.", "tasks/task.")) and "__init__" in name]
-    others = [each for each in functions if each[0] not in in_task]
+    others = [each for each in functions if each.name != "tasks/task.__init__"]
     longest = max(classes, key=lambda each: each.num_lines)
+    longest_code = max(classes, key=lambda each: each.num_code_lines)
     widest = max(classes, key=lambda each: each.num_attributes)
-    most = max(others, key=lambda each: each[1])
-    sizes = sorted(size for _, _, size in functions)
+    most = max(others, key=lambda each: each.num_parameters)
+    sizes = sorted(each.num_lines for each in functions)
+    past = {
+        "lines": [each for each in classes if each.num_lines > MOST_LINES],
+        "attributes": [each for each in classes if each.num_attributes > MOST_ATTRIBUTES],
+        "parameters": [each for each in others if each.num_parameters > MOST_PARAMETERS],
+    }
+    unsaid = {limit: [each for each in found if limit not in each.reasons] for limit, found in past.items()}
+
+    def counted(limit):
+        return f"{len(past[limit])}, {len(unsaid[limit])} without a reason"
+
     opening = sum(word in OPENINGS for word in docstrings)
-    named = Counter(name.rpartition(".")[2].lstrip("_") for name, _, _ in classes)
+    named = Counter(name.rpartition(".")[2].lstrip("_") for name in (each.name for each in classes))
     biggest, longest_room = rooms.most_common(1)[0], room_lines.most_common(1)[0]
     return {
-        "modules, lines": f"{len(paths)}, {sum(lines.values()):,}",
+        "modules, lines": f"{len(paths)}, {sum(map(len, lines.values())):,}",
         "names at the top": str(len(top)),
         "modules of the largest room": f"{biggest[1]} ({biggest[0]})",
         "lines of the largest room": f"{longest_room[1]:,} ({longest_room[0]})",
         "longest class, lines": f"{longest.num_lines} ({longest.name})",
-        "classes past 300 lines": str(sum(each.num_lines > 300 for each in classes)),
+        "the same without docstrings": f"{longest_code.num_code_lines} ({longest_code.name})",
+        "classes past 300 lines": counted("lines"),
         "most attributes of a class": f"{widest.num_attributes} ({widest.name})",
-        "classes past 15 attributes": str(sum(each.num_attributes > 15 for each in classes)),
-        "most parameters, ModelTask aside": f"{most[1]} ({most[0]})",
-        "functions past 7 parameters": str(sum(each[1] > 7 for each in others)),
+        "classes past 15 attributes": counted("attributes"),
+        "most parameters, ModelTask aside": f"{most.num_parameters} ({most.name})",
+        "functions past 7 parameters": counted("parameters"),
         "function length: median, 90 %, most": f"{median(sizes):.0f}, {sizes[len(sizes) * 9 // 10]}, {sizes[-1]}",
-        "docstrings that open with What, Whether, Where, Of": f"{opening / len(docstrings):.1%} of {len(docstrings):,}",
+        "docstrings that open with What, Where, How, ...": f"{opening / len(docstrings):.1%} of {len(docstrings):,}",
         "class names that two modules use": ", ".join(sorted(n for n, k in named.items() if k > 1)) or "none",
+        "past a limit, and no comment says why": ", ".join(sorted({each.name for v in unsaid.values() for each in v}))
+        or "none",
     }
 
 
 def main(folders):
-    """Print a table: a row for each figure, a column for each package, and the aim."""
+    """Print a table: a row for each figure, a column for each package, and the aim. Lists of names come below it."""
     columns = [measured(Path(folder)) for folder in folders]
     rows = [("", *folders, "aim")]
-    rows += [(name, *(column[name] for column in columns), AIMS.get(name, "")) for name in columns[0]]
+    rows += [
+        (name, *(column[name] for column in columns), AIMS.get(name, "")) for name in columns[0] if name not in LISTS
+    ]
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for name in LISTS:
+        for folder, column in zip(folders, columns, strict=True):
+            print(f"\n{name}, {folder}:\n{column[name]}")
 
 
 if __name__ == "__main__":

@@ -48,9 +48,22 @@ def test_architecture_names_modules_and_methods_that_exist():
     code = "\n".join(path.read_text() for path in ENGINE.rglob("*.py"))
     for module, name in re.findall(r"\b([a-z]+/[a-z_]+\.py) +([A-Z]\w+)", text):
         assert re.search(rf"^class {name}\b", modules[module], flags=re.MULTILINE), f"{module}: {name}"
-    for name, method in re.findall(r"\b([A-Z][a-z]\w+)\.([a-z]\w+)\b", text):
+    for name, method in re.findall(r"\b([A-Z][a-z]\w+)\.(_?[a-z]\w+)\b", text):
         bodies = re.findall(rf"^class {name}\b.*?(?=^\S|\Z)", code, flags=re.MULTILINE | re.DOTALL)
         assert any(f"    def {method}(" in body for body in bodies), f"{name}.{method}"
+
+
+def test_each_name_of_the_ways_of_data_stands_in_the_file_beside_it():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    ways = text[text.index("## The way of a micro-batch") : text.index("### Evictions")]
+    lines = re.findall(r"\b([a-z]+/[a-z_]+\.py) +((?:\w[\w.]*, )*\w[\w.]*)  ", ways)
+    assert len(lines) == ways.count(".py ")
+    for module, names in lines:
+        code = (ENGINE / module).read_text()
+        for name, _, method in (each.partition(".") for each in names.split(", ")):
+            found = re.search(rf"^(?:class|def) {name}\b.*?(?=^\S|\Z)", code, flags=re.MULTILINE | re.DOTALL)
+            assert found, f"{module}: {name}"
+            assert not method or f"    def {method}(" in found[0], f"{module}: {name}.{method}"
 
 
 def test_pages_name_files_that_exist():

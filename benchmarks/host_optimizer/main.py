@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hydra_engine.host.blocked import step_narrow
+from hydra_engine.host.split import SplitMaster, SplitWeight
 from hydra_engine.native import NarrowUpdate, native
 from hydra_engine.native.library import VARIABLE
 
@@ -50,6 +51,7 @@ BYTES = {
     "deepspeed-32": FLOAT32_STEP,
     "blocked": 2 + 3 * 8 + 2,
     "native": 2 + 3 * 8 + 2,
+    "split": 2 + (4 + 4) + 2 * 8,  # both halves read and written; moments
 }
 
 HOWS = ({}, {"foreach": True}, {"fused": True})
@@ -101,7 +103,29 @@ class Host:
     def tensors(self):
         """Everything that a step changes."""
         state = [value for parameter in self.parameters for value in self.optimizer.state[parameter].values()]
-        return [*self.parameters, *self.narrows, *(value for value in state if value is not None)]
+        return [*self.weights(), *self.narrows, *(value for value in state if value is not None)]
+
+    def weights(self):
+        """The weights in float32."""
+        return self.parameters
+
+
+class SplitHost(Host):
+    """The same with split weights: a remainder of 16 bits in the place of a master."""
+
+    def __init__(self, shapes, make):
+        super().__init__(shapes, make)
+        self.masters = []
+        for parameter, narrow, rest in zip(self.parameters, self.narrows, views(shapes, torch.int16), strict=True):
+            halves = SplitWeight(narrow.view(-1), rest.view(-1))
+            halves.store(parameter.detach().view(-1))
+            self.masters.append(SplitMaster(parameter, parameter.data, halves))
+        rows = zip(self.parameters, self.gradients, self.narrows, self.masters, strict=True)
+        self.updates = [NarrowUpdate(*each) for each in rows]
+
+    def weights(self):
+        """The weights in float32, put together."""
+        return [master.load(torch.empty_like(p)) for master, p in zip(self.masters, self.parameters, strict=True)]
 
 
 def with_casts(host, step, factors=()):
@@ -152,7 +176,7 @@ def by_kernel(host, factors=()):
     step_narrow(host.optimizer, host.updates, factors)
 
 
-WAYS = {"plain": plain, "blocked": blocked, "native": by_kernel}
+WAYS = {"plain": plain, "blocked": blocked, "native": by_kernel, "split": by_kernel}
 PEERS = {} if DeepSpeedCPUAdam is None else {"deepspeed": deepspeed, "deepspeed-32": deepspeed_32}
 
 
@@ -197,7 +221,8 @@ def check_bits(num_parameters):
     for index, (kind, options, how) in enumerate(SETTINGS):
         factors, found = FACTORS[index % len(FACTORS)], {}
         for name, way in WAYS.items():
-            host = Host(shapes, lambda own: kind(own, lr=LR, **options, **how))  # noqa: B023
+            make = SplitHost if name == "split" else Host
+            host = make(shapes, lambda own: kind(own, lr=LR, **options, **how))  # noqa: B023
             for _ in range(3):
                 way(host, factors)
             found[name] = host.tensors()
@@ -213,16 +238,17 @@ def spread(values, digits):
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def measure(host, ways, triad, num_repeats, timed):
+def measure(hosts, ways, triad, num_repeats, timed):
     """Seconds of each way, in rounds that each begin with another one, and the memory's rate between them."""
     found, rates = {name: [] for name in ways}, []
-    for way in ways.values():
-        way(host)
+    for name, way in ways.items():
+        for _ in range(2):  # the first makes the state
+            way(hosts[name == "split"])
     for repeat in range(num_repeats):
         rates.append(triad.bytes_per_s(timed))
         names = list(ways)
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            found[name].append(timed(ways[name], host))
+            found[name].append(timed(ways[name], hosts[name == "split"]))
     return found, rates
 
 
@@ -233,9 +259,9 @@ def note(kind, name, ratios):
         FIGURES.add(f"{threads}: times faster than {name}", ratios, better="more", limit=LIMITS[name])
 
 
-def report(kind, host, ways, *how):
+def report(kind, hosts, ways, *how):
     """Print a table; the native update's median ratios to all others, by their names."""
-    found, rates = measure(host, ways, *how)
+    found, rates = measure(hosts, ways, *how)
     print(
         f"{kind} AdamW, {torch.get_num_threads()} thread(s); triad {spread([rate / 1e9 for rate in rates], 1)} GB/s\n"
         "              ms per step            million parameters/s  bytes  of triad  native is faster by"
@@ -247,8 +273,8 @@ def report(kind, host, ways, *how):
         note(kind, name, each)
         ratios[name] = median(each)
         print(
-            f"{name:13} {spread([1e3 * each for each in times], 1):22} {host.num_parameters / step_s / 1e6:20.0f}  "
-            f"{moved:5}  {moved * host.num_parameters / step_s / median(rates):8.0%}  {spread(each, 3)}",
+            f"{name:13} {spread([1e3 * each for each in times], 1):22} {hosts[0].num_parameters / step_s / 1e6:20.0f}  "
+            f"{moved:5}  {moved * hosts[0].num_parameters / step_s / median(rates):8.0%}  {spread(each, 3)}",
             flush=True,
         )
     return ratios
@@ -273,17 +299,20 @@ def main():
     for count in arguments.threads:
         with intra_op_threads(count):
             for kind in ("fused", "unfused"):
-                host = Host(shapes, lambda own: torch.optim.AdamW(own, lr=LR, fused=kind == "fused"))  # noqa: B023
-                print(f"{host.num_parameters:,} parameters in {len(shapes)} tensors, {NARROW}")
+                hosts = [
+                    make(shapes, lambda own: torch.optim.AdamW(own, lr=LR, fused=kind == "fused"))  # noqa: B023
+                    for make in (Host, SplitHost)
+                ]
+                print(f"{hosts[0].num_parameters:,} parameters in {len(shapes)} tensors, {NARROW}")
                 ways = WAYS | PEERS if kind == "fused" else WAYS
-                ratios = report(kind, host, ways, triad, arguments.repeats, timed)
+                ratios = report(kind, hosts, ways, triad, arguments.repeats, timed)
                 for name, limit in LIMITS.items():
                     if kind == "fused" and name in ratios:
                         good = ratios[name] >= limit
                         is_good &= good
                         words = f"native: {ratios[name]:.3f} times {name}, at least {limit}"
                         print(f"{count} thread(s), {words}: {'yes' if good else 'NO'}")
-                del host
+                del hosts
     FIGURES.save(arguments.json)
     sys.exit(0 if is_good or arguments.no_judge else 1)
 

@@ -73,11 +73,17 @@ def task(batches, boundaries, seed=0, model=None, loss_fn=None):
     )
 
 
-def engine_s(tasks, num_devices=1, memory="1GiB"):
-    """Seconds of train_models() from call to return, planning aside, and its report."""
+def planned(tasks, num_devices=1, memory="1GiB"):
+    """An orchestrator of these tasks that is through with planning."""
     orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory) for _ in range(num_devices)])
     orchestra.verbose = 0
     orchestra.generate()
+    return orchestra
+
+
+def engine_s(tasks, num_devices=1, memory="1GiB"):
+    """Seconds of train_models() from call to return, planning aside, and its report."""
+    orchestra = planned(tasks, num_devices, memory)
     start_s = time.perf_counter()
     report = orchestra.train_models()
     seconds = time.perf_counter() - start_s
@@ -154,6 +160,40 @@ def units(pairs):
     print(f"per micro-batch more {in_us(micro)}", flush=True)
     FIGURES.add("fixed cost per unit, us", [1e6 * each for each in costs], better="less", limit=500)
     FIGURES.add("per micro-batch more, us", [1e6 * each for each in micro], better="less")
+
+
+def calls(_):
+    """Calls of Python functions and of C functions per unit where there is nothing to compute: no noise moves them."""
+    found = Counter()
+
+    def note(frame, event, _):
+        if event == "call":
+            found[frame.f_code.co_filename.rpartition("/hydra_engine/")[2]] += 1
+        elif event == "c_call":
+            found["in C"] += 1
+
+    orchestra = planned([empty()])
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        orchestra.train_models().raise_failures()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    in_c = found.pop("in C") / NUM_UNITS
+    most = ", ".join(f"{Path(name).name} {number / NUM_UNITS:.0f}" for name, number in found.most_common(6))
+    print(f"calls per unit       {sum(found.values()) / NUM_UNITS:.0f} of Python ({most}), {in_c:.0f} of C", flush=True)
+
+
+def processor(pairs):
+    """Processor time per unit where there is nothing to compute."""
+    costs = []
+    for _ in range(pairs):
+        orchestra = planned([empty()])
+        start_s = time.process_time()
+        orchestra.train_models().raise_failures()
+        costs.append((time.process_time() - start_s) / NUM_UNITS)
+    print(f"processor per unit   {in_us(costs)}", flush=True)
 
 
 WAKES = Counter()  # by who was waiting
@@ -333,6 +373,8 @@ def weights_below(layers, end):
 EXPERIMENTS = {
     "shards": shards,
     "units": units,
+    "calls": calls,
+    "processor": processor,
     "handovers": handovers,
     "converted": converted,
     "together": together,

@@ -1,4 +1,4 @@
-"""Tasks with layers, for plans that are made for each of them or for all together; and three ways to plan them."""
+"""Tasks with layers, for plans that are made for each of them or for all together; and the ways to plan them."""
 
 import heapq
 import random
@@ -105,6 +105,7 @@ def machine(num_devices, models):
 def makespans(models, where):
     """Makespans: whole tasks by LPT, tasks that are each planned alone, each beside others like it, and together.
 
+    Together twice: the cuts alone, and the cuts with as many micro-batches as let steps be spread over more devices.
     With LPT each device has its share of the host.
     """
     alone = {model: where.choice(model, 1, 1) for model in dict.fromkeys(models)}
@@ -126,12 +127,76 @@ def makespans(models, where):
         ends = [own, *(each for each in choices[model].candidates if tuple(each) != tuple(own))]
         options.append([replace(choices[model].cost(each, str(k)), num_steps=model.num_steps) for each in ends])
     before_s = simulated([each[0] for each in options], models, where)
-    if len(set(models)) == 1:  # so is the choice of each
-        return lpt_s, by_itself, before_s, before_s
-    found = WholeRun.of(choices[models[0]].run, options).best()
+    run = choices[models[0]].run
+    # Where all are equal, so is the choice of each.
+    cuts_s = before_s if len(set(models)) == 1 else together_s(run, options, models, where, before_s)
+    if where.num_devices == 1:
+        return lpt_s, by_itself, before_s, cuts_s, cuts_s
+    for k, model in enumerate(models):
+        for number in numbers(where.num_devices):
+            likeliest = choices[model].in_micro_batches(number).likeliest()
+            options[k] += [replace(cost, name=str(k), num_steps=model.num_steps) for _, cost in likeliest]
+    return lpt_s, by_itself, before_s, cuts_s, together_s(run, options, models, where, before_s)
+
+
+def numbers(num_devices):
+    """Numbers of micro-batches that a plan tries where a step has one."""
+    return sorted({*(2**k for k in range(1, num_devices.bit_length())), num_devices})
+
+
+def together_s(run, options, models, where, before_s):
+    """Makespan with the best options for all; before_s: with the first of each."""
+    found = WholeRun.of(run, options).best()
     chosen = [each[k] for each, k in zip(options, found.chosen, strict=True)]
-    together_s = simulated(chosen, models, where) if any(found.chosen) else before_s
-    return lpt_s, by_itself, before_s, together_s
+    return simulated(chosen, models, where) if any(found.chosen) else before_s
+
+
+LONGER = 4  # times as many steps, of which those that begin again are a smaller share
+
+
+def anew(models, where):
+    """Makespans with the cuts of the beginning, and with cuts that are chosen anew as each task ends.
+
+    Steps in progress then begin again, in both; the change of a cut takes no time.
+    """
+    choices = [where.choice(model, len(models), where.num_devices) for model in models]
+    steps = [LONGER * model.num_steps for model in models]
+    cuts = _chosen(choices, [tuple(choice.fastest().boundaries) for choice in choices], steps)
+    return tuple(_with_ends(choices, cuts, steps, where, is_anew=is_anew) for is_anew in (False, True))
+
+
+def _chosen(choices, own, steps):
+    """The cuts that are best for all; `own`: those that they have."""
+    cuts = [
+        [ends, *(each for each in map(tuple, choice.candidates) if each != ends)]
+        for choice, ends in zip(choices, own, strict=True)
+    ]
+    options = [
+        [choice.cost(ends, str(k), num_steps) for ends in cuts[k]]
+        for k, (choice, num_steps) in enumerate(zip(choices, steps, strict=True))
+    ]
+    found = WholeRun.of(choices[0].run, options).best().chosen
+    return [each[i] for each, i in zip(cuts, found, strict=True)]
+
+
+def _with_ends(choices, cuts, steps, where, *, is_anew):
+    """Makespan in pieces, each from the end of one task to that of the next."""
+    seconds = 0.0
+    while True:
+        costs = [choices[k].cost(cuts[k], str(k), steps[k]) for k in range(len(steps))]
+        found = simulate(costs, [where.device] * where.num_devices, host=where.host, record=True)
+        at_s = min(found.finished_s.values())
+        left = [k for k in range(len(steps)) if found.finished_s[str(k)] > at_s]
+        if not left:
+            return seconds + at_s
+        seconds += at_s
+        ends = [(int(each.unit.task), each) for each in found.schedule if each.end_s <= at_s]
+        # The last unit of a step is the first shard's backward, or its only one.
+        done = {k: each.unit.step + 1 for k, each in ends if each.unit.shard == 0 and each.unit.kind != "f"}
+        steps = [max(1, steps[k] - done.get(k, 0)) for k in left]
+        choices, cuts = [choices[k] for k in left], [cuts[k] for k in left]
+        if is_anew:
+            cuts = _chosen(choices, cuts, steps)
 
 
 def simulated(costs, models, where):

@@ -152,7 +152,90 @@ class _Held(NamedTuple):
     desired_devices: int = 1
 
 
-# Past 300 lines: half of them say what its methods promise. Its state is what was measured, and what bounds choices.
+class _Bounds:
+    """Limits of batches and micro-batches, in samples: those of the user, and what there is room for."""
+
+    def __init__(self, settings: Autoscale, initial: int) -> None:
+        self.most_batch = settings.max_batch_size  # for which DRAM has room
+        self.room: float = math.inf  # of a micro-batch, by what was counted
+        self.taught: float = math.inf  # the same by what did not fit
+        self.accumulates = settings.gradient_accumulation
+        self.max_batch_size = settings.max_batch_size
+        self.initial = initial
+        # Of one sample alone, BatchNorm has no statistics.
+        self._bounds = settings.local_bsz_bounds or (max(1, min(2, initial // 2)), settings.max_batch_size)
+
+    @property
+    def low(self) -> int:
+        """The least samples of a micro-batch."""
+        return min(self._bounds[0], self.high)
+
+    @property
+    def high(self) -> int:
+        """The most samples of a micro-batch."""
+        return int(max(1, min(self._bounds[1], self.room, self.taught)))
+
+    @property
+    def most(self) -> int:
+        """The most samples of a micro-batch that the user allows."""
+        return min(self._bounds[1], self.max_batch_size)
+
+    def number(self, batch: int, micro_batch: int, devices: int) -> int:
+        """Micro-batches of a batch, as many for each device, none of them larger than `micro_batch`."""
+        rounds = -(-batch // (micro_batch * devices)) if self.accumulates else 1
+        number = max(LEAST_MICRO_BATCHES, devices * rounds)
+        number = min(number, max(LEAST_MICRO_BATCHES, batch // self.low))
+        return min(batch, max(number, -(-batch // self.high)))  # what fits the memory wins
+
+    def first(self, devices: int, step: int) -> Choice:
+        """The choice while little was measured, or where bounds leave no other: the fewest micro-batches.
+
+        Half of the first steps have twice as many, which tells the time of a pass from that of its samples.
+        """
+        number = max(LEAST_MICRO_BATCHES, devices)
+        if step >= STEPS_BETWEEN // 2 and self.accumulates:
+            number *= 2
+        micro = max(1, min(self.high, max(self.low, -(-self.initial // number))))
+        return Choice(batch_size=self.initial, micro_batch=micro, accumulation_steps=0, goodput=0.0)
+
+    def optimized(self, goodput: Goodput, devices: int, current: Choice | None = None) -> Choice | None:
+        """The best choice on so many devices; None: no batch keeps to the bounds there."""
+        limits = self._on(devices)
+        try:
+            best = goodput.optimize(devices, **limits)
+            if current is None:
+                return best
+            kept = goodput.optimize(devices, **limits, current=current)
+        except ValueError:
+            return None
+        # Near its maximum goodput is flat: a batch that is kept for being nearly as good may be far from the best one.
+        ratio = max(best.batch_size / kept.batch_size, kept.batch_size / best.batch_size)
+        return best if ratio > FAR and best.goodput > WORTH_GOING * kept.goodput else kept
+
+    def _on(self, devices: int) -> dict[str, Any]:
+        """A device alone has several micro-batches, whatever the user says of accumulation."""
+        accumulates, most = self.accumulates, self.most_batch
+        if not accumulates and devices < LEAST_MICRO_BATCHES:
+            accumulates, most = True, max(self.initial, min(most, LEAST_MICRO_BATCHES * self.high))
+        return {
+            "max_batch_size": most,
+            "bounds": (self.low, self.high),
+            "accumulation": accumulates,
+            "least_micro_batches": LEAST_MICRO_BATCHES,
+        }
+
+    def desired(self, goodput: Goodput, max_devices: int) -> int:
+        """The most devices of which each is worth at least half of the first."""
+        if max_devices == 1:
+            return 1
+        first = self.optimized(goodput, 1)
+        for devices in range(max_devices, 1, -1) if first is not None else ():
+            best = self.optimized(goodput, devices)
+            if best is not None and first is not None and best.goodput >= first.goodput * devices / 2:
+                return devices
+        return 1
+
+
 class Adaptation:
     """Chooses a task's batches for goodput, from what was measured of its steps. From any thread.
 
@@ -175,7 +258,7 @@ class Adaptation:
 
         Raises ValueError for a record of another task.
         """
-        self._settings = settings
+        self._limits = _Bounds(settings, initial_batch_size)
         self._initial = initial_batch_size
         self._steps_per_epoch = steps_per_epoch
         self._replay = tuple(replay)
@@ -184,13 +267,6 @@ class Adaptation:
         self._noise = GradientNoiseScale(initial_batch_size)
         self._rule: ScalingRule | None = None
         self._gradients_grow = False
-        # Of one sample alone, BatchNorm has no statistics.
-        self._bounds = settings.local_bsz_bounds or (max(1, min(2, initial_batch_size // 2)), settings.max_batch_size)
-        low, high = self._bounds
-        self._low, self._high = low, high  # of a micro-batch
-        self._room: float = math.inf  # of a micro-batch, by what was counted
-        self._taught: float = math.inf  # the same by what did not fit
-        self._most = settings.max_batch_size  # of a batch, by what DRAM has room for
         self._times = StepTimes()
         self._num_timed = self._num_measured = 0  # steps whose seconds, and norms, were taken in
         self._model: ThroughputModel | None = None  # fitted; None: to be fitted anew
@@ -213,9 +289,9 @@ class Adaptation:
                 f"replay: it begins with a batch of {first.batch_size}, limit: the loader's batch_size "
                 f"{self._initial}; give the record of a run with the same loader"
             )
-        if most > self._settings.max_batch_size:
+        if most > self._limits.max_batch_size:
             raise ValueError(
-                f"replay: it has a batch of {most}, limit: max_batch_size {self._settings.max_batch_size}; raise that "
+                f"replay: it has a batch of {most}, limit: max_batch_size {self._limits.max_batch_size}; raise that "
                 f"maximum to the one of the run that was recorded"
             )
 
@@ -248,23 +324,22 @@ class Adaptation:
     def bounds(self) -> tuple[int, int]:
         """The least and the most samples of a micro-batch."""
         with self._lock:
-            return self._low, self._high
+            return self._limits.low, self._limits.high
 
     @property
     def most(self) -> int:
         """The most samples of a micro-batch that the user allows."""
-        return min(self._bounds[1], self._settings.max_batch_size)
+        return self._limits.most
 
     def limit(self, micro_batch: int) -> None:
         """Make no micro-batch larger than this from now on, within the user's bounds: there is no room for more."""
         with self._lock:
-            self._room = micro_batch
-            self._bound()
+            self._limits.room, self._held = micro_batch, None
 
     def limit_batch(self, batch_size: int) -> None:
         """Make no batch larger than this, for which DRAM has room, nor than the maximum; the initial one stays."""
         with self._lock:
-            self._most = max(self._initial, min(self._settings.max_batch_size, batch_size))
+            self._limits.most_batch = max(self._initial, min(self._limits.max_batch_size, batch_size))
             self._held = None
 
     def steps_left(self, choice: StepChoice, epochs: int) -> int | None:
@@ -273,18 +348,12 @@ class Adaptation:
             return None
         return max(1, math.ceil((epochs * self._steps_per_epoch - choice.progress - ROUNDING) / choice.gain))
 
-    def _bound(self) -> None:
-        low, high = self._bounds
-        self._high = int(max(1, min(high, self._room, self._taught)))
-        self._low = min(low, self._high)
-        self._held = None
-
     def smaller(self, choice: StepChoice) -> StepChoice:
         """Return a choice in smaller micro-batches, and make none larger from now on: a device had no room."""
         with self._lock:
             size = max(1, int(choice.micro_batch * KEPT_OUT_OF_MEMORY))
-            self._taught = size = int(min(self._taught, size))
-            self._bound()
+            self._limits.taught = size = int(min(self._limits.taught, size))
+            self._held = None
             return replace(choice, micro_batches=min(choice.batch_size, -(-choice.batch_size // size)))
 
     # -- choices
@@ -309,12 +378,12 @@ class Adaptation:
             return self._replay[step]
         with self._lock:
             held = self._chosen(step, devices, max_devices)
-            batch = min(held.choice.batch_size, self._most)
+            batch = min(held.choice.batch_size, self._limits.most_batch)
             return self._worth(
                 StepChoice(
                     step=step,
                     batch_size=batch,
-                    micro_batches=self._number(batch, held.choice.micro_batch, devices),
+                    micro_batches=self._limits.number(batch, held.choice.micro_batch, devices),
                     devices=devices,
                     desired_devices=held.desired_devices,
                     noise=self.noise_scale,
@@ -337,7 +406,7 @@ class Adaptation:
         if batch_size == choice.batch_size:
             return choice
         with self._lock:
-            number = self._number(batch_size, choice.micro_batch, choice.devices)
+            number = self._limits.number(batch_size, choice.micro_batch, choice.devices)
             return self._worth(replace(choice, batch_size=batch_size, micro_batches=number))
 
     def factored(self, choice: StepChoice) -> StepChoice:
@@ -356,15 +425,6 @@ class Adaptation:
         known = self._noise.is_known and scale > 1
         return replace(choice, gain=self._noise.gain(choice.batch_size) if known else scale if scale < 1 else 1.0)
 
-    def _number(self, batch: int, micro_batch: int, devices: int) -> int:
-        """Micro-batches of a batch, as many for each device, none of them larger than `micro_batch`."""
-        rounds = -(-batch // (micro_batch * devices))
-        if not self._settings.gradient_accumulation:
-            rounds = 1
-        number = max(LEAST_MICRO_BATCHES, devices * rounds)
-        number = min(number, max(LEAST_MICRO_BATCHES, batch // self._low))
-        return min(batch, max(number, -(-batch // self._high)))  # what fits the memory wins
-
     def _chosen(self, step: int, devices: int, max_devices: int) -> _Held:
         """Return the choice that goes on, or make another where it is time for that."""
         held = self._held
@@ -372,49 +432,12 @@ class Adaptation:
             return held
         goodput = self._goodput()
         if goodput is None:
-            return _Held(step, devices, self._first(devices, step))
+            return _Held(step, devices, self._limits.first(devices, step))
         current = held.choice if held is not None and held.devices == devices else None
-        found = self._optimized(goodput, devices, current) or self._first(devices, 0)
-        desired = self._desired(goodput, max(devices, max_devices))
+        found = self._limits.optimized(goodput, devices, current) or self._limits.first(devices, 0)
+        desired = self._limits.desired(goodput, max(devices, max_devices))
         self._held = _Held(step, devices, found, found.goodput > 0, desired)
         return self._held
-
-    def _first(self, devices: int, step: int) -> Choice:
-        """The choice while little was measured, or where bounds leave no other: the fewest micro-batches.
-
-        Half of the first steps have twice as many, which tells the time of a pass from that of its samples.
-        """
-        number = max(LEAST_MICRO_BATCHES, devices)
-        if step >= STEPS_BETWEEN // 2 and self._settings.gradient_accumulation:
-            number *= 2
-        micro = max(1, min(self._high, max(self._low, -(-self._initial // number))))
-        return Choice(batch_size=self._initial, micro_batch=micro, accumulation_steps=0, goodput=0.0)
-
-    def _limits(self, devices: int) -> dict[str, Any]:
-        """The limits of a choice. A device alone has several micro-batches, whatever the user says of accumulation."""
-        accumulates, low, high = self._settings.gradient_accumulation, self._low, self._high
-        most = self._most
-        if not accumulates and devices < LEAST_MICRO_BATCHES:
-            accumulates, most = True, max(self._initial, min(most, LEAST_MICRO_BATCHES * high))
-        return {
-            "max_batch_size": most,
-            "bounds": (low, high),
-            "accumulation": accumulates,
-            "least_micro_batches": LEAST_MICRO_BATCHES,
-        }
-
-    def _optimized(self, goodput: Goodput, devices: int, current: Choice | None = None) -> Choice | None:
-        """The best choice on so many devices; None: no batch keeps to the bounds there."""
-        try:
-            best = goodput.optimize(devices, **self._limits(devices))
-            if current is None:
-                return best
-            kept = goodput.optimize(devices, **self._limits(devices), current=current)
-        except ValueError:
-            return None
-        # Near its maximum goodput is flat: a batch that is kept for being nearly as good may be far from the best one.
-        ratio = max(best.batch_size / kept.batch_size, kept.batch_size / best.batch_size)
-        return best if ratio > FAR and best.goodput > WORTH_GOING * kept.goodput else kept
 
     # -- devices
 
@@ -437,22 +460,11 @@ class Adaptation:
                 return ()
             found = []
             for devices in range(1, min(max_devices, 2 * self._times.most_devices) + 1):
-                best = self._optimized(goodput, devices)
+                best = self._limits.optimized(goodput, devices)
                 if best is None:
                     break
                 found.append(best.goodput)
             return tuple(each / found[0] for each in found) if found and found[0] > 0 else ()
-
-    def _desired(self, goodput: Goodput, max_devices: int) -> int:
-        """The most devices of which each is worth at least half of the first."""
-        if max_devices == 1:
-            return 1
-        first = self._optimized(goodput, 1)
-        for devices in range(max_devices, 1, -1) if first is not None else ():
-            best = self._optimized(goodput, devices)
-            if best is not None and first is not None and best.goodput >= first.goodput * devices / 2:
-                return devices
-        return 1
 
     # -- measurements
 
@@ -500,16 +512,15 @@ class Adaptation:
                 "noise": self._noise.state_dict(),
                 "num_timed": self._num_timed,
                 "num_measured": self._num_measured,
-                "room": self._room,
-                "taught": self._taught,
+                "room": self._limits.room,
+                "taught": self._limits.taught,
                 "times": self._times.state_dict(),
             }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
         with self._lock:
-            self._room, self._taught = saved["room"], saved["taught"]
-            self._bound()
+            self._limits.room, self._limits.taught = saved["room"], saved["taught"]
             num_groups = len(saved["noise"]["read"]["sqr"])
             self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
             self._noise.load_state_dict(saved["noise"])

@@ -34,6 +34,7 @@ class Autoscale:
     gradient_accumulation: bool = True
 
 
+# Past 300 lines: a third of them say what its methods promise, and a quarter are attributes of torch's DataLoader.
 class AdaptiveDataLoader:
     """A DataLoader whose batches have the size that is asked for when they are read.
 

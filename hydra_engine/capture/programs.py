@@ -65,7 +65,7 @@ _GATHERING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Program:
-    """What the forward runs on inputs of one form, cut into pieces."""
+    """The calls that a forward makes on inputs of one form, cut into pieces."""
 
     def __init__(self, name: str, pieces: Sequence[Piece], output: Any, spec: Any) -> None:
         self.name = name
@@ -81,7 +81,7 @@ class Program:
 
 @dataclass
 class _Node:
-    """What has been asked of batches of one form, and which program each answer led to."""
+    """The next question about batches of one form, and the program or question that each answer leads to."""
 
     asked: Asked | None = None
     program: Program | None = None
@@ -164,7 +164,7 @@ class Programs(Shared):
         form, batch, here = self._look(inputs, flags)
         tape, numbers, output, _ = self._record(form, inputs, batch, here)
         lives = Lives(tape.calls, numbers, [leaf.number for leaf in output if isinstance(leaf, Value)])
-        entangled = lives.entangled(tape.calls, tape.storage)
+        entangled = lives.entangled(tape.calls, tape.values.storage)
         self._sites = {call.site for p, call in enumerate(tape.calls) if p not in entangled}
 
     def _recorded(self, form: Form, inputs: Any, batch: _Batch, here: torch.device) -> Program:
@@ -229,7 +229,7 @@ class Programs(Shared):
         tape = Tape(shadow, here, frozenset(self._kept), batch)
         check_call(self.model, inputs)
         args, kwargs = called_with(pytree.tree_map_only(Tensor, tape.input, inputs))
-        numbers = list(range(tape.num_values))
+        numbers = list(range(len(tape.values)))
         shadow.set_modes(dict(zip(self._named, form.flags, strict=True)))
         shadow.recorder = tape
         try:
@@ -239,7 +239,7 @@ class Programs(Shared):
                 raise tape.raised
             leaves, spec = pytree.tree_flatten(out)
             output = [tape.described(each) if isinstance(each, Tensor) else each for each in leaves]
-            tape.drop_unused([each.number for each in output if isinstance(each, Value)])
+            tape.calls = tape.values.used(tape.calls, [each.number for each in output if isinstance(each, Value)])
             return _Recorded(tape, numbers, output, spec)
         finally:
             shadow.recorder = None
@@ -279,22 +279,22 @@ class Programs(Shared):
                 calls,
                 lives,
                 lambda call: sum(self._weights.of(name) for name in call.held),
-                tape.storage,
-                tape.num_bytes,
+                tape.values.storage,
+                tape.values.num_bytes,
                 lambda func: isinstance(func, Held) and isinstance(self._named.get(func.name), nn.Embedding),
                 lambda call: self._sites is None or call.site in self._sites,
             )
             self._cuts = [calls[p].site for p in positions]
             self.holdings = [set() for _ in range(len(positions) + 1)]
         else:
-            positions = self._placed(calls, lives.entangled(calls, tape.storage))
+            positions = self._placed(calls, lives.entangled(calls, tape.values.storage))
         ends = [0, *positions, len(calls)]
         pieces = []
         entering = inputs
         crossing = lives.crossing(0, len(calls))
         for k, (first, last) in enumerate(itertools.pairwise(ends)):
             leaving = returned if last == len(calls) else sorted(crossing[last])
-            piece = Piece(calls[first:last], entering, leaving, tape.constants)
+            piece = Piece(calls[first:last], entering, leaving, tape.values.constants)
             pieces.append(piece)
             entering = leaving
             needed = {".".join(path) for path in piece.held}

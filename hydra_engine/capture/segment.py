@@ -15,7 +15,7 @@ from partitioners.reach import Shared
 
 
 class _Place(Shared):
-    """Where a layer stands: equal layers of a model differ in nothing else."""
+    """The place of a layer in its model: equal layers differ in nothing else."""
 
     def __init__(self, programs: Programs, index: int, last: int) -> None:
         self.programs = programs

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +68,7 @@ HERE = Here()
 
 
 class Site(NamedTuple):
-    """Where in the model's code a call stands: a stretch of a module's forward between two calls of its children."""
+    """The place of a call in the model's code: a stretch of a module's forward between two calls of its children."""
 
     frame: str  # the module that runs, and for which time
     after: str  # the child that it has called last, and for which time
@@ -168,6 +168,95 @@ _DRAWING = (
 )
 
 
+class _Facts(NamedTuple):
+    """Facts of a value."""
+
+    num_bytes: int
+    storage: int  # views of one tensor lie in the same
+    maker: tuple[str, str] | None  # frame and line that made it; None: it is an input
+    is_custom: bool  # made by an autograd.Function, within a call that is kept whole
+
+
+class Values:
+    """The tensors of one run, and what stands for each of them in the record."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """`model`: on meta, whose parameters and buffers are called by their names."""
+        self.constants: list[Tensor] = []
+        self._refs: dict[int, Value | Held | Constant] = {}  # by id of a tensor
+        self._alive: list[Tensor] = []  # so that ids stay theirs
+        self._facts: list[_Facts] = []  # by number of a value
+        self.of_model: set[int] = set()  # storages of parameters and buffers
+        self._of_inputs: set[int] = set()  # the same of inputs
+        self.parameters = {_storage(each): name for name, each in model.named_parameters()}
+        for kind in (model.named_parameters, model.named_buffers):
+            for name, tensor in kind(remove_duplicate=False):
+                self._refs.setdefault(id(tensor), Held(name))
+                self._alive.append(tensor)
+                self.of_model.add(_storage(tensor))
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def ref(self, tensor: Tensor) -> Value | Held | Constant | None:
+        """Return what stands for a tensor; None: it was not seen yet."""
+        return self._refs.get(id(tensor))
+
+    def constant(self, tensor: Tensor) -> Constant:
+        """Add a tensor that the forward brings along."""
+        self._alive.append(tensor)
+        found = self._refs[id(tensor)] = Constant(len(self.constants))
+        self.constants.append(tensor)
+        return found
+
+    def input(self, tensor: Tensor) -> None:
+        """Add a tensor that stands for an input."""
+        self.add(tensor, None)
+        self._of_inputs.add(_storage(tensor))
+
+    def add(self, tensor: Tensor, maker: tuple[str, str] | None) -> int:
+        """Add a tensor that a call has made or written to, and return its number."""
+        self._refs[id(tensor)] = Value(len(self))
+        self._alive.append(tensor)
+        is_custom = maker is not None and isinstance(tensor.grad_fn, BackwardCFunction)
+        self._facts.append(_Facts(tensor.numel() * tensor.element_size(), _storage(tensor), maker, is_custom))
+        return len(self) - 1
+
+    def num_bytes(self, number: int) -> int:
+        return self._facts[number].num_bytes
+
+    def storage(self, number: int) -> int:
+        return self._facts[number].storage
+
+    def maker_in_function(self, number: int, tensor: Tensor) -> tuple[str, str] | None:
+        """Return who made a value in an autograd.Function of which no call was recorded; None: nobody did."""
+        facts = self._facts[number]
+        return None if facts.is_custom or not isinstance(tensor.grad_fn, BackwardCFunction) else facts.maker
+
+    def origin(self, calls: Sequence[Call], numbers: Iterable[int]) -> list[Call]:
+        """Return those of the calls that values come from, and that write to what they are made of."""
+        needed = set(numbers)
+        return self._used(calls, needed, set(map(self.storage, needed)), lambda _: False)
+
+    def used(self, calls: Sequence[Call], outputs: Iterable[int]) -> list[Call]:
+        """Return the calls without those that nothing comes of: what fills a cache that is dropped, say."""
+        needed = set(outputs)
+        storages = self.of_model | self._of_inputs | set(map(self.storage, needed))
+        # A module may draw, and change its buffers.
+        return self._used(calls, needed, storages, lambda call: call.draws or isinstance(call.func, Held))
+
+    def _used(
+        self, calls: Sequence[Call], needed: set[int], storages: set[int], is_kept: Callable[[Call], bool]
+    ) -> list[Call]:
+        found = []
+        for call in reversed(calls):
+            if is_kept(call) or not (needed.isdisjoint(call.makes) and storages.isdisjoint(call.writes)):
+                found.append(call)
+                needed |= call.reads
+                storages |= set(map(self.storage, call.reads))
+        return found[::-1]
+
+
 class Tape(TorchFunctionMode):
     """Records a run of a model's forward."""
 
@@ -176,32 +265,16 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self.here = here
         self.calls: list[Call] = []
-        self.constants: list[Tensor] = []
-        self._values: dict[int, Value | Held | Constant] = {}  # by id of a tensor on meta
-        self._alive: list[Any] = []  # so that ids stay theirs
-        self._bytes: dict[int, int] = {}
-        self._storages: dict[int, int] = {}
-        self._num_values = 0
+        self.values = Values(shadow.model)
         self._answers = answers
         self._kept = kept
-        self._made_in: dict[int, tuple[str, str]] = {}  # by number of a value: frame and line, to say who made it
-        self._custom: set[int] = set()
         self._frames: list[_Frame] = [_Frame("", "")]
         self._occurrences: dict[str, int] = {}
-        self._of_model: set[int] = set()  # storages of parameters and buffers
         self._originals = shadow.originals
-        model = shadow.model
-        for kind in (model.named_parameters, model.named_buffers):
-            for name, tensor in kind(remove_duplicate=False):
-                self._values.setdefault(id(tensor), Held(name))
-                self._alive.append(tensor)
-                self._of_model.add(_storage(tensor))
-        self.modules = {id(module): path for path, module in model.named_modules()}
+        self.modules = {id(module): path for path, module in shadow.model.named_modules()}
         self._is_whole = False
         self._hooks = _hooks_of_saved()
         self._settings: dict[str, Any] = {}
-        self._of_inputs: set[int] = set()
-        self._parameters = {_storage(each): name for name, each in model.named_parameters()}
         self.raised: Unknown | None = None  # the first; the forward may have caught it
 
     # Inputs and outputs
@@ -210,12 +283,12 @@ class Tape(TorchFunctionMode):
         """Return a tensor on meta that stands for one of the inputs."""
         with torch._C.DisableTorchFunction():
             stand_in = _on_meta(tensor)
-        self._of_inputs.add(self._storages[self._name(stand_in)])
+        self.values.input(stand_in)
         return stand_in
 
     def described(self, tensor: Tensor) -> Value | Held | Constant:
         """Return what stands for a tensor in the record."""
-        found = self._values.get(id(tensor))
+        found = self.values.ref(tensor)
         if found is None:
             if tensor.device.type == "meta":
                 raise self._unknown("uses a tensor that no call of torch's Python functions made")
@@ -224,38 +297,11 @@ class Tape(TorchFunctionMode):
                     f"uses {self._originals[id(tensor)]} of the model past its attributes, through a closure or a "
                     f"global, which copies of the model do not follow"
                 )
-            self._alive.append(tensor)
-            found = self._values[id(tensor)] = Constant(len(self.constants))
-            self.constants.append(tensor)
-        elif isinstance(found, Value) and self._is_of_function(found.number, tensor):
-            frame, line = self._made_in[found.number]
-            raise Unknown(frame, line, "calls an autograd.Function, whose backward its recorded calls do not show")
+            return self.values.constant(tensor)
+        maker = self.values.maker_in_function(found.number, tensor) if isinstance(found, Value) else None
+        if maker is not None:
+            raise Unknown(*maker, "calls an autograd.Function, whose backward its recorded calls do not show")
         return found
-
-    def _is_of_function(self, number: int, tensor: Tensor) -> bool:
-        is_known = number in self._custom or number not in self._made_in
-        return not is_known and isinstance(tensor.grad_fn, BackwardCFunction)
-
-    def num_bytes(self, number: int) -> int:
-        return self._bytes[number]
-
-    def storage(self, number: int) -> int:
-        """Return which memory a value lies in: views of one tensor lie in the same."""
-        return self._storages[number]
-
-    def drop_unused(self, outputs: Sequence[int]) -> None:
-        """Leave out calls that nothing comes of: what fills a cache that is dropped, say."""
-        needed = set(outputs)
-        storages = self._of_model | self._of_inputs | {self._storages[number] for number in needed}
-        kept = []
-        for call in reversed(self.calls):
-            is_module = isinstance(call.func, Held)  # which may draw, and change its buffers
-            is_used = not (needed.isdisjoint(call.makes) and storages.isdisjoint(call.writes))
-            if is_used or is_module or call.draws:
-                kept.append(call)
-                needed |= call.reads
-                storages |= {self._storages[number] for number in call.reads}
-        self.calls = kept[::-1]
 
     # Calls
 
@@ -321,7 +367,7 @@ class Tape(TorchFunctionMode):
         if any(isinstance(each, torch.Generator) for each in _leaves((args, kwargs))):
             raise self._unknown("draws from a generator of its own")
         before = {id(each): each._version for each in tensors if not each.is_inference()}
-        on_meta = _replaced((args, kwargs), self._to_meta)
+        on_meta = _moved((args, kwargs), self.here)
         options = on_meta[1]
         if func in _CONSTRUCTORS and options.get("device") is None:
             options = {**options, "device": META}
@@ -337,11 +383,11 @@ class Tape(TorchFunctionMode):
                 raise self._unknown("writes to a tensor that is no buffer; keep it in one (register_buffer)")
         writes = {id(each) for each in tensors if not each.is_inference() and each._version != before.get(id(each))}
         written = [_storage(each) for each in tensors if id(each) in writes]
-        if changed := [self._parameters[each] for each in written if each in self._parameters]:
+        if changed := [self.values.parameters[each] for each in written if each in self.values.parameters]:
             raise self._unknown(
                 f"changes parameter {changed[0]}, which only the optimizer may; keep what a forward changes in a buffer"
             )
-        if not self._of_model.isdisjoint(written) or _moves_averages(func, args, kwargs):
+        if not self.values.of_model.isdisjoint(written) or _moves_averages(func, args, kwargs):
             self._check_runs_once()
         return self._noted(func, args, kwargs, found, writes)
 
@@ -366,13 +412,8 @@ class Tape(TorchFunctionMode):
         for each in made:
             if each.device.type != "meta":
                 raise self._unknown(f"mixes tensors with values and without in {name_of(func)}")
-        frame, line = self._frames[-1], self.line()
-        numbers = []
-        for each in made:
-            numbers.append(self._name(each))
-            self._made_in[numbers[-1]] = (frame.path, line)
-            if isinstance(each.grad_fn, BackwardCFunction):
-                self._custom.add(numbers[-1])  # within a call that is kept whole
+        frame, line = self._frames[-1], _line()
+        numbers = [self.values.add(each, (frame.path, line)) for each in made]
         names = frozenset(ref.name for ref in refs if isinstance(ref, Held))
         self.calls.append(
             Call(
@@ -405,9 +446,14 @@ class Tape(TorchFunctionMode):
         if path and (path in self._kept or (is_leaf(module) and self._has_own(module))):
             with torch._C.DisableTorchFunction(), self._noting():
                 return self._whole(module, path, call, args, kwargs, name)
+        with self._in_frame(path, name):
+            return call(*args, **kwargs)
+
+    @contextmanager
+    def _in_frame(self, path: str, name: str) -> Iterator[None]:
         self._frames.append(_Frame(path, name))
         try:
-            return call(*args, **kwargs)
+            yield
         finally:
             self._frames.pop()
             self._frames[-1].called(name)
@@ -415,35 +461,28 @@ class Tape(TorchFunctionMode):
     def _has_own(self, module: nn.Module) -> bool:
         """Return True if a module has the model's parameters and buffers, and no others for now (functional_call)."""
         tensors = (*module.parameters(), *module.buffers())
-        return all(isinstance(self._values.get(id(each)), Held) for each in tensors)
+        return all(isinstance(self.values.ref(each), Held) for each in tensors)
 
     def _whole(
         self, module: nn.Module, path: str, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
     ) -> Any:
         own = path in self._kept
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not own:
-                return call(*args, **kwargs)
-            return _with_zeros(module, call, args, kwargs)
-
+        on_meta = _moved((args, kwargs), self.here)
         # Where a run within needs another module to be kept, that one is this.
-        self._frames.append(_Frame(path, name))
-        self._is_whole = True
-        try:
-            found = run(*_replaced(args, self._to_meta), **_replaced(kwargs, self._to_meta))
-        except Unknown:
-            raise
-        except Exception as error:
-            if own:
+        with self._in_frame(path, name):
+            self._is_whole = True
+            try:
+                found = _with_zeros(module, call, *on_meta) if own else call(*on_meta[0], **on_meta[1])
+            except Unknown:
                 raise
-            raise self._unknown(f"runs on values ({type(error).__name__}: {error})") from error
-        finally:
-            self._is_whole = False
-            self._frames.pop()
+            except Exception as error:
+                if own:
+                    raise
+                raise self._unknown(f"runs on values ({type(error).__name__}: {error})") from error
+            finally:
+                self._is_whole = False
         if module.training and next(module.buffers(), None) is not None:
             self._check_runs_once()
-        self._frames[-1].called(name)
         return self._noted(Held(path), args, kwargs, found)
 
     def _check_runs_once(self) -> None:
@@ -460,16 +499,13 @@ class Tape(TorchFunctionMode):
         tensors = [each for each in _leaves((args, kwargs)) if isinstance(each, Tensor)]
         if not any(each.device.type == "meta" for each in tensors):
             return func(*args, **kwargs)
-        asked = self._asked(func, args, kwargs)
-        return self._answers.recorded(asked)
+        return self._answers.recorded(self._asked(func, args, kwargs))
 
     def _with_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """Return the result of a call whose sizes depend on values, on meta, if they are those of the batch."""
         if isinstance(func, Held):
             raise error
-        asked = self._asked(_Sizes(func), args, kwargs, error)
-        sizes = self._answers.recorded(asked)
-        spec, leaves = sizes
+        spec, leaves = self._answers.recorded(self._asked(_Sizes(func), args, kwargs, error))
         made = [
             torch.empty_strided(*each[1:3], dtype=each[3], device=META) if isinstance(each, tuple) else each
             for each in leaves
@@ -483,73 +519,25 @@ class Tape(TorchFunctionMode):
             why = f"makes a tensor whose size depends on values, or fails ({type(error).__name__}: {error})"
         calls = self._slice(wanted, why)
         described = _replaced((args, kwargs), self._describe)
-        return Asked(tuple(calls), func, described[0], described[1], self.line())
+        return Asked(tuple(calls), func, described[0], described[1], _line())
 
     def _slice(self, wanted: Sequence[Value | Held | Constant], why: str) -> list[Call]:
         """Return the calls that some values come from, if these take nothing but the batch."""
-        needed = {each.number for each in wanted if isinstance(each, Value)}
-        storages = {self._storages[number] for number in needed}
-        held = {each.name for each in wanted if isinstance(each, Held)}
-        found: list[Call] = []
-        for call in reversed(self.calls):
-            if needed.isdisjoint(call.makes) and storages.isdisjoint(call.writes):
-                continue
-            found.append(call)
-            needed |= call.reads
-            storages |= {self._storages[number] for number in call.reads}
-            held |= call.held
+        found = self.values.origin(self.calls, [each.number for each in wanted if isinstance(each, Value)])
+        held = {each.name for each in wanted if isinstance(each, Held)}.union(*(call.held for call in found))
         if held:
             of = ", ".join(sorted(held)[:2])
             raise self._unknown(f"{why} that depends on the model's own ({of})")
-        return found[::-1]
-
-    # Helpers
-
-    def line(self) -> str:
-        """Return the line of the model's code that runs: 'modeling.py:12: if x.sum() > 0:'."""
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_back is not None:
-            if not _is_machinery(frame.f_globals.get("__name__", "")):
-                break
-            frame = frame.f_back
-        summary = traceback.extract_stack(frame, limit=1)[0]
-        return f"{Path(summary.filename).name}:{summary.lineno}: {(summary.line or '').strip()}"
+        return found
 
     def _unknown(self, why: str) -> Unknown:
-        return Unknown(self._frames[-1].path, self.line(), why)
-
-    def _name(self, tensor: Tensor) -> int:
-        number = self._num_values
-        self._num_values += 1
-        self._values[id(tensor)] = Value(number)
-        self._alive.append(tensor)
-        self.num_values = self._num_values
-        self._bytes[number] = tensor.numel() * tensor.element_size()
-        self._storages[number] = _storage(tensor)
-        return number
+        return Unknown(self._frames[-1].path, _line(), why)
 
     def _describe(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return self.described(leaf)
-        if self._is_here(leaf):
-            return HERE
-        return leaf
-
-    def _to_meta(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf if leaf.device.type == "meta" else _on_meta(leaf)
-        if isinstance(leaf, torch.device) or (isinstance(leaf, str) and _is_device(leaf, self.here)):
-            return META
-        return leaf
-
-    def _is_here(self, leaf: Any) -> bool:
-        if isinstance(leaf, torch.device):
-            return leaf.type == self.here.type
-        return isinstance(leaf, str) and leaf.partition(":")[0] == self.here.type
-
-
-def _is_device(name: str, here: torch.device) -> bool:
-    return name.partition(":")[0] in ("cpu", here.type)
+        is_here = leaf.type == self.here.type if isinstance(leaf, torch.device) else _is_device(leaf, self.here.type)
+        return HERE if is_here else leaf
 
 
 class _Sizes:
@@ -641,6 +629,32 @@ def _replaced(tree: Any, replace: Callable[[Any], Any]) -> Any:
         return replace(leaf)
 
     return pytree.tree_map(of, tree)
+
+
+def _moved(tree: Any, here: torch.device) -> Any:
+    """Return a tree with its tensors and devices on meta."""
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf if leaf.device.type == "meta" else _on_meta(leaf)
+        return META if isinstance(leaf, torch.device) or _is_device(leaf, "cpu", here.type) else leaf
+
+    return _replaced(tree, of)
+
+
+def _is_device(leaf: Any, *types: str) -> bool:
+    return isinstance(leaf, str) and leaf.partition(":")[0] in types
+
+
+def _line() -> str:
+    """Return the line of the model's code that runs: 'modeling.py:12: if x.sum() > 0:'."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_back is not None:
+        if not _is_machinery(frame.f_globals.get("__name__", "")):
+            break
+        frame = frame.f_back
+    summary = traceback.extract_stack(frame, limit=1)[0]
+    return f"{Path(summary.filename).name}:{summary.lineno}: {(summary.line or '').strip()}"
 
 
 def _takes_device(kwargs: dict[str, Any]) -> bool:

@@ -41,7 +41,7 @@ FREE_SHARE = 0.1
 LOOK_S = 0.01
 
 
-# More than 15 attributes, from more than seven parameters: whoever owns a part of a task hands it in for the file.
+# More than 15 attributes: whoever owns a part of a task hands it in for the file.
 class Snapshot:
     """One task at one step. `secure` is for any thread, all else for one thread after the other.
 
@@ -49,6 +49,7 @@ class Snapshot:
     files: a checkpoint's files of the task by name, until `done`. count: told what saving costs those who train.
     """
 
+    # More than seven parameters: its attributes, as above.
     def __init__(
         self,
         state: TaskState,

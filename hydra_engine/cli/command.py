@@ -33,7 +33,7 @@ class Mistake(Exception):
 
 
 class Failure(Exception):
-    """What was asked for was begun and did not succeed, in words of one line."""
+    """A command was begun and did not succeed; the message is one line."""
 
 
 def count(text: str, field: str) -> int:

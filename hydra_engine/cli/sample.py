@@ -1,4 +1,4 @@
-"""What a user's function gives to plan with, and what went wrong with it in words."""
+"""The model and batch that a user's function gives to plan with, and mistakes in it, told in words."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _kind(value: object) -> str:
 
 
 def refusal(error: Exception) -> Mistake | None:
-    """What the user can correct about a plan that failed; None for a bug of this package, which keeps its traceback."""
+    """Return what the user can correct after a plan failed; None for a bug of this package: it keeps its traceback."""
     if isinstance(error, LayerTooLarge):
         return Mistake(f"{error} (here: --memory less --reserve, --batch, --micro-batches)")
     notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))

@@ -34,7 +34,7 @@ class _Loader:
         self.loader = loader
         self.draws = LoaderDraws(name, alone=task.loader_alone)
         self._unpack = task.unpack
-        self._calls = calls
+        self.calls = calls
 
     def opened(self, stream: Stream) -> Iterator[Any]:
         with self._asking(stream):
@@ -53,8 +53,8 @@ class _Loader:
     @contextmanager
     def _asking(self, stream: Stream) -> Iterator[None]:
         """Call user code; the time in which others' loaders were waited for does not count."""
-        self._calls.prepare()
-        with self.draws.reading(stream), self._calls.timed():
+        self.calls.prepare()
+        with self.draws.reading(stream), self.calls.timed():
             yield
 
 
@@ -132,7 +132,6 @@ class Epochs:
         if self.lead is not None and start is not None:
             self.lead.choice = start.choice
         self._name = name
-        self._calls = calls
         self._keeps_positions = keeps
         self._training = _Loader(task.dataloader, task, name, calls)
         self._validation = _Loader(task.validation, task, name, calls)
@@ -257,7 +256,7 @@ class Epochs:
         """The iterator of an epoch in progress, and the states that it was opened with."""
         if self._task.validation is not None:
             set_states(self._task.validation, start.validation)
-        self._calls.begin()
+        self._training.calls.begin()
         with nullcontext() if self.lead is None else self.lead.over(start.epoch, start.loader.own["passes"]):
             iterator, message = restore(self._training.loader, self.stream, start.loader)
         self._training.draws.resumed(start.loader.start.random, self.stream.state)

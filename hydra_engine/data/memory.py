@@ -27,6 +27,8 @@ def place_for(tensor: Tensor, device: torch.device | None = None, start: int | N
     device = device if device is not None else tensor.device
     start = 0 if device.type != "cpu" else residue(tensor) if start is None else start
     if not start:
+        if tensor.is_contiguous():  # the same strides, given without taking them apart
+            return torch.empty_like(tensor, device=device, requires_grad=False)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     # A storage of its own in the same memory, of as many bytes as a copy has elsewhere.
     storage = torch.UntypedStorage(start + extent_bytes(tensor), device=device)[start:]  # type: ignore[no-untyped-call]

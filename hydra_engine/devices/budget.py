@@ -120,8 +120,10 @@ class Ledger:
             self._is_unsettled &= not deactivates
             assert self._used[kind] >= 0, self._used
             assert self._num_active >= 0, self._num_active
-            self._note()
-            self._pump()
+            if num_bytes or deactivates:
+                self._count()
+            if self._waiting:
+                self._pump()
 
     def grow(self, num_bytes: int) -> None:
         """Take more at once, for a unit that turns out larger than known; raises DeviceOutOfMemory."""
@@ -161,12 +163,11 @@ class Ledger:
 
     def _count(self) -> None:
         """Count what is in use now for the peak, and tell it."""
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        self._note()
-
-    def _note(self) -> None:
+        used = self._used[SLABS] + self._used[WORK]
+        if used > self.peak_bytes:
+            self.peak_bytes = used
         if not self._is_unsettled:
-            self.noted(self.used_bytes)
+            self.noted(used)
 
     def _pump(self) -> None:
         if self._is_pumping or not self._waiting:  # what a callback asks for or gives back is looked at after it
@@ -181,24 +182,25 @@ class Ledger:
         while self._waiting:
             ticket = self._waiting[0]
             wanted = self._wanted(ticket)
-            if wanted is not None:
-                wanted = self._made_room(ticket, wanted)
-            elif self._num_active == 0:
+            free = self.free_bytes(ticket.kind)
+            if wanted is None and self._num_active == 0:
                 self._make_room(self.limit_bytes(ticket.kind), ticket.kind)
-                wanted = self.free_bytes(ticket.kind)
-            if wanted is not None and wanted <= self.free_bytes(ticket.kind):
+                wanted = free = self.free_bytes(ticket.kind)
+            elif wanted is not None and wanted > free:
+                wanted = self._made_room(ticket, wanted)
+                free = self.free_bytes(ticket.kind)
+            if wanted is not None and wanted <= free:
                 self._waiting.popleft()
                 self._used[ticket.kind] += wanted
                 if ticket.num_bytes is None:  # who takes all does not use all: `settle` tells
                     self._is_unsettled = True
-                else:
+                elif wanted:
                     self._count()
                 self._num_active += ticket.activates
                 ticket.granted(wanted)
             elif self._num_active == 0:
                 self._waiting.popleft()
-                free, limit = self.free_bytes(ticket.kind), self.limit_bytes(ticket.kind)
-                ticket.refused(DeviceOutOfMemory(self.device, wanted or 0, free, limit))
+                ticket.refused(DeviceOutOfMemory(self.device, wanted or 0, free, self.limit_bytes(ticket.kind)))
             else:
                 return
 

@@ -137,11 +137,15 @@ class OpenDevice(ABC):
         finally:
             self.trace.add(self.name, LOAD if lane == INPUT else lane, label, start_s)
 
-    def copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], *, urgent: bool = False) -> None:
-        """Queue copies of each (target, source) across the link; `urgent` before what else is on its way."""
-        num_bytes = sum(source.nbytes for _, source in pairs)
+    def copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], *, urgent: bool = False) -> int:
+        """Queue copies of each (target, source) across the link, and return their bytes.
+
+        urgent: before what else is on its way.
+        """
+        num_bytes = sum([source.nbytes for _, source in pairs])
         self.trace.count_bytes(self.name, lane, num_bytes)
         self._copy(lane, pairs, num_bytes, urgent=urgent)
+        return num_bytes
 
     @abstractmethod
     def _copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int, *, urgent: bool) -> None: ...

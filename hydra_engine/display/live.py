@@ -150,7 +150,7 @@ def _encoding(stream: TextIO, otherwise: str) -> str:
 
 
 def _shown(line: str, encoding: str) -> str:
-    """What a stream can show of a line."""
+    """Replace the characters of a line that a stream of this encoding cannot show."""
     return line.encode(encoding, "replace").decode(encoding)
 
 
@@ -236,7 +236,7 @@ class LiveDisplay:
             self._give_up(error)
 
     def _now(self) -> RunProgress:
-        """What was seen last, and the time as it is now."""
+        """Return what was seen last, with the time as it is now."""
         assert self._seen is not None
         return self._seen._replace(now_s=self._seen.now_s + time.monotonic() - self._seen_s)
 

@@ -24,7 +24,7 @@ MOST_LOGGED = 8
 
 
 class Doing(Enum):
-    """What a task does or waits for, in words for people."""
+    """Things that a task does or waits for, in words for people."""
 
     SETTING_UP = "setting up"
     COMPUTING = "computing"
@@ -56,7 +56,7 @@ class Doing(Enum):
 
 
 class AtWork(Enum):
-    """What a device does, in words for people."""
+    """Things that a device does or waits for, in words for people."""
 
     COMPUTES = "computes"
     WEIGHTS = "waits for weights"  # of the unit that it is to compute
@@ -161,7 +161,7 @@ class Link(NamedTuple):
 
 
 class History:
-    """What was seen of a run so far, as far as rates need it; and who has a row where there are fewer than tasks."""
+    """The past of a run, as far as rates need it; and the tasks that have a row, where not all have one."""
 
     def __init__(self) -> None:
         self._steps: dict[str, _Marks] = {}

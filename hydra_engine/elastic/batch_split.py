@@ -1,4 +1,4 @@
-"""How a job trains a global batch on the GPUs that it has."""
+"""The split of a job's global batch over the GPUs that it has."""
 
 from __future__ import annotations
 

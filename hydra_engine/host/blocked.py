@@ -79,9 +79,7 @@ def step_narrow(
         with _moments_widened(optimizer, updates if narrows_moments else ()):
             step_whole(step or optimizer.step, updates, factors)
         return
-    if not narrows_moments:  # the native code knows neither halves nor narrow moments
-        split = [update for update in updates if update.master is not None]
-        updates = [*native().step(optimizer, [each for each in updates if each.master is None], factors), *split]
+    updates = native().step(optimizer, updates, factors, MOMENTS if narrows_moments else torch.float32)
     if not updates:
         return
     part = part_of(optimizer, [])

@@ -124,11 +124,16 @@ class HostPool:
     def __init__(self, layout: ModelLayout, *, early_release: bool = False, frozen: FrozenBlocks | None = None) -> None:
         self.layout = layout
         self._frozen = FrozenBlocks() if frozen is None else frozen
-        self.gradients = Gradients(layout, GradientRoom.LENT if early_release else GradientRoom.ALL)
+        self._room = GradientRoom.LENT if early_release else GradientRoom.ALL  # while the host steps the optimizer
+        self.gradients = Gradients(layout, self._room)
         self.is_open = False
         self.splits = False
         self.masters: dict[int, SplitMaster] = {}  # by slot, of those that are split
         self.buffers: list[Tensor] = []  # committed values; replaced, never written to
+
+    def step_on_device(self, *, is_so: bool = True) -> None:
+        """Let devices step the optimizer, or the host again. Called before `open`."""
+        self.gradients.room = GradientRoom.NONE if is_so else self._room
 
     @property
     def early_release(self) -> bool:

@@ -95,12 +95,10 @@ class SplitWeight:
 
     def pieces(self, size: int) -> list[SplitWeight]:
         """Return views of so many elements each; `join` takes over what was stored into them."""
-        starts = torch.arange(0, len(self.rest) + size, size)
-        ends = torch.searchsorted(self.apart.places, starts).tolist()
+        halves = list(zip(torch.split(self.narrow, size), torch.split(self.rest, size), strict=True))
+        ends = torch.searchsorted(self.apart.places, size * torch.arange(len(halves) + 1)).tolist()
         pieces = []
-        for k, (narrow, rest) in enumerate(
-            zip(torch.split(self.narrow, size), torch.split(self.rest, size), strict=True)
-        ):
+        for k, (narrow, rest) in enumerate(halves):
             apart = NOTHING_APART
             if self.apart.has_nan or ends[k] < ends[k + 1]:
                 mine = slice(ends[k], ends[k + 1])
@@ -119,6 +117,10 @@ class SplitWeight:
             torch.cat([apart.bits for _, apart in found]),
             any(apart.has_nan for _, apart in found),
         )
+
+    def keep_apart(self, places: Tensor, bits: Tensor, *, has_nan: bool) -> None:
+        """Take over what halves do not tell that somebody else has written."""
+        self.apart = Apart(places, bits, has_nan) if has_nan or len(places) else NOTHING_APART
 
     def _ties(self, bits: Tensor) -> Apart:
         """Return the ties that were rounded down; there is no NaN."""

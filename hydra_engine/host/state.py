@@ -209,8 +209,8 @@ class TaskState:
     def steps_on_device(self) -> bool:
         return self.pool.gradients.room is GradientRoom.NONE
 
-    def step_on_device(self) -> None:
-        self.pool.gradients.room = GradientRoom.NONE
+    def step_on_device(self, *, is_so: bool = True) -> None:
+        self.pool.step_on_device(is_so=is_so)
 
     def note_resized(self, buffers: Mapping[int, Tensor]) -> bool:
         """Remember which of these are others in shape or type than planned, and tell whether any is for the first time.

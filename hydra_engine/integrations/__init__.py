@@ -1,1 +1,1 @@
-"""What joins the engine to other libraries; each module here needs the extra of its own name."""
+"""Models of other libraries, for the engine; each module here needs the extra of its own name."""

@@ -60,7 +60,7 @@ Head: TypeAlias = "Callable[[Any, Any], nn.Module]"  # (model, its base model) -
 
 
 class Family(NamedTuple):
-    """How the models of one architecture run."""
+    """The layers of one architecture's models, and where to find them."""
 
     embedding: Callable[[Any], nn.Module]  # base model -> the first layer
     blocks: str  # where in the base model

@@ -176,7 +176,7 @@ def _positions(given: Mapping[str, Any], hidden: Tensor) -> Tensor:
 
 
 def _what_masks_need(given: Mapping[str, Any], *, causal: bool) -> State:
-    """What blocks have to know to make their masks: nothing, where no token but those to come is hidden from another.
+    """Return what blocks make their masks from: nothing, where no token but those to come is hidden from another.
 
     The library's functions decide the same way, by values, whether attention gets a mask; the bits depend on it.
     """
@@ -191,5 +191,5 @@ def _what_masks_need(given: Mapping[str, Any], *, causal: bool) -> State:
 
 
 def hides_nothing(mask: Tensor) -> bool:
-    """Whether a mask is all ones. Without values, as where a batch is measured by its shapes, padding is assumed."""
+    """Return True for a mask of ones; False where it has no values, as where a batch is measured by its shapes."""
     return not isinstance(mask, FakeTensor) and bool(mask.to(torch.bool).all())

@@ -2,6 +2,9 @@
 //
 //     narrow gradient (DRAM) -> widened, finished (cache) -> moments, master (DRAM) -> narrow weight (DRAM)
 //
+// Of a split weight (hydra_engine/host/split.py) DRAM has no master, but the narrow weight and a remainder: the master is
+// put together from them in the cache, and taken apart again. Moments in bfloat16 are widened and rounded likewise.
+//
 // Every line rounds as torch's kernels do: what they contract to a fused multiply-add is one here (`madd`), and nothing
 // else is (-ffp-contract=off). The loops are plain, and the compiler makes vectors of them. A block's values pass from
 // one loop to the next in the first-level cache.
@@ -12,8 +15,11 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <mutex>
 #include <system_error>
 #include <thread>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #if defined(__AVX512F__) || defined(__F16C__)
@@ -35,20 +41,31 @@ enum Rule : int32_t { kAdam, kSgd };
 
 extern "C" {
 
+// MKL's vmsSqrt: length, values, roots, mode.
+using RootsOfLibrary = void (*)(int64_t, const float*, float*, int64_t);
+
+// MKL_Set_Num_Threads_Local: of the calling thread; returns those of before.
+using SetThreads = int (*)(int);
+
 // A parameter and its options, as PLACES and REST of update.py pack them. Pointers are to dense memory.
 struct Update {
-    float* master;
+    float* master;        // null: the weight is split
     const void* gradient;
-    void* narrow;    // null: nothing crosses the link
-    float* first;    // Adam: the first moment. SGD: the momentum; null: none
-    float* second;   // Adam: the second moment
-    float* largest;  // Adam: the largest second moment so far; null: not kept (amsgrad)
+    void* narrow;         // null: nothing crosses the link
+    int16_t* rest;        // of a split weight: its remainder
+    const int64_t* apart_places;  // of elements that its halves do not tell: ascending
+    const int32_t* apart_bits;    // of the weight there
+    void* moments[3];     // Adam: the first, the second, the largest second so far (amsgrad). SGD: momentum. Null: none
     int64_t size;
-    int64_t tail;    // the last elements, in which torch's fused kernels contract otherwise
+    int64_t tail;         // the last elements, in which torch's fused kernels contract otherwise
+    int64_t num_apart;
+    RootsOfLibrary roots_of_library;  // null: they are taken here
     Type gradient_type;
     Type narrow_type;
+    Type moments_type;    // bfloat16: rounded by turns
+    int32_t turn;         // that moments are rounded by; negative: to nearest
     Rule rule;
-    int32_t refines_roots;  // square roots as MKL's, off by one unit now and then
+    int32_t refines_roots;  // square roots as MKL's on some processors, off by one unit now and then
     int32_t num_factors;
     float factors[3];       // the gradient is multiplied by them, one after the other
     float weight_decay;     // added to the gradient, times the weight
@@ -59,6 +76,13 @@ struct Update {
     float eps;
     float minus_step;       // minus the step size
     int32_t nesterov;
+};
+
+// An element of a split weight that its new halves do not tell, as FOUND of update.py has it.
+struct Found {
+    int64_t place;  // -1: there is NaN in the weight, whose remainders are upper halves
+    int32_t bits;
+    int32_t update;
 };
 
 }  // extern "C"
@@ -122,8 +146,11 @@ void narrow(const float* __restrict from, uint16_t* __restrict to, int64_t size,
 #endif
 }
 
+// VML_HA, VML_FTZDAZ_OFF and VML_ERRMODE_IGNORE, as torch calls it.
+constexpr int64_t kModeOfTorch = 0x2 | 0x140000 | 0x100;
+
 #if defined(__AVX512F__)
-// As MKL, which torch.sqrt calls: an estimate of 14 bits and one correction. Below 2^-64 the correction would lose
+// As MKL on Intel's processors, which torch.sqrt calls: an estimate of 14 bits and one correction. Below 2^-64 the correction would lose
 // digits, so those are scaled by an even power of two; zeros, infinities and what has no root take the processor's own.
 void refined_roots(const float* from, float* to, int64_t size) {
     const __m512 half = _mm512_set1_ps(0.5f), small = _mm512_set1_ps(0x1p-64f);
@@ -144,7 +171,11 @@ void refined_roots(const float* from, float* to, int64_t size) {
 }
 #endif
 
-void roots(const float* __restrict from, float* __restrict to, int64_t size, bool refines) {
+void roots(const float* __restrict from, float* __restrict to, int64_t size, bool refines, RootsOfLibrary of_library) {
+    if (of_library) {
+        of_library(size, from, to, kModeOfTorch);
+        return;
+    }
 #if defined(__AVX512F__)
     if (refines) {
         refined_roots(from, to, size);
@@ -154,6 +185,65 @@ void roots(const float* __restrict from, float* __restrict to, int64_t size, boo
     (void)refines;
     for (int64_t i = 0; i < size; ++i) to[i] = std::sqrt(from[i]);
 }
+
+inline bool is_nan(uint32_t bits) { return (bits & 0x7fffffff) > 0x7f800000; }
+
+// A tie that is rounded down: the upper half is even, and what is cut off is a half of its unit.
+inline bool is_tie(uint32_t bits) { return (bits & 0x1ffff) == 0x8000; }
+
+// Put a block of a split weight together.
+void join_halves(const Update& u, int64_t begin, int64_t size, float* __restrict to) {
+    const uint16_t* __restrict narrow = static_cast<const uint16_t*>(u.narrow) + begin;
+    const int16_t* __restrict rest = u.rest + begin;
+    for (int64_t i = 0; i < size; ++i) {
+        const uint32_t upper = static_cast<uint32_t>(narrow[i]) << 16, lower = static_cast<uint32_t>(rest[i]);
+        to[i] = from_bits(is_nan(upper) ? lower << 16 : upper + lower);
+    }
+    const int64_t* const end = u.apart_places + u.num_apart;
+    const int64_t* place = std::lower_bound(u.apart_places, end, begin);
+    for (; place != end && *place < begin + size; ++place) {
+        to[*place - begin] = from_bits(static_cast<uint32_t>(u.apart_bits[place - u.apart_places]));
+    }
+}
+
+// Take a block of a split weight apart; add to `found` what its halves do not tell. Return true if there is NaN.
+bool split_halves(const Update& u, int64_t begin, int64_t size, const float* __restrict from, int32_t update,
+                  std::vector<Found>& found) {
+    uint16_t* __restrict narrow = static_cast<uint16_t*>(u.narrow) + begin;
+    int16_t* __restrict rest = u.rest + begin;
+    uint32_t is_special = 0;
+    for (int64_t i = 0; i < size; ++i) {
+        const uint32_t bits = to_bits(from[i]);
+        narrow[i] = to_bfloat16(from[i]);
+        rest[i] = static_cast<int16_t>(is_nan(bits) ? bits >> 16 : bits);
+        is_special |= is_nan(bits) | is_tie(bits);
+    }
+    bool has_nan = false;
+    for (int64_t i = 0; is_special && i < size; ++i) {
+        const uint32_t bits = to_bits(from[i]);
+        has_nan |= is_nan(bits);
+        if (is_nan(bits) ? (bits & 0xffff) != 0 : is_tie(bits)) {
+            found.push_back({begin + i, static_cast<int32_t>(bits), update});
+        }
+    }
+    return has_nan;
+}
+
+// As `round_by_turns` of hydra_engine/host/blocked.py.
+void round_by_turns(const float* __restrict from, uint16_t* __restrict to, int64_t begin, int64_t size, int32_t turn) {
+    const uint32_t first = static_cast<uint32_t>(begin) * 25717 + static_cast<uint32_t>(turn) * 40503;
+    for (int64_t i = 0; i < size; ++i) {
+        const uint32_t below = (first + static_cast<uint32_t>(i) * 25717) & 0xffff;
+        to[i] = static_cast<uint16_t>((to_bits(from[i]) + below) >> 16);
+    }
+}
+
+// Values of a block in float32: in memory, or in the cache if memory has them otherwise.
+struct Values {
+    float* master;
+    float* gradient;
+    float* moments[3];
+};
 
 // `average` times beta, plus `value` times `scale` times `other`. A tail contracts the first product, all else the last.
 void decay_towards(float* __restrict average, const float* value, const float* other, int64_t size, float beta,
@@ -167,9 +257,10 @@ void decay_towards(float* __restrict average, const float* value, const float* o
     }
 }
 
-void step_adam(const Update& u, int64_t begin, int64_t size, const float* __restrict gradient, bool is_tail) {
-    float* __restrict master = u.master + begin;
-    float* __restrict first = u.first + begin;
+void step_adam(const Update& u, const Values& values, int64_t size, bool is_tail) {
+    const float* __restrict gradient = values.gradient;
+    float* __restrict master = values.master;
+    float* __restrict first = values.moments[0];
     float root[kBlock];
     const float weight = u.one_minus_beta1;
     if (std::fabs(weight) < 0.5f) {  // as torch.lerp
@@ -177,27 +268,27 @@ void step_adam(const Update& u, int64_t begin, int64_t size, const float* __rest
     } else {
         for (int64_t i = 0; i < size; ++i) first[i] = madd(weight - 1, gradient[i] - first[i], gradient[i]);
     }
-    decay_towards(u.second + begin, gradient, gradient, size, u.beta2, u.one_minus_beta2, is_tail);
-    const float* second = u.second + begin;
-    if (u.largest) {
-        float* __restrict largest = u.largest + begin;
+    decay_towards(values.moments[1], gradient, gradient, size, u.beta2, u.one_minus_beta2, is_tail);
+    const float* second = values.moments[1];
+    if (values.moments[2]) {
+        float* __restrict largest = values.moments[2];
         for (int64_t i = 0; i < size; ++i) {
             largest[i] = second[i] > largest[i] || second[i] != second[i] ? second[i] : largest[i];
         }
         second = largest;
     }
-    roots(second, root, size, u.refines_roots);
+    roots(second, root, size, u.refines_roots, u.roots_of_library);
     for (int64_t i = 0; i < size; ++i) {
         const float denominator = root[i] / u.correction + u.eps;
         master[i] = master[i] * u.keep + (u.minus_step * first[i]) / denominator;
     }
 }
 
-void step_sgd(const Update& u, int64_t begin, int64_t size, float* __restrict gradient, bool is_tail) {
-    float* __restrict master = u.master + begin;
+void step_sgd(const Update& u, const Values& values, int64_t size, bool is_tail) {
+    float* __restrict gradient = values.gradient;
+    float* __restrict master = values.master;
     const float* direction = gradient;
-    if (u.first) {
-        float* __restrict momentum = u.first + begin;
+    if (float* __restrict momentum = values.moments[0]) {
         decay_towards(momentum, gradient, nullptr, size, u.beta1, u.one_minus_beta1, is_tail);
         if (u.nesterov) {
             for (int64_t i = 0; i < size; ++i) gradient[i] = madd(momentum[i], u.beta1, gradient[i]);
@@ -208,21 +299,45 @@ void step_sgd(const Update& u, int64_t begin, int64_t size, float* __restrict gr
     for (int64_t i = 0; i < size; ++i) master[i] = madd(direction[i], u.minus_step, master[i]);
 }
 
-// Fetch a block of these elements into the cache, to be written. An address beyond the end does no harm.
-void fetch(const void* elements, int64_t begin, Type type) {
+// Fetch so many bytes into the cache, to be written. An address beyond the end does no harm.
+template <int64_t kBytes>
+void fetch_bytes(const char* at) {
     constexpr int64_t line = 64;
-    const int64_t width = type == kFloat32 ? 4 : 2;
-    const char* at = static_cast<const char*>(elements) + begin * width;
-    for (int64_t k = 0; k < kBlock * width; k += line) __builtin_prefetch(at + k, 1, 3);
+    for (int64_t k = 0; k < kBytes; k += line) __builtin_prefetch(at + k, 1, 3);
 }
 
-void step_block(const Update& u, int64_t begin, int64_t size, bool is_tail) {
-    float gradient[kBlock];
-    fetch(u.gradient, begin + kAhead, u.gradient_type);
-    for (const float* values : {u.master, u.first, u.second, u.largest}) {
-        if (values) fetch(values, begin + kAhead, kFloat32);
+// Fetch a block of these elements, if there are any. In loops of a length that the compiler knows: with others an update of
+// whole weights took 6 % longer.
+inline void fetch(const void* elements, int64_t begin, Type type) {
+    const char* const at = static_cast<const char*>(elements);
+    if (!elements) return;
+    if (type == kFloat32) {
+        fetch_bytes<4 * kBlock>(at + 4 * begin);
+    } else {
+        fetch_bytes<2 * kBlock>(at + 2 * begin);
     }
-    if (u.narrow) fetch(u.narrow, begin + kAhead, u.narrow_type);
+}
+
+// Return true if there is NaN in a split weight.
+bool step_block(const Update& u, int64_t begin, int64_t size, bool is_tail, int32_t update, std::vector<Found>& found) {
+    float gradient[kBlock], whole[kBlock], widened[3][kBlock];
+    fetch(u.gradient, begin + kAhead, u.gradient_type);
+    fetch(u.master, begin + kAhead, kFloat32);
+    fetch(u.narrow, begin + kAhead, u.narrow_type);
+    fetch(u.rest, begin + kAhead, kBFloat16);
+    for (const void* moment : u.moments) fetch(moment, begin + kAhead, u.moments_type);
+
+    Values values{u.master ? u.master + begin : whole, gradient, {}};
+    if (!u.master) join_halves(u, begin, size, whole);
+    for (int k = 0; k < 3; ++k) {
+        if (!u.moments[k]) continue;
+        if (u.moments_type == kFloat32) {
+            values.moments[k] = static_cast<float*>(u.moments[k]) + begin;
+        } else {
+            values.moments[k] = widened[k];
+            widen(static_cast<const uint16_t*>(u.moments[k]) + begin, widened[k], size, u.moments_type);
+        }
+    }
     if (u.gradient_type == kFloat32) {
         std::memcpy(gradient, static_cast<const float*>(u.gradient) + begin, size * sizeof(float));
     } else {
@@ -233,29 +348,59 @@ void step_block(const Update& u, int64_t begin, int64_t size, bool is_tail) {
         for (int64_t i = 0; i < size; ++i) gradient[i] *= factor;
     }
     if (u.weight_decay != 0) {
-        const float* __restrict master = u.master + begin;
+        const float* __restrict master = values.master;
         for (int64_t i = 0; i < size; ++i) gradient[i] = madd(master[i], u.weight_decay, gradient[i]);
     }
+
     if (u.rule == kAdam) {
-        step_adam(u, begin, size, gradient, is_tail);
+        step_adam(u, values, size, is_tail);
     } else {
-        step_sgd(u, begin, size, gradient, is_tail);
+        step_sgd(u, values, size, is_tail);
     }
+
+    for (int k = 0; k < 3 && u.moments_type != kFloat32; ++k) {
+        if (!u.moments[k]) continue;
+        uint16_t* const moment = static_cast<uint16_t*>(u.moments[k]) + begin;
+        if (u.turn >= 0) {
+            round_by_turns(widened[k], moment, begin, size, u.turn);
+        } else {
+            narrow(widened[k], moment, size, u.moments_type);
+        }
+    }
+    if (!u.master) return split_halves(u, begin, size, whole, update, found);
     if (u.narrow && u.narrow_type == kFloat32) {
         std::memcpy(static_cast<float*>(u.narrow) + begin, u.master + begin, size * sizeof(float));
     } else if (u.narrow) {
         narrow(u.master + begin, static_cast<uint16_t*>(u.narrow) + begin, size, u.narrow_type);
     }
+    return false;
 }
 
-void step_range(const Update& u, int64_t begin, int64_t end) {
+// While it lives, MKL begins no threads of its own for a block that this thread has in hand.
+class Alone {
+  public:
+    explicit Alone(SetThreads set) : set_(set), before_(set ? set(1) : 0) {}
+    ~Alone() {
+        if (set_) set_(before_);
+    }
+    Alone(const Alone&) = delete;
+    Alone& operator=(const Alone&) = delete;
+
+  private:
+    const SetThreads set_;
+    const int before_;
+};
+
+void step_range(const Update& u, int64_t begin, int64_t end, int32_t update, std::vector<Found>& found) {
     const int64_t tail = u.size - u.tail;
+    bool has_nan = false;
     while (begin < end) {
         const bool is_tail = begin >= tail;
         const int64_t size = std::min({kBlock, end - begin, is_tail ? end - begin : tail - begin});
-        step_block(u, begin, size, is_tail);
+        has_nan |= step_block(u, begin, size, is_tail, update, found);
         begin += size;
     }
+    if (has_nan) found.push_back({-1, 0, update});
 }
 
 }  // namespace
@@ -272,24 +417,35 @@ int32_t hydra_has_float16() {
 }
 
 // Take square roots as an update does.
-void hydra_roots(const float* from, float* to, int64_t size, int32_t refines) { roots(from, to, size, refines); }
+void hydra_roots(const float* from, float* to, int64_t size, int32_t refines, RootsOfLibrary of_library) {
+    roots(from, to, size, refines, of_library);
+}
 
 // Return the size of an update here, which the caller's has to be.
 int64_t hydra_update_bytes() { return sizeof(Update); }
 
 // Make all updates, with this many threads: the caller, and others that end with the call. They take units in turn, so
 // that one that is slow, or another process on its core, does not hold up the rest. No element depends on their number.
-void hydra_update(const Update* updates, int64_t num_updates, int64_t num_threads) {
+// Return a list of what the halves of split weights do not tell, by update and place, and its length; `hydra_take` frees
+// it. Null: there is nothing. set_threads: of the library that takes roots; null: none does.
+void hydra_update(const Update* updates, int64_t num_updates, int64_t num_threads, SetThreads set_threads, void** list,
+                  int64_t* num_found) {
     std::vector<int64_t> ends(num_updates);  // of each update's units, counted over all of them
     int64_t num_units = 0;
     for (int64_t k = 0; k < num_updates; ++k) ends[k] = num_units += (updates[k].size + kUnit - 1) / kUnit;
     std::atomic<int64_t> next{0};
+    std::vector<Found> found;
+    std::mutex mutex;
     const auto work = [&] {
+        const Alone alone(set_threads);
+        std::vector<Found> mine;
         for (int64_t unit = next++; unit < num_units; unit = next++) {
             const auto k = std::upper_bound(ends.begin(), ends.end(), unit) - ends.begin();
             const int64_t begin = (unit - (k ? ends[k - 1] : 0)) * kUnit;
-            step_range(updates[k], begin, std::min(begin + kUnit, updates[k].size));
+            step_range(updates[k], begin, std::min(begin + kUnit, updates[k].size), static_cast<int32_t>(k), mine);
         }
+        const std::lock_guard<std::mutex> lock(mutex);
+        found.insert(found.end(), mine.begin(), mine.end());
     };
     std::vector<std::thread> team;
     try {
@@ -298,6 +454,18 @@ void hydra_update(const Update* updates, int64_t num_updates, int64_t num_thread
     }
     work();
     for (auto& thread : team) thread.join();
+    std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) {
+        return std::tie(a.update, a.place) < std::tie(b.update, b.place);
+    });
+    *num_found = static_cast<int64_t>(found.size());
+    *list = found.empty() ? nullptr : new std::vector<Found>(std::move(found));
+}
+
+// Copy a list that an update returned to a place as long, and free it.
+void hydra_take(void* list, Found* to) {
+    auto* const found = static_cast<std::vector<Found>*>(list);
+    std::copy(found->begin(), found->end(), to);
+    delete found;
 }
 
 }  // extern "C"

@@ -16,8 +16,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -37,9 +38,13 @@ OPTIONS = {
     ADAM: ("betas", "eps", "amsgrad", "decoupled_weight_decay", *_ALL),
     SGD: ("momentum", "dampening", "nesterov", *_ALL),
 }
-# A row of the call, as struct Update of update.cpp: addresses of master, gradient, narrow weight and three moments,
-# size and tail. The rest is the same for all parameters of a group at the same step, and packed once.
-PLACES, REST = struct.Struct("6Q2q"), struct.Struct("5i12fi")
+TO_NEAREST = -1  # in the place of a turn
+# A row of the call, as struct Update of update.cpp: addresses of master, gradient, narrow weight, its remainder, places
+# and bits of what is apart, and three moments; size, tail, and number of what is apart; the function that takes roots.
+# The rest is the same for all parameters of a group at the same step, and packed once.
+PLACES, REST = struct.Struct("9Q3qQ"), struct.Struct("7i12fi")
+# As struct Found of update.cpp. A place of -1 says that there is NaN in the weight.
+FOUND = np.dtype([("place", np.int64), ("bits", np.int32), ("update", np.int32)])
 
 
 class Arithmetic(NamedTuple):
@@ -47,8 +52,10 @@ class Arithmetic(NamedTuple):
 
     refines_roots: bool  # MKL estimates square roots and corrects them, on processors with AVX-512
     vector: int  # elements; torch's fused kernels contract otherwise where the rest of a tensor fills no vector
+    roots_at: int = 0  # address of the function that torch calls for square roots; 0: they are taken here, sooner
 
 
+SQUARE_ROOTS, SET_THREADS = "vmsSqrt", "MKL_Set_Num_Threads_Local"  # of MKL
 PLAIN = tuple(Arithmetic(refines, 1) for refines in (False, True))
 FUSED = tuple(Arithmetic(False, vector) for vector in (8, 16, 4, 1))  # torch's own vectors take the processor's roots
 # Sizes of a sample's tensors: many rests of a vector, and one that torch divides among its threads.
@@ -65,18 +72,45 @@ class NarrowUpdate:
     parameter: nn.Parameter  # the float32 master
     gradient: Tensor  # as it came down the link
     narrow: Tensor | None  # what crosses the link next; None where that is the parameter itself
-    master: Any = None  # of a split weight (host/split.py), whose values are not there; the native code knows of none
+    master: Any = None  # the `SplitMaster` of a split weight (host/split.py), whose values are not there
+
+
+class Apart(Protocol):
+    """Elements of a split weight that its halves do not tell."""
+
+    @property
+    def places(self) -> Tensor:
+        """Places, ascending."""
+
+    @property
+    def bits(self) -> Tensor:
+        """Bits of the weight there."""
+
+
+class Halves(Protocol):
+    """A split weight (host/split.py): both halves flat, in the order of the weight's memory."""
+
+    narrow: Tensor
+    rest: Tensor
+
+    @property
+    def apart(self) -> Apart:
+        """What they do not tell."""
+
+    def keep_apart(self, places: Tensor, bits: Tensor, *, has_nan: bool) -> None:
+        """Take over what new halves do not tell."""
 
 
 class Work(NamedTuple):
     """An update with the options and the state that it goes by."""
 
-    master: Tensor
+    master: Tensor  # of a split weight: without values
     gradient: Tensor
     narrow: Tensor | None
     group: Mapping[str, Any]
     moments: Mapping[str, Tensor]  # by name: of the master's shape
     counter: Tensor | None  # of steps, this one not among them
+    halves: Halves | None = None
 
     @property
     def types(self) -> tuple[torch.dtype, torch.dtype | None]:
@@ -113,13 +147,18 @@ class Native:
         return self._library.missing_because
 
     def step(
-        self, optimizer: Optimizer, updates: Sequence[NarrowUpdate], factors: Sequence[float | Tensor]
+        self,
+        optimizer: Optimizer,
+        updates: Sequence[NarrowUpdate],
+        factors: Sequence[float | Tensor],
+        moments: torch.dtype = torch.float32,
     ) -> Sequence[NarrowUpdate]:
         """Make updates, with as many threads as the caller has intra-op ones; return those that it leaves to torch.
 
         Those are of the first step, which makes the state, of tensors that do not all lie in the same order, and those
         that would not get torch's bits. optimizer: it steps element by element, and nobody watches its steps. factors:
-        each gradient is multiplied by them, one after the other.
+        each gradient is multiplied by them, one after the other. moments: the type that the state has to have; in
+        bfloat16 they are rounded as `round_by_turns` of host/blocked.py does.
         """
         kind = type(optimizer)
         library = self._library.load() if kind in RULES and len(factors) <= MOST_FACTORS else None
@@ -131,7 +170,7 @@ class Native:
         rest, mine = [], []
         for update in updates:
             group = groups.get(id(update.parameter))  # None: the optimizer's maker left it out
-            work = None if group is None else _work(optimizer, group, update)
+            work = None if group is None else _work(optimizer, group, update, moments)
             if group is None or work is None:
                 rest.append(update)
                 continue
@@ -179,7 +218,9 @@ def _stand_in(value: Any) -> Any:
     return 0.9 if value > 0.5 else 0.3
 
 
-def _work(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate) -> Work | None:
+def _work(
+    optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate, moments_type: torch.dtype
+) -> Work | None:
     """Return what the kernel needs; None: it cannot make this update."""
     master, gradient, narrow = update.parameter, update.gradient, update.narrow
     state, counter = optimizer.state.get(master, {}), None
@@ -196,7 +237,7 @@ def _work(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate) 
     moments = {name: state.get(name) for name in names}
     if master.dim() == 0 or not all(isinstance(each, Tensor) for each in moments.values()):
         return None
-    if any(each.dtype != torch.float32 for each in (master, *moments.values())):
+    if master.dtype != torch.float32 or any(each.dtype != moments_type for each in moments.values()):
         return None
     others = [gradient, *moments.values(), *(() if narrow is None else (narrow,))]
     if not all(each.dtype in TYPES and each.layout == torch.strided for each in others) or not is_dense(master):
@@ -204,7 +245,7 @@ def _work(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate) 
     shape, stride = master.shape, master.stride()
     if any(each.shape != shape or each.stride() != stride for each in others):
         return None
-    return Work(master, gradient, narrow, group, moments, counter)
+    return Work(master, gradient, narrow, group, moments, counter, update.master and update.master.split)
 
 
 def _call(
@@ -218,19 +259,59 @@ def _call(
         torch._foreach_add_(counters, 1)
     rows, known = [], {}
     for work, arithmetic in works:
-        master, gradient, narrow, group, moments, counter = work
-        step = 0.0 if counter is None else counter.item()
-        key = (id(group), *work.types, step)
+        step = None if work.counter is None else work.counter.item()
+        moments_type = next((each.dtype for each in work.moments.values()), torch.float32)
+        key = (id(work.group), *work.types, moments_type, step)
         if key not in known:
-            known[key] = _rest(kind, work, step, factors, arithmetic)
-        places = [0 if each is None else each.data_ptr() for each in (master, gradient, narrow, *moments.values())]
-        places += [0] * (3 - len(moments))
-        rows += [PLACES.pack(*places, master.numel(), master.numel() % arithmetic.vector), known[key]]
-    library.hydra_update(b"".join(rows), ctypes.c_int64(len(works)), ctypes.c_int64(torch.get_num_threads()))
+            known[key] = _rest(kind, work, step, moments_type, factors, arithmetic)
+        rows += [_places(work, arithmetic), known[key]]
+    set_threads = _of_mkl(SET_THREADS) if any(arithmetic.roots_at for _, arithmetic in works) else 0
+    found, num_found = ctypes.c_void_p(), ctypes.c_int64()
+    library.hydra_update(
+        *(b"".join(rows), ctypes.c_int64(len(works)), ctypes.c_int64(torch.get_num_threads())),
+        *(ctypes.c_void_p(set_threads), ctypes.byref(found), ctypes.byref(num_found)),
+    )
+    elements = np.empty(num_found.value, FOUND)
+    if len(elements):
+        library.hydra_take(found, ctypes.c_void_p(elements.ctypes.data))
+    _keep_apart([work for work, _ in works], elements)
 
 
-def _rest(kind: type[Optimizer], work: Work, step: float, factors: Sequence[float], arithmetic: Arithmetic) -> bytes:
-    """Pack what the parameters of a group have in common at a step."""
+def _places(work: Work, arithmetic: Arithmetic) -> bytes:
+    """Pack what a parameter has of its own."""
+    halves = work.halves
+    if halves is None:
+        weight, num_apart = [work.master, work.gradient, work.narrow, None, None, None], 0
+    else:
+        apart = halves.apart
+        weight = [None, work.gradient, halves.narrow, halves.rest, apart.places, apart.bits]
+        num_apart = len(apart.places)
+    places = [0 if each is None else each.data_ptr() for each in (*weight, *work.moments.values())]
+    places += [0] * (3 - len(work.moments))
+    size = work.master.numel()
+    return PLACES.pack(*places, size, size % arithmetic.vector, num_apart, arithmetic.roots_at)
+
+
+def _keep_apart(works: Sequence[Work], found: np.ndarray[Any, Any]) -> None:
+    """Let split weights take over what their new halves do not tell, by update and place."""
+    ends = np.searchsorted(found["update"], np.arange(len(works) + 1)) if len(found) else [0] * (len(works) + 1)
+    for k, halves in enumerate(work.halves for work in works):
+        if halves is not None:
+            mine = found[ends[k] : ends[k + 1]]
+            apart = mine[mine["place"] >= 0]
+            places, bits = (torch.from_numpy(apart[name].copy()) for name in ("place", "bits"))
+            halves.keep_apart(places, bits, has_nan=len(apart) < len(mine))
+
+
+def _rest(
+    kind: type[Optimizer],
+    work: Work,
+    step: float | None,
+    moments: torch.dtype,
+    factors: Sequence[float],
+    arithmetic: Arithmetic,
+) -> bytes:
+    """Pack what the parameters of a group have in common at a step, this one counted; None: nobody counts."""
     group, (gradient, narrow) = work.group, work.types
     factors = (*factors, -1.0) if group["maximize"] else factors
     lr, decay, keep, eps, nesterov = float(group["lr"]), group["weight_decay"], 1.0, 0.0, False
@@ -238,6 +319,7 @@ def _rest(kind: type[Optimizer], work: Work, step: float, factors: Sequence[floa
         averages = group["momentum"], 1 - group["dampening"], 0.0, 0.0
         correction, step_size, nesterov = 1.0, lr, group["nesterov"]
     else:
+        assert step is not None
         beta1, beta2 = group["betas"]
         averages = beta1, 1 - beta1, beta2, 1 - beta2
         corrected = 1 - beta2**step
@@ -246,7 +328,8 @@ def _rest(kind: type[Optimizer], work: Work, step: float, factors: Sequence[floa
         if group["decoupled_weight_decay"]:
             keep, decay = 1 - lr * decay, 0.0
     return REST.pack(
-        *(TYPES[gradient], TYPES[narrow or torch.float32], RULES[kind], arithmetic.refines_roots, len(factors)),
+        *(TYPES[gradient], TYPES[narrow or torch.float32], TYPES[moments], TO_NEAREST if step is None else int(step)),
+        *(RULES[kind], arithmetic.refines_roots, len(factors)),
         *(*factors, *[1.0] * (MOST_FACTORS + 1 - len(factors))),
         *(decay, keep, *averages, correction, eps, -step_size),
         nesterov,
@@ -265,32 +348,50 @@ def _agree(library: ctypes.CDLL, kind: type[Optimizer], like: Work, num_factors:
     optimizer = make([{**like.group, "params": masters}])
     for master, each in zip(masters, theirs, strict=True):
         optimizer.state[master] = {**each.moments, **({} if each.counter is None else {"step": each.counter})}
-        master.grad = each.gradient.float()
+        master.grad = each.gradient.to(torch.float32, copy=True)  # which is multiplied in place
         for factor in factors:
             master.grad.mul_(factor)
     optimizer.step()
     for each in theirs:
         if each.narrow is not None:
             each.narrow.copy_(each.master)
-    for arithmetic in FUSED if like.group["fused"] else PLAIN:
+    for arithmetic in FUSED if like.group["fused"] else _unfused():
         ours = [each.copied() for each in sample]
         _call(library, kind, [(each, arithmetic) for each in ours], factors)
         pairs = [pair for works in zip(ours, theirs, strict=True) for pair in zip(*map(_written, works), strict=True)]
         if all(_same_bits(mine, plain) for mine, plain in pairs):
             # Roots that are one unit off in a million would pass a sample. torch's fused ones are the processor's.
             has_roots = RULES[kind] == ADAM and not like.group["fused"]
-            return arithmetic if not has_roots or _same_roots(library, arithmetic.refines_roots) else None
+            if not has_roots or _same_roots(library, arithmetic):
+                return arithmetic
     return None
 
 
 @cache
-def _same_roots(library: ctypes.CDLL, refines: bool) -> bool:
+def _of_mkl(name: str) -> int:
+    """Return the address of a function of MKL, which is part of torch's library; 0: that does not name it."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
+
+
+def _unfused() -> tuple[Arithmetic, ...]:
+    """Candidates where torch's step is not fused. MKL takes roots in another way on each kind of processor."""
+    has_both = _of_mkl(SQUARE_ROOTS) and _of_mkl(SET_THREADS)
+    return (*PLAIN, Arithmetic(False, 1, _of_mkl(SQUARE_ROOTS))) if has_both else PLAIN
+
+
+@cache
+def _same_roots(library: ctypes.CDLL, arithmetic: Arithmetic) -> bool:
     """Compare all digits that a square root can have with torch's."""
     for first in ROOTS_OF[::ROOTS_AT_ONCE]:
         values = torch.arange(first, first + ROOTS_AT_ONCE, dtype=torch.int32).view(torch.float32)
         mine = torch.empty_like(values)
         library.hydra_roots(
-            *(ctypes.c_void_p(each.data_ptr()) for each in (values, mine)), ctypes.c_int64(len(values)), int(refines)
+            *(ctypes.c_void_p(each.data_ptr()) for each in (values, mine)),
+            *(ctypes.c_int64(len(values)), int(arithmetic.refines_roots), ctypes.c_void_p(arithmetic.roots_at)),
         )
         if not _same_bits(mine, values.sqrt()):
             return False

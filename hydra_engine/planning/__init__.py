@@ -8,11 +8,14 @@ from hydra_engine.planning.planner import (
     DramLimit,
     PlannedTask,
     Spreading,
+    Target,
     arena_bytes,
     check_arena,
     check_dram,
-    cut_together,
     fits_arena,
+    known_steps,
+    rehearsed_s,
+    ways_together,
 )
 from hydra_engine.planning.sharing import check_apart, check_nothing_shared, check_shared_buffers, check_sharing
 from hydra_engine.planning.simulate import simulate

@@ -144,8 +144,8 @@ class Rehearsed:
 
     def put_into(self, state: TaskState) -> None:
         """Let a task of the same structure know it."""
-        if self.steps_on_device:
-            state.step_on_device()
+        if self.steps_on_device != state.steps_on_device:
+            state.step_on_device(is_so=self.steps_on_device)
         measured = self.measured.copied()
         measured.state_bytes = state.measured.state_bytes
         state.adopt(self.cut, measured, self.observed.copied())

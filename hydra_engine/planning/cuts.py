@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hydra_engine.host import Shard, TaskState
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
-from hydra_engine.planning.simulate import bound_s, simulate
+from hydra_engine.planning.simulate import alike, bound_s, num_spread_units, simulate
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Policy, training_chain
 from hydra_engine.tasks import duration
 from partitioners import Budget, LayerCost, forward_unit_bytes, shard_bytes, slab_bytes
@@ -31,6 +31,8 @@ MOST_UNITS, RUN_UNITS = 24_000, 800
 UNITS_PER_S = 100
 # A task is cut anew where the whole run is predicted to be so many times shorter: another cut has to be rehearsed.
 LEAST_GAIN = 1.02
+# Of another number of micro-batches, or with the optimizer elsewhere, so many cuts are tried.
+MOST_OTHERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,14 @@ class Load(NamedTuple):
     def __str__(self) -> str:
         link_s = max(self.up_s, self.down_s)
         return f"device {duration(self.device_s)}, link {duration(link_s)}, host optimizer {duration(self.update_s)}"
+
+
+class Way(NamedTuple):
+    """What is chosen of a task for all tasks together."""
+
+    boundaries: tuple[int, ...]  # cumulative end indices of the shards
+    num_micro_batches: int  # of a step
+    steps_on_device: bool  # devices step the optimizer, and not the host
 
 
 class PredictedCut(NamedTuple):
@@ -110,6 +120,19 @@ class CutChoice:
         """Return what the task takes in a simulation, cut like this."""
         return cut_cost(name, self.costs, boundaries, self.budget, self.run, num_steps=num_steps)
 
+    def in_micro_batches(self, number: int) -> CutChoice:
+        """Return the same for steps of so many micro-batches, which take seconds and bytes in proportion."""
+        share = self.budget.num_micro_batches / number
+        costs = [_in_proportion(cost, share) for cost in self.costs]
+        return replace(self, costs=costs, budget=self.budget.with_micro_batches(number))
+
+    def likeliest(self) -> list[tuple[tuple[int, ...], TaskCost]]:
+        """Return the few candidates with the lowest bounds that fit, and what the task takes with each."""
+        tasks = [(tuple(ends), self.cost(ends)) for ends in self.candidates]
+        most = self.run.device.memory_bytes
+        fitting = [each for each in tasks if most is None or _most_bytes(each[1]) <= most]
+        return sorted(fitting, key=lambda each: (least_round_s(each[1], self.run), len(each[0])))[:MOST_OTHERS]
+
     def predicted(self, boundaries: Sequence[int]) -> PredictedCut:
         """Return what is predicted of a cut, be it a candidate or not."""
         task = self.cost(boundaries)
@@ -137,6 +160,13 @@ class CutChoice:
             fewest = tasks[few].num_shards, found[few] if few in found else self.predicted(self.candidates[few]).step_s
         chosen = self._predicted(tasks[best], self.candidates[best], found[best])
         return chosen._replace(num_cuts=len(tasks), fewest=fewest)
+
+    def beside(self, own: PredictedCut, name: str, num_steps: int, others: Sequence[TaskCost]) -> PredictedCut:
+        """Return the candidate with which a task and these others end soonest; `own` where none is much better."""
+        cuts = [own.boundaries, *(ends for ends in map(tuple, self.candidates) if ends != own.boundaries)]
+        options = [[self.cost(ends, name, num_steps) for ends in cuts], *([each] for each in others)]
+        [k, *_] = WholeRun.of(self.run, options).worth_searching().best().chosen
+        return own if k == 0 else self.predicted(cuts[k])._replace(is_together=True)
 
     def _predicted(self, task: TaskCost, boundaries: Sequence[int], step_s: float) -> PredictedCut:
         number = self.run.tasks_per_device
@@ -166,6 +196,7 @@ def cut_cost(
     both_s = [own + number * sum(cost.backward_s for cost in held) for own, held in zip(forward_s, layers, strict=True)]
     seconds = {FORWARD: forward_s, FUSED: both_s, BACKWARD: both_s}
     chain = training_chain(num, lowest)
+    changed = {j for j, held in enumerate(layers) if any(cost.changes_buffers for cost in held)}
     slabs = [slab_bytes(costs, *shard) for shard in shards]
     works = [shard_bytes(costs, *shard, number) - slab for shard, slab in zip(shards, slabs, strict=True)]
     gradients = [float(sum(cost.grad_bytes for cost in held)) for held in layers]
@@ -185,6 +216,7 @@ def cut_cost(
         work_bytes=works,
         forward_bytes=[forward_unit_bytes(costs, *shard, number) for shard in shards],
         num_micro_batches=number,
+        ordered=frozenset((kind, j) for kind, j in chain if kind != BACKWARD and j in changed),
         early_release=run is not None and run.early_release,
     )
     if run is None or run.device.memory_bytes is None:
@@ -197,12 +229,35 @@ def cut_cost(
     return replace(task, graph_bytes=[(graphs[j] or 0) if j >= kept.keeps_from else 0 for j in range(num)])
 
 
+def _in_proportion(cost: LayerCost, share: float) -> LayerCost:
+    """Return a layer's cost for such a share of a micro-batch's samples; its parameters stay."""
+    peak = cost.forward_peak_bytes
+    return replace(
+        cost,
+        input_bytes=math.ceil(share * cost.input_bytes),
+        output_bytes=math.ceil(share * cost.output_bytes),
+        saved_bytes=math.ceil(share * cost.saved_bytes),
+        peak_bytes=math.ceil(share * cost.peak_bytes),
+        forward_peak_bytes=None if peak is None else math.ceil(share * peak),
+        held_bytes=math.ceil(share * cost.held_bytes),
+        target_bytes=math.ceil(share * cost.target_bytes),
+        puts=tuple((name, math.ceil(share * num_bytes)) for name, num_bytes in cost.puts),
+        forward_s=share * cost.forward_s,
+        backward_s=share * cost.backward_s,
+    )
+
+
 def _may_keep(layers: Sequence[LayerCost], number: int) -> bool:
     """As `TaskState.may_keep_graph`, from the layers' costs."""
     return not any(
         cost.draws_globally or cost.shares_with or cost.puts or cost.gets or (number > 1 and cost.changes_buffers)
         for cost in layers
     )
+
+
+def _most_bytes(task: TaskCost) -> float:
+    """Bytes of a device that a task's largest shard takes with its work."""
+    return max(task.of_shard("load_bytes", j) + task.of_shard("work_bytes", j) for j in range(task.num_shards))
 
 
 def load_of(task: TaskCost, run: RunAtHand) -> Load:
@@ -253,8 +308,7 @@ def round_s(task: TaskCost, run: RunAtHand) -> float:
         task = replace(task, update_s=shares)
     cores, device = None if run.host.cores is None else run.host.cores / run.num_busy, run.device
     if device.memory_bytes is not None:  # what is counted is an upper bound, which a rehearsal may have found to fit
-        needed = max(task.of_shard("load_bytes", j) + task.of_shard("work_bytes", j) for j in range(task.num_shards))
-        device = replace(device, memory_bytes=max(device.memory_bytes, needed))
+        device = replace(device, memory_bytes=max(device.memory_bytes, _most_bytes(task)))
     found = simulate(
         [replace(task, name=str(k)) for k in range(run.tasks_per_device)],
         [device],
@@ -279,7 +333,7 @@ class PredictedRun(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WholeRun:
-    """Tasks that train together from now on, each with the cuts that it may have.
+    """Tasks that train together from now on, each with the cuts, and other ways, that it may have.
 
     Seconds of `best` are bounded by the number of units that it simulates, so that the same tasks get the same cuts.
     """
@@ -296,10 +350,14 @@ class WholeRun:
         """Return the run of several tasks on the devices that each was planned for."""
         device = run.device
         if device.memory_bytes is not None:  # as `round_s`
-            each = [(task, j) for cuts in options for task in cuts for j in range(task.num_shards)]
-            needed = max(task.of_shard("load_bytes", j) + task.of_shard("work_bytes", j) for task, j in each)
+            needed = max(_most_bytes(task) for cuts in options for task in cuts)
             device = replace(device, memory_bytes=max(device.memory_bytes, needed))
         return cls(options=options, devices=[device] * run.num_devices, host=run.host, double_buffer=run.double_buffer)
+
+    def worth_searching(self) -> WholeRun:
+        """Return the same, with no more units to simulate than the time that the run takes is worth."""
+        least_s = bound_s([options[0] for options in self.options], self.devices)
+        return replace(self, most_units=min(MOST_UNITS, int(UNITS_PER_S * least_s)))
 
     def makespan_s(self, chosen: Sequence[int]) -> float:
         """Predict the makespan under these cuts, of a run with as many steps as are simulated."""
@@ -329,10 +387,10 @@ class WholeRun:
         if self.num_units(first) > self.most_units:
             least_s = self.least_s(first)
             return PredictedRun(tuple(first), least_s, least_s, 0)
-        alike: dict[tuple[TaskCost, ...], list[int]] = {}
+        equal: dict[tuple[TaskCost, ...], list[int]] = {}
         for i, options in enumerate(self._shortened):
-            alike.setdefault(tuple(replace(each, name="") for each in options), []).append(i)
-        groups = sorted(alike.values(), key=self._compute_s, reverse=True)
+            equal.setdefault(tuple(replace(each, name="") for each in options), []).append(i)
+        groups = sorted(equal.values(), key=self._compute_s, reverse=True)
         search = _Search(self, first)
         before_s = search.least_s
         numbers = {task.num_shards for options in self.options for task in options}
@@ -365,6 +423,11 @@ class WholeRun:
         tasks = [options[k] for options, k in zip(self._shortened, chosen, strict=True)]
         return sum(task.num_steps * len(task.unit_s) for task in tasks)
 
+    def spread_units(self, chosen: Sequence[int]) -> dict[TaskCost, int]:
+        """Count the units of simulations that predict how steps are spread, by a step's cost."""
+        costs = {alike(options[k]) for options, k in zip(self.options, chosen, strict=True)}
+        return {cost: num_spread_units(cost, len(self.devices)) for cost in costs}
+
     def least_s(self, chosen: Sequence[int]) -> float:
         """Seconds that no schedule is faster than: those for which the devices, or the host, are busy."""
         tasks = [options[k] for options, k in zip(self._shortened, chosen, strict=True)]
@@ -381,16 +444,19 @@ class _Search:
         self.chosen = chosen
         self.least_s = run.makespan_s(chosen)
         self.num_simulated = 1
-        self._num_left = run.most_units - run.num_units(chosen)
+        self._spread = run.spread_units(chosen)  # known by now
+        self._num_left = run.most_units - run.num_units(chosen) - sum(self._spread.values())
 
     def turn(self, tried: Sequence[list[int]]) -> bool:
         """Simulate cuts, the ones with the lowest bound first, and take the best; True if there is a better one."""
         before_s = self.least_s
         for least_s, chosen in sorted((self._run.least_s(each), each) for each in tried if each != self.chosen):
-            num_units = self._run.num_units(chosen)
+            spread = self._run.spread_units(chosen)
+            num_units = self._run.num_units(chosen) + sum(spread[cost] for cost in spread.keys() - self._spread.keys())
             if least_s >= self.least_s or num_units > self._num_left:
                 break
             self._num_left, self.num_simulated = self._num_left - num_units, self.num_simulated + 1
+            self._spread |= spread
             makespan_s = self._run.makespan_s(chosen)
             if makespan_s * SAME < self.least_s:
                 self.least_s, self.chosen = makespan_s, chosen

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -37,11 +37,10 @@ from hydra_engine.host import (
 from hydra_engine.planning.adoption import Rehearsals, Rehearsed, signature_of
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.cuts import (
-    MOST_UNITS,
-    UNITS_PER_S,
     CutChoice,
     PredictedCut,
     RunAtHand,
+    Way,
     WholeRun,
     choose_kept,
     kept_bytes,
@@ -49,7 +48,7 @@ from hydra_engine.planning.cuts import (
 )
 from hydra_engine.planning.rehearsal import REMEDY, Opened, TooLarge, own_device, rehearse
 from hydra_engine.planning.same_model import check_converted, check_own_forward
-from hydra_engine.planning.simulate import bound_s, predict_spreads
+from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
 from hydra_engine.system import HostThreads, dram
@@ -86,20 +85,30 @@ STAGING_SHARE = 0.5
 WORK_HEADROOM = 1.25
 
 
-class _Target(NamedTuple):
-    """The devices that a task is planned for."""
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The devices that a task is planned for, and who else is there."""
 
     device: DeviceSpec  # whose memory is the smallest
     budget: Budget
     num_threads: int
-    devices: Sequence[DeviceSpec]  # that a step may be spread over
-    share: int  # of them, that the task has to itself while all tasks train
-    most_slab_bytes: int | None  # that others' work leaves room for, where slabs have an arena
-    opened: Opened  # the device, for a rehearsal
-    can_hold: Callable[[int, int], bool]  # devices that are at work: (bytes beside a slab, bytes of the slab)
-    num_tasks: int  # that share the devices
-    host: HostThreads | None  # None: its threads are not known yet
-    boundaries: tuple[int, ...] | None = None  # of the cut that it is to have, for all tasks together
+    devices: Sequence[DeviceSpec] = ()  # that a step may be spread over; none: the one device
+    num_tasks: int = 1  # that share the devices
+    most_slab_bytes: int | None = None  # that others' work leaves room for, where slabs have an arena
+    opened: Opened | None = None  # the device for a rehearsal, where others work on it
+    can_hold: Callable[[int, int], bool] = lambda *_: True  # devices at work: (bytes beside a slab, bytes of the slab)
+    host: HostThreads | None = None  # by which cuts are predicted; None: its threads are not known yet
+    together: Way | None = None  # that was chosen for all tasks together
+    beside: Sequence[TaskCost] = ()  # tasks that train already, with the steps that they have left
+
+    @property
+    def spread_devices(self) -> Sequence[DeviceSpec]:
+        return self.devices or [self.device]
+
+    @property
+    def share(self) -> int:
+        """The number of devices that the task has to itself while all tasks train."""
+        return max(1, len(self.devices) // self.num_tasks)
 
 
 class LeastBytes(NamedTuple):
@@ -165,16 +174,12 @@ class Estimate:
             return budget
         return replace(budget, update_bytes_per_s=self._update_bytes_per_s())
 
-    def run_at_hand(self, target: _Target) -> RunAtHand:
+    def run_at_hand(self, target: Target) -> RunAtHand:
         """What a cut of the task is chosen for."""
         state, device, host = self._state, target.device, target.host
         link = self.rates(device)
         computes_here = device.torch_device.type == "cpu"
         cores = host.cores / host.intra_op_threads if host is not None and computes_here else None
-        layout, state_bytes = state.layout, None
-        if state.steps_on_device:
-            masters = 0 if layout.narrow is None else layout.num_bytes[True]
-            state_bytes = (masters + sum(state.measured.state_bytes.values())) / max(1, layout.link_bytes[True])
         return RunAtHand(
             device=DeviceCost(
                 load_bytes_per_s=link.both_up_bytes_per_s,
@@ -184,12 +189,25 @@ class Estimate:
                 copies_compute=computes_here and link.origin != STATED,
             ),
             host=HostCost(optimizer_threads=1 if host is None else host.optimizer_threads, cores=cores),
-            num_devices=len(target.devices),
+            num_devices=len(target.spread_devices),
             num_tasks=target.num_tasks,
             double_buffer=target.budget.double_buffer,
-            state_bytes=state_bytes,
+            state_bytes=self.state_bytes() if state.steps_on_device else None,
             early_release=state.pool.early_release,
         )
+
+    def state_bytes(self) -> float:
+        """Bytes that an update on a device moves for each byte of gradients."""
+        layout, state = self._state.layout, self._state
+        masters = 0 if layout.narrow is None else layout.num_bytes[True]
+        return (masters + sum(state.measured.state_bytes.values())) / max(1, layout.link_bytes[True])
+
+    @property
+    def may_step_anywhere(self) -> bool:
+        """True if the user has left open where the optimizer steps, and nothing speaks against a device."""
+        task, pool = self._state.task, self._state.pool
+        is_open = task.optimizer_device == "auto" and not task.may_veto and task.moments == "float32"
+        return is_open and not pool.splits and not has_hooks(self._state.layout)
 
     def steps_on_device(self, device: DeviceSpec) -> bool:
         """Decide whether devices step the optimizer; where that is to be found out, by the time that it takes alone.
@@ -200,7 +218,7 @@ class Estimate:
         task, layout = self._state.task, self._state.layout
         if self._state.pool.splits or task.moments != "float32":
             return False
-        if task.optimizer_device == "auto" and not task.may_veto and not has_hooks(layout):
+        if self.may_step_anywhere:
             link = self.rates(device)
             host_s = layout.num_bytes[True] / self._update_bytes_per_s()
             masters = 0 if layout.narrow is None else layout.num_bytes[True]
@@ -348,9 +366,11 @@ class DramLimit:
 
 
 # More than 15 attributes: it is what a task has before, between and after runs, each thing with an owner of its own.
+# Past 300 lines: half of its methods answer one question of those who run it from these.
 class PlannedTask:
     """A task that is ready to train: its state, its reader with the sample in it, and how its steps are spread."""
 
+    # More than seven parameters: all but the first two are what only some tasks have (a save, adapters, others beside).
     def __init__(
         self,
         task: ModelTask,
@@ -440,6 +460,7 @@ class PlannedTask:
         self._most_devices = 1  # that a step's spreading was predicted for
         self.choice: CutChoice | None = None  # of its cut, where that was chosen by predictions
         self.predicted: PredictedCut | None = None
+        self.as_planned: TaskCost | None = None  # what a step was predicted to take, for other tasks' plans
 
     def _is_chain(self, alignment_bytes: int) -> bool:
         """Return True if the model's own forward is its children in order; it runs once, on the first batch."""
@@ -505,35 +526,16 @@ class PlannedTask:
         told = [spread._replace(speedup=speedup) for spread, speedup in zip(spreads, known, strict=False)]
         return (*told, *spreads[len(told) : self.task.min_devices])
 
-    def make_plan(
-        self,
-        device: DeviceSpec,
-        budget: Budget,
-        num_threads: int,
-        devices: Sequence[DeviceSpec] = (),
-        num_tasks: int = 1,
-        most_slab_bytes: int | None = None,
-        opened: Opened | None = None,
-        can_hold: Callable[[int, int], bool] = lambda *_: True,
-        host: HostThreads | None = None,
-        boundaries: tuple[int, ...] | None = None,
-    ) -> TaskPlan:
+    def make_plan(self, target: Target) -> TaskPlan:
         """Profile, cut, rehearse. Changes nothing of the task; the loader is read once, however often it is planned.
 
-        device: whose memory is the smallest. devices: that a step may be spread over. num_tasks: that share them.
-        most_slab_bytes: that a shard may have, where slabs have an arena that others leave so much of. opened: the
-        device for a rehearsal, where others work on it. can_hold: if they leave room for a unit and its shard. host:
-        its threads, by which cuts are predicted. boundaries: of the cut that is best for all tasks together.
+        Raises ShardDoesNotFit where the task does not fit, or not in the way that was chosen for all tasks together.
         """
-        share = max(1, len(devices) // num_tasks)
-        opened = opened or partial(own_device, device, num_threads)
-        devices = devices or [device]
-        target = _Target(
-            device, budget, num_threads, devices, share, most_slab_bytes, opened, can_hold, num_tasks, host, boundaries
-        )
         self.estimate = Estimate(self.state)
         try:
-            return Planner(self, target).plan()
+            plan = Planner(self, target).plan()
+            self.as_planned = None if self.choice is None else self._of_task(self.choice.cost(plan.boundaries))
+            return plan
         except LayerFault as error:
             raise ValueError(f"{self.name}: {error}") from error
         except Exception as error:  # a partitioner's or a loader's
@@ -557,8 +559,7 @@ class PlannedTask:
         Shards are as fine as the partitioner makes them. Counted as a plan is begun, without a rehearsal.
         """
         budget = Budget(memory_bytes=2**62)
-        opened = partial(own_device, device, 1)
-        target = _Target(device, budget, 1, [device], 1, None, opened, lambda *_: True, 1, None)
+        target = Target(device=device, budget=budget, num_threads=1)
         return Planner(self, target).least_bytes()
 
     def split_first(self, number: int) -> None:
@@ -639,22 +640,61 @@ class PlannedTask:
         except (TypeError, NotImplementedError):  # an iterable without a length ends when it ends
             return None
 
-    def options(self) -> list[TaskCost]:
-        """Return what its step takes in a simulation, as it is cut now, then under each other cut that it may have.
+    @property
+    def way(self) -> Way:
+        """Return how it is to be trained as it is planned now."""
+        cut = self.state.cut
+        return Way(tuple(cut.boundaries), cut.num_micro_batches, self.state.steps_on_device)
 
-        Micro-batches that the plan has chosen stay with the cut that they were chosen for.
+    def rehearsed_cost(self) -> TaskCost:
+        """Return what it takes in a simulation, by its rehearsal."""
+        cost = self.estimate.cost(self.num_micro_batches)
+        return self._of_task(replace(cost, early_release=self.state.pool.early_release))
+
+    def options(self) -> list[tuple[Way, TaskCost]]:
+        """Return the ways in which it may be trained, and what each takes in a simulation; the first is as it is now.
+
+        These are its other cuts, and the likeliest ones of another number of micro-batches and with the optimizer
+        elsewhere, where the user has left that open.
         """
-        task, choice, own, early = self.task, self.choice, self.state.cut.boundaries, self.state.pool.early_release
+        own, choice = self.way, self.choice
         if choice is None:
-            costs = [self.estimate.cost(1)]
-        else:
-            is_chosen = task.accumulation_steps == "auto" or task.adapts
-            others = [] if is_chosen else [ends for ends in choice.candidates if tuple(ends) != tuple(own)]
-            costs = [choice.cost(ends) for ends in (own, *others)]
-        return [
-            replace(each, num_micro_batches=1, priority=task.priority, weight=task.weight, early_release=early)
-            for each in costs
-        ]
+            return [(own, self.rehearsed_cost())]
+        if self.task.adapts:  # what was chosen for its batches stays with its cut
+            return [(own, self._of_task(choice.cost(own.boundaries)))]
+        cuts = [own.boundaries, *(ends for ends in map(tuple, choice.candidates) if ends != own.boundaries)]
+        found = [(own._replace(boundaries=ends), choice.cost(ends)) for ends in cuts]
+        for on_device in self._places(own):
+            elsewhere = replace(choice, run=replace(choice.run, **self._run_of(on_device=on_device)))
+            for number in (own.num_micro_batches, *self._numbers(own, choice.run.num_devices)):
+                if (number, on_device) != own[1:]:
+                    likeliest = elsewhere.in_micro_batches(number).likeliest()
+                    found += [(Way(ends, number, on_device), cost) for ends, cost in likeliest]
+        return [(way, self._of_task(cost)) for way, cost in found]
+
+    def _of_task(self, cost: TaskCost) -> TaskCost:
+        """A step's cost as that of this task; with one micro-batch where its steps are not spread whatever happens."""
+        task, spreads = self.task, not self.state.observed.runs_backward
+        number = cost.num_micro_batches if spreads and not task.adapts else 1
+        return replace(cost, name=self.name, num_micro_batches=number, priority=task.priority, weight=task.weight)
+
+    def _places(self, own: Way) -> tuple[bool, ...]:
+        return (own.steps_on_device, not own.steps_on_device) if self.estimate.may_step_anywhere else own[2:]
+
+    def _run_of(self, *, on_device: bool) -> dict[str, Any]:
+        """What of the run at hand goes by where the optimizer steps."""
+        early = on_device or self.task.early_release
+        return {"state_bytes": self.estimate.state_bytes() if on_device else None, "early_release": early}
+
+    def _numbers(self, own: Way, num_devices: int) -> list[int]:
+        """Larger numbers of micro-batches, for steps that are spread over more devices."""
+        task, observed = self.task, self.state.observed
+        if task.accumulation_steps != "auto" or self.saved is not None or own.steps_on_device or task.early_release:
+            return []
+        if observed.runs_backward or observed.draws_outside_torch or self.state.shares_changed_buffer():
+            return []
+        most = min(num_devices, self.reader.sample().num_samples, task.max_devices or num_devices)
+        return sorted({n for n in (*(2**k for k in range(1, most.bit_length())), most) if own.num_micro_batches < n})
 
     def leave(self) -> None:
         """It is trained, or will not be: nobody counts on what it has in DRAM any more."""
@@ -662,10 +702,11 @@ class PlannedTask:
         self._limit.leave(self)
 
 
+# Past 300 lines: micro-batches, cut, place of the optimizer and rehearsal are tried in turn, each from the one before.
 class Planner:
     """Makes one plan of one task."""
 
-    def __init__(self, planned: PlannedTask, target: _Target) -> None:
+    def __init__(self, planned: PlannedTask, target: Target) -> None:
         self._planned = planned
         self._target = target
         self._task, self.state, self._estimate = planned.task, planned.state, planned.estimate
@@ -700,13 +741,17 @@ class Planner:
             number = saved.accumulation_steps  # with others, its losses would differ from those before
         if any(hasattr(task.partitioner, name) for name in ("choose", "candidates")):  # it weighs times, not only bytes
             budget = self._estimate.budget(self._target.budget, device)
-            self._target = self._target._replace(budget=budget)
+            self._target = replace(self._target, budget=budget)
             if is_open and hasattr(task.partitioner, "choose"):
                 powers = [2**k for k in range(num_samples.bit_length())]
                 with suppress(LayerTooLarge):  # for several micro-batches by an upper bound: tried below all the same
                     number, _ = task.partitioner.choose(self._costs, powers, budget)
-        if self._estimate.steps_on_device(device):
-            state.step_on_device()
+        together = self._target.together
+        if together is not None and is_open:  # any other number is the user's, and with it the bits
+            number = together.num_micro_batches
+        state.step_on_device(
+            is_so=self._estimate.steps_on_device(device) if together is None else together.steps_on_device
+        )
         # A validation computes such a batch in parts, and so do evaluations and predictions.
         adapts = task.adapts and not task.replay
         may_split = is_auto or adapts if self._trains else True
@@ -715,13 +760,13 @@ class Planner:
                 self.cut(number)
                 break
             except (LayerTooLarge, ShardDoesNotFit) as error:
-                if not may_split or number >= num_samples:
+                if not may_split or number >= num_samples or together is not None:
                     raise ShardDoesNotFit(f"{self._planned.name}: {self._remedied(error)}") from error
                 number *= 2
                 if adapts:
                     self._planned.split_first(min(number, num_samples))
         step_s = self.decide()
-        if is_open and self._trains:
+        if is_open and self._trains and together is None:
             number = self._raised(number, step_s)
         choice, predicted = self._planned.choice, self._planned.predicted
         rehearsals.put(structure, beside, Rehearsed.of(state, self._estimate.input_bytes, choice, predicted))
@@ -755,8 +800,8 @@ class Planner:
         batches = [self._sample(), *([self._read(training=False)] if self._validates else [])]
         return (
             *(type(target.device), target.device.torch_device, target.device.has_arena, target.budget),
-            *(target.num_threads, tuple(each.memory_bytes for each in target.devices), self.state.max_devices),
-            target.boundaries,
+            *(target.num_threads, tuple(each.memory_bytes for each in target.spread_devices), self.state.max_devices),
+            target.together,
             self.state.pool.splits,
             *((target.share, None if saved is None else saved.accumulation_steps) if is_auto else ()),
             *(each.fingerprint for batch in batches for each in batch.whole),
@@ -784,7 +829,7 @@ class Planner:
             keeps_from, step_s = choose_kept(self.state, device.memory_bytes, rate)
             self.state.cut = replace(self.state.cut, keeps_from=keeps_from)
             number = len(self._sample().micro_batches)
-        self._planned.spread_over(self._target.devices, number)
+        self._planned.spread_over(self._target.spread_devices, number)
         return step_s / max(spread.speedup for spread in self._planned.spreading.spreads[: self._target.share])
 
     def _raised(self, number: int, step_s: float) -> int:
@@ -886,7 +931,8 @@ class Planner:
             locked=frozenset(j for j, each in enumerate(held) if any(cost.draws_globally for cost in each)),
             drawing=frozenset(j for j, each in enumerate(held) if any(cost.draws_random for cost in each)),
         )
-        state.measured.unit_s = rehearse(state, batch, evaluation, self._target.opened)
+        opened = self._target.opened or partial(own_device, self._target.device, self._target.num_threads)
+        state.measured.unit_s = rehearse(state, batch, evaluation, opened)
         state.measured.known.forget_batches()
         for each in (batch, evaluation):
             if each is not None:
@@ -915,11 +961,15 @@ class Planner:
                 budget=budget,
                 run=self._estimate.run_at_hand(self._target),
             )
-            together = self._target.boundaries
+            together = self._target.together
+            beside = self._target.beside
             if together is None:
-                planned.predicted = planned.choice.fastest()
+                own = planned.predicted = planned.choice.fastest()
+                if beside:
+                    [num_steps, *_] = known_steps([planned.num_steps(), *(each.num_steps for each in beside)])
+                    planned.predicted = planned.choice.beside(own, planned.name, num_steps, beside)
             else:
-                planned.predicted = planned.choice.predicted(together)._replace(is_together=True)
+                planned.predicted = planned.choice.predicted(together.boundaries)._replace(is_together=True)
             return list(planned.predicted.boundaries), None
         except LayerTooLarge as error:
             may_cut = number == 1 or partitioner.revise([number], 0, costs) is not None
@@ -1029,34 +1079,39 @@ def _begin_epoch(
         watch.check(f"{report.name}: its callback, in on_epoch_begin,")
 
 
-def cut_together(planned: Sequence[PlannedTask]) -> dict[int, tuple[int, ...]]:
-    """Return, by index of the task, the cuts with which the whole run is predicted to end sooner than with their own.
+def ways_together(planned: Sequence[PlannedTask]) -> dict[int, Way]:
+    """Return, by index of the task, the ways in which the whole run is predicted to end sooner than with their own.
 
-    A cut of its own was chosen beside tasks that are taken to be like it. So there is nothing to do where all are.
+    A cut of its own was chosen beside tasks that are taken to be like it. So where all are, and nothing but the cuts is
+    open, there is nothing to do.
     """
-    chosen = [each for each in planned if each.choice is not None]
-    if len(planned) == 1 or not chosen:
+    chosen = next((each.choice for each in planned if each.choice is not None), None)
+    if chosen is None:
         return {}
-    steps = [each.num_steps() for each in planned]
+    options = [each.options() for each in planned]
+    others = {way[1:] for each in options for way, _ in each if way[1:] != each[0][0][1:]}
+    if not others and len(planned) == 1:
+        return {}
+    steps = known_steps([each.num_steps() for each in planned])
+    costs = [[replace(cost, num_steps=n) for _, cost in each] for each, n in zip(options, steps, strict=True)]
+    if not others and len({tuple(replace(cost, name="") for cost in each) for each in costs}) == 1:
+        return {}
+    found = WholeRun.of(chosen.run, costs).worth_searching().best()
+    return {i: options[i][k][0] for i, k in enumerate(found.chosen) if k > 0}
+
+
+def rehearsed_s(planned: Sequence[PlannedTask]) -> float:
+    """Predict the makespan of tasks by their rehearsals; of a run with fewer steps, where there are many."""
+    run = next(each.choice.run for each in planned if each.choice is not None)
+    steps = known_steps([each.num_steps() for each in planned])
+    costs = [replace(each.rehearsed_cost(), num_steps=n) for each, n in zip(planned, steps, strict=True)]
+    return WholeRun.of(run, [[cost] for cost in costs]).makespan_s([0] * len(costs))
+
+
+def known_steps(steps: Sequence[int | None]) -> list[int]:
+    """Return steps of tasks; of one whose loader does not say, as many as of the longest."""
     most = max((each for each in steps if each is not None), default=1)
-    options = [
-        [replace(cost, name=each.name, num_steps=max(1, most if number is None else number)) for cost in each.options()]
-        for each, number in zip(planned, steps, strict=True)
-    ]
-    if len({tuple(replace(cost, name="") for cost in each) for each in options}) == 1:
-        return {}
-    assert chosen[0].choice is not None
-    run = chosen[0].choice.run
-    whole = WholeRun.of(run, options)
-    least_s = bound_s([each[0] for each in options], whole.devices)
-    found = replace(whole, most_units=min(MOST_UNITS, int(UNITS_PER_S * least_s))).best()
-    cuts = {}
-    for i, (each, k) in enumerate(zip(planned, found.chosen, strict=True)):
-        if k > 0:
-            assert each.choice is not None
-            own = tuple(each.state.cut.boundaries)
-            cuts[i] = [tuple(ends) for ends in each.choice.candidates if tuple(ends) != own][k - 1]
-    return cuts
+    return [max(1, most if number is None else number) for number in steps]
 
 
 def check_dram(planned: list[PlannedTask]) -> None:

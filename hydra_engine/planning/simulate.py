@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import groupby, pairwise
 
 from hydra_engine.planning.costs import DeviceChange, DeviceCost, HostCost, TaskCost, in_order
@@ -27,6 +28,8 @@ from hydra_engine.schedule import BACKWARD, FUSED, Policy, Scheduler, Spread, pa
 PREDICTED_STEPS = 3
 # A speedup that nobody chooses.
 NEVER = 1e-9
+# Tasks whose spreads are remembered: a search simulates the same ones again and again.
+MOST_KNOWN = 1024
 # Gradients are sent down one by one, and wait in DRAM, where that takes less than this share of the time.
 WORTH_DRAM = 0.95
 
@@ -78,16 +81,35 @@ def simulate(
     host = host or HostCost()
     changes = in_order(changes, len(costs))
     _check_fit(tasks, costs)
-    known: dict[TaskCost, tuple[Spread, ...]] = {}  # of tasks that are alike
-    spreads = []
-    for task in tasks:
-        alike = replace(task, name="", num_steps=1, priority=0, weight=1.0)
-        if alike not in known:
-            known[alike] = (Spread(),) if len(costs) == 1 else predict_spreads(alike, costs, host=host)
-        spreads.append(known[alike])
+    spreads = [_spreads(task, tuple(costs), host) if may_spread(task, len(costs)) else (Spread(),) for task in tasks]
     world = World(tasks, spreads, costs, host, changes=changes, record=record, seed=seed)
     world.run(scheduler)
     return world.result(bound_s(tasks, costs, changes))
+
+
+def may_spread(task: TaskCost, num_devices: int) -> bool:
+    """Return True if a task's steps may be spread; with early release shards are updated before a step is through."""
+    return min(task.num_micro_batches, num_devices) > 1 and not task.early_release
+
+
+def num_spread_units(task: TaskCost, num_devices: int) -> int:
+    """Count the units that `predict_spreads` simulates at most."""
+    number = min(task.num_micro_batches, num_devices) if may_spread(task, num_devices) else 0
+    return PREDICTED_STEPS * len(task.unit_s) * max(0, 2 * number - 1)
+
+
+def alike(task: TaskCost) -> TaskCost:
+    """Return the cost of a step of a task, by which tasks are compared."""
+    return replace(task, name="", num_steps=1, priority=0, weight=1.0)
+
+
+def _spreads(task: TaskCost, devices: tuple[DeviceCost, ...], host: HostCost) -> tuple[Spread, ...]:
+    return _known_spreads(alike(task), devices, host)
+
+
+@lru_cache(MOST_KNOWN)
+def _known_spreads(task: TaskCost, devices: tuple[DeviceCost, ...], host: HostCost) -> tuple[Spread, ...]:
+    return predict_spreads(task, devices, host=host)
 
 
 def _check_fit(tasks: Sequence[TaskCost], devices: Sequence[DeviceCost]) -> None:
@@ -189,7 +211,7 @@ def predict_spreads(
     send each micro-batch's gradients down by themselves, and the host adds.
     """
     num_devices = min(task.num_micro_batches, len(devices))
-    if num_devices == 1 or task.early_release:  # whose shards are updated before the step is through
+    if not may_spread(task, num_devices):
         return (Spread(),)
     alone = replace(task, num_steps=PREDICTED_STEPS, first_step_times=1.0)
     devices = [replace(device, variation=0.0) for device in devices[:num_devices]]

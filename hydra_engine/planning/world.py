@@ -331,6 +331,7 @@ class _Task:
         return times * self.cost.of_shard("gradient_bytes", unit.shard)
 
 
+# More than 15 attributes: half of them are sums for the result.
 class _Device:
     def __init__(self, cost: DeviceCost, time: _Clock) -> None:
         self.cost = cost
@@ -372,6 +373,7 @@ class _Device:
             self.grant()
 
 
+# Past 300 lines: it has a method for each instruction, and they share one clock.
 class World:
     """Carries out instructions in simulated time."""
 

@@ -264,64 +264,49 @@ class _Loan:
     is_asked: bool = False
 
 
-class Joining:
-    """The department of tasks that come."""
+class _Way:
+    """The way into a run, from any thread: whoever is on it keeps the run from ending."""
 
-    def __init__(
-        self,
-        common: Common,
-        workers: Workers,
-        feeds: Feeds,
-        host_work: HostWork,
-        saves: Saves,
-        quotas: Quotas | None,
-    ) -> None:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_on = 0  # tasks that are to be taken in, and devices that are lent
+        self._is_closed = False
+
+    def enter(self, then: Callable[[], None]) -> bool:
+        """Go on the way, and do something before anybody else does; False where the run is over already."""
+        with self._lock:
+            if not self._is_closed:
+                self._num_on += 1
+                then()
+            return not self._is_closed
+
+    def leave(self) -> None:
+        with self._lock:
+            self._num_on -= 1
+
+    def while_open(self, do: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._is_closed:
+                do()
+
+    def close(self, *, if_free: bool = False) -> bool:
+        """Let nobody in any more. `if_free`: only where nobody is on the way. Return True if it is closed."""
+        with self._lock:
+            self._is_closed = self._num_on == 0 or not if_free
+            return self._is_closed
+
+
+class Loans:
+    """Devices that rehearsals have alone for a while, one after the other."""
+
+    def __init__(self, common: Common, workers: Workers, saves: Saves, way: _Way) -> None:
         self._common = common
         self._workers = workers
-        self._feeds = feeds
-        self._host_work = host_work
         self._saves = saves
-        self._quotas = quotas
-        self._host_memory = host_memory(workers.first_specs)
-        # While tasks wait for those that they begin with, the scheduler knows them in their order, and spreads no step
-        # of one over devices that others want. None: no task waits for others any more.
-        self._begins_by_s: float | None = None
-        self._arriving = threading.Lock()
-        self._num_arriving = 0  # tasks on their way to `take_in`, and devices that are lent
-        self._is_over = False
+        self._way = way
         self._borrowing = threading.Lock()  # held by who has a device, or waits for it
+        self._changing = threading.Lock()
         self._loan: _Loan | None = None  # that is waited for
-        # Tasks that were paused and go on, by name, while their callbacks are told the pause; and what waits with them.
-        self._behind: dict[str, tuple[PlannedTask, list[Callable[[], None]]]] = {}
-        self.left_over: list[PlannedTask] = []  # that came too late to be begun
-
-    # -- from any thread
-
-    def add(self, planned: PlannedTask) -> bool:
-        """Train one more task from now on; False where the run is over already."""
-        with self._arriving:
-            if self._is_over:
-                return False
-            self._num_arriving += 1
-            self._common.events.put(Arrived(planned))
-            return True
-
-    @contextmanager
-    def planning(self, planned: PlannedTask) -> Iterator[None]:
-        """See that the task's loader, which the body reads, keeps nobody waiting for longer than it may."""
-        # The rehearsal would wait for the very device that computes the layer, and be part of its autograd graph.
-        if any(worker.device.is_here for worker in self._workers.all):
-            raise RuntimeError(
-                "add_task: called by a layer or a loss while it trains, limit: callbacks and other threads, since a "
-                "unit that is computed cannot wait for a rehearsal; call it from on_step"
-            )
-        self._common.later(partial(self._feeds.await_loader, planned))
-        try:
-            yield
-        finally:
-            with self._arriving:
-                if not self._is_over:  # or what nobody reads any more would keep the run
-                    self._common.later(partial(self._feeds.reader_answered, planned))
 
     @contextmanager
     def borrowed(self, spec: DeviceSpec) -> Iterator[OpenDevice]:
@@ -332,12 +317,9 @@ class Joining:
         index: int | None = None
         with self._borrowing:
             loan = _Loan(spec.memory_bytes, Promise())
-            with self._arriving:
-                if self._is_over:
-                    raise RunOver
-                self._num_arriving += 1
-                self._loan = loan
-            self._common.later(self.want_device)
+            if not self._way.enter(partial(self._put, loan)):
+                raise RunOver
+            self._common.later(self.want)
             try:
                 index = loan.device.result()
                 if index is None:
@@ -348,44 +330,37 @@ class Joining:
                 self._common.later(partial(self._lost, error))
                 raise
             finally:
-                with self._arriving:
-                    self._num_arriving -= 1
+                self._way.leave()
                 if index is not None:
                     self._common.events.put(DeviceReturned(index))
 
+    def _put(self, loan: _Loan) -> None:
+        with self._changing:
+            self._loan = loan
+
     # -- from the thread that decides
 
-    def instructions(self) -> dict[type, Callable[..., None]]:
-        """Return the method for each instruction that it carries out."""
-        return {Lend: self._lend}
-
-    def want_device(self) -> None:
+    def want(self) -> None:
         """Ask for a device for who waits for one; where none is in that is large enough, once one comes."""
         loan = self._loan
         if loan is None or loan.is_asked:
             return
         index = self._workers.device_for(loan.memory_bytes)
         if self._common.is_interrupted:
-            self._end_loan(None)
+            self.end(None)
         elif index is not None:
             loan.is_asked = True
             self._common.due.append(DeviceWanted(index))
 
-    def device_added(self, event: DeviceAdded) -> DeviceAdded:
-        """A device has come, which somebody may wait for, or steps may be spread over."""
-        self._common.later(self.want_device)  # once the scheduler knows it
-        for task in self._common.tasks.values():
-            self._host_work.widen(task)
-        return event
-
-    def _lend(self, instruction: Lend) -> None:
+    def lend(self, instruction: Lend) -> None:
+        """Give a device that is free to who waits for one."""
         if self._common.is_interrupted:
             self._common.due.append(DeviceReturned(instruction.device))
-        self._end_loan(None if self._common.is_interrupted else instruction.device)
+        self.end(None if self._common.is_interrupted else instruction.device)
 
-    def _end_loan(self, device: int | None) -> None:
+    def end(self, device: int | None) -> None:
         """Tell who waits for a device that it is there, or that there will be none."""
-        with self._arriving:
+        with self._changing:
             loan, self._loan = self._loan, None
         if loan is not None:
             loan.device.keep(device)
@@ -397,128 +372,38 @@ class Joining:
             self._saves.rescue()
             self._common.due.append(StopRequested())
 
-    def begin(self, planned: Sequence[PlannedTask]) -> None:
-        """Take in the tasks of the run's beginning."""
-        self._begins_by_s = time.monotonic() + FIRST_S
-        for each in planned:
-            self._take_in(each)
-        self._feeds.await_(FIRST, FIRST_S)
+    def interrupt(self) -> None:
+        """Tell who waits while no device is in that could be lent."""
+        if self._loan is not None and not self._loan.is_asked:
+            self.end(None)
 
     def close(self) -> None:
-        """Let nobody in any more."""
-        with self._arriving:
-            self._is_over = True
-        self._end_loan(None)
-        with self._borrowing:  # after an error of our own: who has a device needs nothing of this thread
+        """After an error of our own: who has a device needs nothing of this thread."""
+        self.end(None)
+        with self._borrowing:
             pass
-        self.left_over += [planned for planned, _ in self._behind.values()]  # after an error of our own
 
-    def has_ended(self) -> bool:
-        """Return True if all tasks have ended and none is on its way; then none is let in any more."""
-        if any(task.life is not Life.ENDED for task in self._common.tasks.values()):
-            return False
-        with self._arriving:
-            self._is_over = self._num_arriving == 0
-            return self._is_over
 
-    def follow(self) -> None:
-        """Let in those that go on with a task that has ended by now."""
-        for name, (planned, jobs) in list(self._behind.items()):
-            before = self._common.tasks.get(name)
-            if self._common.is_interrupted or before is None or before.life is Life.ENDED:
-                del self._behind[name]
-                self._let_in(planned)
-                for job in jobs:
-                    job()
+class SetUp:
+    """Sets tasks up, in their readers' threads: user code may block, and copying weights takes its time."""
 
-    def arrived(self, event: Arrived) -> None:
-        """Take in a task, or leave it over. One that was paused waits until its callbacks have heard of that."""
-        planned = event.planned
-        before = self._common.tasks.get(planned.name)
-        if before is None or before.life is Life.ENDED or self._common.is_interrupted:
-            self._let_in(planned)
-        else:
-            self._behind[planned.name] = (planned, [])
+    def __init__(self, common: Common, workers: Workers) -> None:
+        self._common = common
+        self._workers = workers
+        self._host_memory = host_memory(workers.first_specs)
 
-    def _let_in(self, planned: PlannedTask) -> None:
-        with self._arriving:
-            self._num_arriving -= 1
-        if self._common.is_interrupted:
-            self.left_over.append(planned)
-        else:
-            self._take_in(planned)
-
-    def delays(self, name: str, job: Callable[[], None]) -> bool:
-        """Return True if a task of this name is on its way; the job is then done once it is here."""
-        if name not in self._behind:
-            return False
-        self._behind[name][1].append(job)
-        return True
-
-    def forget(self, name: str) -> None:
-        """A task that was left over is not wanted any more."""
-        self.left_over = [each for each in self.left_over if each.name != name]
-
-    def overdue(self, event: Overdue) -> None:
-        """Go on without those that are late."""
-        for task, error in self._feeds.overdue(event):
-            self._fail(task, error)
-        if self._begins_by_s is not None and time.monotonic() >= self._begins_by_s:
-            self._begin_waiting(late=True)
-
-    def stop_requested(self, event: StopRequested) -> StopRequested:
-        """Begin what is set up, so that it ends as others do, and end what is not."""
-        if not self._common.is_interrupted:
-            self._begin_waiting(late=True)
-            self._common.is_interrupted = True
-            if self._loan is not None and not self._loan.is_asked:  # no device is in that could be lent
-                self._end_loan(None)
-            self._feeds.hurry_callbacks()
-            for task in list(self._common.tasks.values()):
-                if task.life is Life.SETTING_UP:
-                    self._end_early(task)
-                task.feed.answered()  # nobody waits for a loader any more
-        return event
-
-    def _take_in(self, planned: PlannedTask) -> None:
-        end = TaskEnd(releases_early=planned.state.pool.early_release)
-        before = self._common.tasks.get(planned.name)
-        if before is not None:
-            before.leave(self._common.trace)
-        notifier = Notifier(
-            planned.task.callbacks,
-            planned.report,
-            end,
-            self._common.events.put,
-            timeout_s=planned.task.callback_timeout_s,
-            num_threads=self._common.host.intra_op_threads,
-            draws=CallbackDraws(planned.name, planned.report.seed, planned.callbacks_drew, lambda: planned.drawn),
-        )
-        retries = Retries(planned.task.max_retries, planned.report)
-        task = RunningTask(planned, notifier, end, retries, Figures(planned, notifier, self._common.loggers))
-        task.epoch = 0 if planned.saved is None else planned.saved.position.epoch
-        self._common.tasks[planned.name] = task
-        self._saves.began(task)
-        planned.reader.start(self._common.events.put, self._common.host.intra_op_threads, partial(self._set_up, task))
-        self._feeds.await_loader(planned)
-        self._feeds.await_callbacks(task)
-
-    def _set_up(self, task: RunningTask) -> Job:
-        """Set a task up, in its reader's thread: user code may block, and copying weights takes its time."""
-        try:
-            with self._common.opening:
-                if task.life is not Life.SETTING_UP:  # it has ended meanwhile
-                    return Job(task.feed.answered)
-                task.state.open(self._host_memory)
-            with task.planned.reader.calling():
-                found = self._call_factories(task)
-            self._count_room(task)
-            return Job(partial(self._was_set_up, task, *found))
-        except BaseException as error:
-            return Job(partial(self._set_up_has_raised, task, error))
+    def run(self, task: RunningTask) -> tuple[TaskOptimizer | None, int | None] | None:
+        """Return its optimizer and its number of steps; None: it has ended meanwhile."""
+        with self._common.opening:
+            if task.life is not Life.SETTING_UP:
+                return None
+            task.state.open(self._host_memory)
+        with task.planned.reader.calling():
+            found = self._call_factories(task)
+        self._count_room(task)
+        return found
 
     def _call_factories(self, task: RunningTask) -> tuple[TaskOptimizer | None, int | None]:
-        """Return its optimizer, and its number of steps."""
         planned, state = task.planned, task.state
         num_steps = planned.num_steps()
         optimizer = None
@@ -568,6 +453,176 @@ class Joining:
             sample = planned.reader.sample()
             adaptation.limit(largest_micro_batch(state, sample, room, adaptation.most))
             adaptation.limit_batch(planned.most_samples(sample.num_samples))
+
+
+class Joining:
+    """The department of tasks that come."""
+
+    def __init__(
+        self,
+        common: Common,
+        workers: Workers,
+        feeds: Feeds,
+        host_work: HostWork,
+        saves: Saves,
+        quotas: Quotas | None,
+    ) -> None:
+        self._common = common
+        self._workers = workers
+        self._feeds = feeds
+        self._host_work = host_work
+        self._saves = saves
+        self._quotas = quotas
+        self._way = _Way()
+        self._loans = Loans(common, workers, saves, self._way)
+        self.borrowed = self._loans.borrowed
+        self._setting_up = SetUp(common, workers)
+        # While tasks wait for those that they begin with, the scheduler knows them in their order, and spreads no step
+        # of one over devices that others want. None: no task waits for others any more.
+        self._begins_by_s: float | None = None
+        # Tasks that were paused and go on, by name, while their callbacks are told the pause; and what waits with them.
+        self._behind: dict[str, tuple[PlannedTask, list[Callable[[], None]]]] = {}
+        self.left_over: list[PlannedTask] = []  # that came too late to be begun
+
+    # -- from any thread
+
+    def add(self, planned: PlannedTask) -> bool:
+        """Train one more task from now on; False where the run is over already."""
+        return self._way.enter(partial(self._common.events.put, Arrived(planned)))
+
+    @contextmanager
+    def planning(self, planned: PlannedTask) -> Iterator[None]:
+        """See that the task's loader, which the body reads, keeps nobody waiting for longer than it may."""
+        # The rehearsal would wait for the very device that computes the layer, and be part of its autograd graph.
+        if any(worker.device.is_here for worker in self._workers.all):
+            raise RuntimeError(
+                "add_task: called by a layer or a loss while it trains, limit: callbacks and other threads, since a "
+                "unit that is computed cannot wait for a rehearsal; call it from on_step"
+            )
+        self._common.later(partial(self._feeds.await_loader, planned))
+        try:
+            yield
+        finally:
+            # Not once it is over, or what nobody reads any more would keep the run.
+            self._way.while_open(partial(self._common.later, partial(self._feeds.reader_answered, planned)))
+
+    # -- from the thread that decides
+
+    def instructions(self) -> dict[type, Callable[..., None]]:
+        """Return the method for each instruction that it carries out."""
+        return {Lend: self._loans.lend}
+
+    def device_added(self, event: DeviceAdded) -> DeviceAdded:
+        """A device has come, which somebody may wait for, or steps may be spread over."""
+        self._common.later(self._loans.want)  # once the scheduler knows it
+        for task in self._common.tasks.values():
+            self._host_work.widen(task)
+        return event
+
+    def begin(self, planned: Sequence[PlannedTask]) -> None:
+        """Take in the tasks of the run's beginning."""
+        self._begins_by_s = time.monotonic() + FIRST_S
+        for each in planned:
+            self._take_in(each)
+        self._feeds.await_(FIRST, FIRST_S)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._way.close()
+        self._loans.close()
+        self.left_over += [planned for planned, _ in self._behind.values()]  # after an error of our own
+
+    def has_ended(self) -> bool:
+        """Return True if all tasks have ended and none is on its way; then none is let in any more."""
+        return all(task.life is Life.ENDED for task in self._common.tasks.values()) and self._way.close(if_free=True)
+
+    def follow(self) -> None:
+        """Let in those that go on with a task that has ended by now."""
+        for name, (planned, jobs) in list(self._behind.items()):
+            before = self._common.tasks.get(name)
+            if self._common.is_interrupted or before is None or before.life is Life.ENDED:
+                del self._behind[name]
+                self._let_in(planned)
+                for job in jobs:
+                    job()
+
+    def arrived(self, event: Arrived) -> None:
+        """Take in a task, or leave it over. One that was paused waits until its callbacks have heard of that."""
+        planned = event.planned
+        before = self._common.tasks.get(planned.name)
+        if before is None or before.life is Life.ENDED or self._common.is_interrupted:
+            self._let_in(planned)
+        else:
+            self._behind[planned.name] = (planned, [])
+
+    def _let_in(self, planned: PlannedTask) -> None:
+        self._way.leave()
+        if self._common.is_interrupted:
+            self.left_over.append(planned)
+        else:
+            self._take_in(planned)
+
+    def delays(self, name: str, job: Callable[[], None]) -> bool:
+        """Return True if a task of this name is on its way; the job is then done once it is here."""
+        if name not in self._behind:
+            return False
+        self._behind[name][1].append(job)
+        return True
+
+    def forget(self, name: str) -> None:
+        """A task that was left over is not wanted any more."""
+        self.left_over = [each for each in self.left_over if each.name != name]
+
+    def overdue(self, event: Overdue) -> None:
+        """Go on without those that are late."""
+        for task, error in self._feeds.overdue(event):
+            self._fail(task, error)
+        if self._begins_by_s is not None and time.monotonic() >= self._begins_by_s:
+            self._begin_waiting(late=True)
+
+    def stop_requested(self, event: StopRequested) -> StopRequested:
+        """Begin what is set up, so that it ends as others do, and end what is not."""
+        if not self._common.is_interrupted:
+            self._begin_waiting(late=True)
+            self._common.is_interrupted = True
+            self._loans.interrupt()
+            self._feeds.hurry_callbacks()
+            for task in list(self._common.tasks.values()):
+                if task.life is Life.SETTING_UP:
+                    self._end_early(task)
+                task.feed.answered()  # nobody waits for a loader any more
+        return event
+
+    def _take_in(self, planned: PlannedTask) -> None:
+        end = TaskEnd(releases_early=planned.state.pool.early_release)
+        before = self._common.tasks.get(planned.name)
+        if before is not None:
+            before.leave(self._common.trace)
+        notifier = Notifier(
+            planned.task.callbacks,
+            planned.report,
+            end,
+            self._common.events.put,
+            timeout_s=planned.task.callback_timeout_s,
+            num_threads=self._common.host.intra_op_threads,
+            draws=CallbackDraws(planned.name, planned.report.seed, planned.callbacks_drew, lambda: planned.drawn),
+        )
+        retries = Retries(planned.task.max_retries, planned.report)
+        task = RunningTask(planned, notifier, end, retries, Figures(planned, notifier, self._common.loggers))
+        task.epoch = 0 if planned.saved is None else planned.saved.position.epoch
+        self._common.tasks[planned.name] = task
+        self._saves.began(task)
+        planned.reader.start(self._common.events.put, self._common.host.intra_op_threads, partial(self._set_up, task))
+        self._feeds.await_loader(planned)
+        self._feeds.await_callbacks(task)
+
+    def _set_up(self, task: RunningTask) -> Job:
+        """Set a task up, in its reader's thread."""
+        try:
+            found = self._setting_up.run(task)
+            return Job(task.feed.answered if found is None else partial(self._was_set_up, task, *found))
+        except BaseException as error:
+            return Job(partial(self._set_up_has_raised, task, error))
 
     def _set_up_has_raised(self, task: RunningTask, error: BaseException) -> None:
         task.feed.answered()

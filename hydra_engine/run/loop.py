@@ -59,9 +59,11 @@ from hydra_engine.schedule import (
 from hydra_engine.tasks import Evaluation, Report
 
 
+# More than 15 attributes: its departments, one each.
 class EngineRun:
     """Trains, evaluates or predicts planned tasks on devices until all are finished, failed or stopped."""
 
+    # More than seven parameters: who owns something of a run hands it in, and the departments share it.
     def __init__(
         self,
         planned: Sequence[PlannedTask],
@@ -189,6 +191,13 @@ class EngineRun:
         devices = [vars(report) for report in self.workers.reports()]
         return {"elapsed_s": self._common.trace.now_s(), "devices": devices}
 
+    def steps_left(self, task: str) -> int | None:
+        """Return the steps that a task has yet to take; None: its loader does not say. From any thread."""
+        found = self._common.tasks.get(task)
+        if found is None or found.feed.num_steps is None:
+            return None
+        return 0 if found.is_ending else max(0, found.feed.num_steps - found.report.steps)
+
     def stop(self, task: str) -> None:
         """End a task at its last committed step. From any thread."""
         self._common.later(lambda: self._stop(task))
@@ -284,7 +293,8 @@ class EngineRun:
             event = hear(event)
             if event is None:
                 break
-        self._decide_due()
+        if self._common.due:
+            self._decide_due()
         if event is not None:
             for instruction in self._scheduler.handle(event):
                 self._actions[type(instruction)](instruction)

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,103 @@ from partitioners import Partitioner, parse_bytes
 EXIT_LOST = 75
 
 
-# Past 300 lines: more than a third of them say what its methods promise.
+class _Devices:
+    """The devices of an orchestrator, as they come and go: in its pool, and in the run under way."""
+
+    def __init__(self, devices: Any, limits: PoolLimits) -> None:
+        """`devices`: as the orchestrator was given them. limits: checked, but for how many they are."""
+        self.watcher = GpuWatcher.asked(devices, limits.max_devices)
+        wanted = devices if self.watcher is None else self.watcher.take()
+        specs = resolve_devices(wanted, max(1, host_dram.available_dram_bytes() // 2))
+        limits = PoolLimits.checked(*limits, len(specs))
+        self.pool: DevicePool[DeviceSpec] = DevicePool(specs, lambda spec, index: spec.name_at(index), limits)
+        self.most = limits.max_devices or len(specs)  # that batches are split for
+        self.changing = threading.Lock()
+
+    @property
+    def present(self) -> list[DeviceSpec]:
+        """Those that are in; at least one."""
+        devices = list(self.pool.specs.values())
+        if not devices:
+            raise RuntimeError("devices: none is in, limit: at least 1 to plan on; add_device() one")
+        return devices
+
+    @property
+    def num_possible(self) -> int:
+        """The number of devices that there may be."""
+        return self.pool.limits.max_devices or max(self.most, len(self.pool.specs))
+
+    def add(
+        self,
+        device: DeviceSpec | str,
+        tasks: TaskList,
+        running: Callable[[], EngineRun | None],
+        plan_anew: Callable[[], None],
+    ) -> str:
+        """Let a device in, as `ModelOrchestrator.add_device` says."""
+        run = running()
+        if run is not None and any(worker.device.is_here for worker in run.workers.all):
+            raise RuntimeError(
+                "add_device: called by a layer or a loss while it trains, limit: callbacks and other threads, since "
+                "the device copies all layers; call it from on_step"
+            )
+        while True:
+            with self.changing:
+                with tasks.changed_by("add_device"):  # or a run might begin in between, with the device
+                    known = self.pool.known(device) if isinstance(device, str) else None
+                    spec = self._of_the_kind(resolve_device(device) if known is None else known)
+                    before, run = self.pool.places, running()
+                    name, index = self.pool.add(spec, None if known is None else str(device))
+                    beside = tasks.at(Station.TRAINING, Station.JOINING)
+                    plan_anew()
+                try:
+                    if index is not None and run is not None:
+                        _let_in(run, spec, index, [each for each in beside if each.state.cut.shards])
+                except BaseException:
+                    self.pool.take_back(name, is_new=name not in before)
+                    raise
+            if index is not None:
+                return name
+            self.pool.wait_until_out(name)  # and others may come and go meanwhile
+
+    def _of_the_kind(self, spec: DeviceSpec) -> DeviceSpec:
+        """Refuse a device of another kind than those that tasks were made for."""
+        kind, given = self.pool.first.torch_device.type, spec.torch_device.type
+        if given != kind:
+            raise ValueError(
+                f"add_device: {spec!r} computes on {given}, limit: devices of one kind, here {kind}, whose units take "
+                f"other bytes"
+            )
+        return spec
+
+
+def _let_in(run: EngineRun, spec: DeviceSpec, index: int, planned: Sequence[PlannedTask]) -> None:
+    """Open a device for a run, in which these tasks train."""
+    for each in planned:
+        # Where slabs have an arena, memory is kept for the largest unit of all.
+        work_bytes = max(other.work_bytes for other in planned) if spec.has_arena else each.work_bytes
+        if work_bytes + each.largest_slab_bytes > spec.memory_bytes:
+            raise ValueError(
+                f"add_device: {spec!r} has {spec.memory_bytes} bytes, limit: "
+                f"{work_bytes + each.largest_slab_bytes} for the largest shard of {each.name}, which trains, and "
+                f"what units work with; add a device as large as the others"
+            )
+    spec.check_free()
+    with suppress(RunOver), drawing_as_usual():  # then the next run has it
+        run.workers.add(index, spec, planned)
+
+
+class _Settings(NamedTuple):
+    """Settings of an orchestrator that last."""
+
+    policy: Policy
+    double_buffer: bool
+    fairness: float | None
+    limit: DramLimit
+    store: CheckpointStore
+
+
+# Past 300 lines: half of them say what its methods promise.
 class ModelOrchestrator:
     """Trains several tasks together on the devices of this machine, and evaluates models there.
 
@@ -81,6 +177,7 @@ class ModelOrchestrator:
         plan: the last plan. report: the last report, also after an interrupt.
     """
 
+    # More than seven parameters: it is public, and all but the first are settings that are named one by one.
     def __init__(
         self,
         tasks: Sequence[ModelTask],
@@ -100,23 +197,19 @@ class ModelOrchestrator:
         loggers: Sequence[Logger] = (),
     ) -> None:
         self._loggers = checked_loggers(loggers)
-        self._fairness = checked_fairness(fairness)
-        self._limit = DramLimit(None if dram is None else parse_bytes(dram, "dram"))
-        self._policy = resolve_policy(policy)
-        self._store = CheckpointStore(checkpoint_dir, checkpoint_every, keep)
-        PoolLimits.checked(min_devices, max_devices, max_failures, 0)  # before any GPU is taken
-        self._watcher = GpuWatcher.asked(devices, max_devices)
-        wanted: Any = devices if self._watcher is None else self._watcher.take()
-        specs = resolve_devices(wanted, max(1, host_dram.available_dram_bytes() // 2))
-        limits = PoolLimits.checked(min_devices, max_devices, max_failures, len(specs))
-        self._pool: DevicePool[DeviceSpec] = DevicePool(specs, lambda spec, index: spec.name_at(index), limits)
-        self._changing_devices = threading.Lock()
-        self._double_buffer = bool(double_buffer)
-        most = limits.max_devices or len(specs)
-        self._tasks = TaskList(tasks, specs, self._store, self._limit, max_devices=most)
-        self._quotas = Quotas(quotas, tasks, lambda: limits.max_devices or max(most, len(self._pool.specs)))
+        self._settings = settings = _Settings(
+            fairness=checked_fairness(fairness),
+            limit=DramLimit(None if dram is None else parse_bytes(dram, "dram")),
+            policy=resolve_policy(policy),
+            store=CheckpointStore(checkpoint_dir, checkpoint_every, keep),
+            double_buffer=bool(double_buffer),
+        )
+        # Checked before any GPU is taken.
+        self._devices = _Devices(devices, PoolLimits.checked(min_devices, max_devices, max_failures, 0))
+        devices_in, most = self._devices.present, self._devices.most
+        self._tasks = TaskList(tasks, devices_in, settings.store, settings.limit, max_devices=most)
+        self._quotas = Quotas(quotas, tasks, lambda: self._devices.num_possible)
         self._busy = threading.Lock()
-        self._is_planning = False  # all tasks, which the thread that holds `changing` now does
         self._printed = ""  # the last plan that was
         self._running: EngineRun | None = None
         self.verbose = 1
@@ -185,9 +278,7 @@ class ModelOrchestrator:
             return self._add_task(task)
 
     def _add_task(self, task: ModelTask) -> str:
-        tasks = self._tasks
-        with tasks.changing:
-            self._check_outside("add_task")
+        with self._tasks.changed_by("add_task") as tasks:
             planned, run = tasks.made(task), self._running
             beside = tasks.at(Station.WAITING) if run is None else tasks.at(Station.JOINING, Station.TRAINING)
             check_sharing([*beside, planned])
@@ -210,21 +301,20 @@ class ModelOrchestrator:
         saving, without this task. Raises CheckpointError as a resume does, and ValueError for a task that has begun.
         """
         found = load_newest(directory)
-        with self._tasks.changing:
-            self._check_outside("resume_task")
-            self._tasks.check_begins(name, "resume_task", or_paused=True)
+        with self._tasks.changed_by("resume_task") as tasks:
+            tasks.check_begins(name, "resume_task", or_paused=True)
             if found is not None:
-                self._store.elsewhere[name] = found
+                self._settings.store.elsewhere[name] = found
 
     def _join(self, run: EngineRun, planned: PlannedTask, beside: Sequence[PlannedTask]) -> None:
         """Plan a task and let it join a run; nobody waits meanwhile, since its loader and layers may take long."""
-        tasks, devices = self._tasks, list(self._pool.specs.values()) or run.site.devices
+        tasks, devices = self._tasks, list(self._devices.pool.specs.values()) or run.site.devices
         site = replace(run.site, devices=devices, buffer=self.buffer)
         cores, joining, plan = site.host.bound_cores, run.joining, None
         try:
             # Bound without helpers: what begins meanwhile may be the run's.
             with drawing_as_usual(), joining.planning(planned), bound(cores, with_helpers=False), suppress(RunOver):
-                plan = site.plan_one(planned, beside, joining.borrowed, run.workers.can_hold)
+                plan = site.plan_one(planned, beside, joining.borrowed, run.workers.can_hold, run.steps_left)
                 run.workers.check_room(planned)
         except BaseException:
             tasks.remove(planned)
@@ -243,30 +333,15 @@ class ModelOrchestrator:
         elif planned.pause_wanted:
             self.pause_task(planned.name)
 
-    def _check_outside(self, what: str) -> None:
-        if self._is_planning:
-            raise RuntimeError(
-                f"{what}: called by a loader, a layer or a callback's on_epoch_begin, in the thread that plans all "
-                f"tasks; call it before generate(), or once training has begun; StopTask ends a callback's own task"
-            )
-
     def stop_task(self, name: str) -> None:
         """End a task at its last committed step; the others train on. One that waits for training is not begun.
 
         From any thread, a callback's too; returns at once. The report says "stopped". Nothing happens to a task that is
         over. Raises ValueError for an unknown name.
         """
-        tasks = self._tasks
-        with tasks.changing:
-            self._check_outside("stop_task")
-            planned = tasks.named(name, "stop_task")
-            if tasks.station(planned) is Station.WAITING:
-                tasks.drop(planned)
+        with self._tasks.changed_by("stop_task") as tasks:
+            if tasks.stop(name, self._running):
                 self.plan = None
-            elif tasks.station(planned) is Station.JOINING:
-                tasks.put(planned, Station.DROPPED)  # who plans it finds out
-            elif self._running is not None:
-                self._running.stop(name)
 
     def pause_task(self, name: str) -> None:
         """End a task at a commit, and save it as one that goes on; the others train on. The report says "paused".
@@ -280,23 +355,9 @@ class ModelOrchestrator:
 
         Raises ValueError for an unknown name, and without a `checkpoint_dir`.
         """
-        tasks = self._tasks
-        with tasks.changing:
-            self._check_outside("pause_task")
-            planned = tasks.named(name, "pause_task")
-            if not self._store.may_save:
-                raise ValueError(
-                    f"pause_task: {name!r}, limit: an orchestrator with a checkpoint_dir, since a task is saved while "
-                    f"it is paused; give ModelOrchestrator one, or end the task with stop_task"
-                )
-            if tasks.station(planned) is Station.WAITING:
-                tasks.drop(planned)
-                planned.is_paused = True
+        with self._tasks.changed_by("pause_task") as tasks:
+            if tasks.pause(name, self._running):
                 self.plan = None
-            elif tasks.station(planned) is Station.JOINING:
-                planned.pause_wanted = True
-            elif self._running is not None:
-                self._running.pause(name)
 
     def fork_task(self, name: str, new_name: str) -> None:
         """Let the task that is added as `new_name` begin where the task `name`, which is at rest, was saved.
@@ -316,14 +377,7 @@ class ModelOrchestrator:
         CheckpointError where the disk does not take it. A model or an optimizer of another kind is refused as the fork
         is added, or fails.
         """
-        tasks = self._tasks
-        with tasks.changing:
-            self._check_outside("fork_task")
-            if not self._store.may_save:
-                raise ValueError(
-                    f"fork_task: {name!r}, limit: an orchestrator with a checkpoint_dir, where tasks are saved; give "
-                    f"ModelOrchestrator one"
-                )
+        with self._tasks.changed_by("fork_task") as tasks:
             tasks.fork(name, new_name)
 
     def forget_task(self, name: str) -> None:
@@ -336,29 +390,16 @@ class ModelOrchestrator:
 
         Raises ValueError for an unknown name, RuntimeError for a task that trains or waits to.
         """
-        tasks = self._tasks
-        with tasks.changing:
-            self._check_outside("forget_task")
-            planned = tasks.named(name, "forget_task")
-            station = tasks.station(planned)
-            run = self._running if station is Station.TRAINING else None
-            if station in (Station.WAITING, Station.JOINING) or (run is not None and not planned.has_left):
-                does = "waits to train" if run is None else "trains"
-                raise RuntimeError(
-                    f"forget_task: {name!r} {does}, limit: a task that is over; end it with stop_task({name!r}), and "
-                    f"call this in its callbacks' on_task_end, or after train_models()"
-                )
-            tasks.forget(planned)
+        with self._tasks.changed_by("forget_task") as tasks:
+            tasks.forget(name, self._running)
             if self.plan is not None:
                 plans = {each: plan for each, plan in self.plan.tasks.items() if each != name}
                 self.plan = replace(self.plan, tasks=plans)
-            if run is not None:
-                run.forget(name)
 
     @property
     def devices(self) -> dict[str, str]:
         """Each device that was ever in, by name: "in", "leaving" (what it has is on its way to DRAM) or "out"."""
-        return {name: place.value for name, place in self._pool.places.items()}
+        return {name: place.value for name, place in self._devices.pool.places.items()}
 
     def add_device(self, device: DeviceSpec | str) -> str:
         """Let a device in, or back in: the next unit may run on it. Returns its name, such as "cuda:1" or "emulated:2".
@@ -370,31 +411,7 @@ class ModelOrchestrator:
         Raises ValueError for one that is in already, another kind of device, more than `max_devices`, and one too small
         for the tasks that train; RuntimeError where it cannot be opened.
         """
-        run = self._running
-        if run is not None and any(worker.device.is_here for worker in run.workers.all):
-            raise RuntimeError(
-                "add_device: called by a layer or a loss while it trains, limit: callbacks and other threads, since "
-                "the device copies all layers; call it from on_step"
-            )
-        while True:
-            with self._changing_devices:
-                with self._tasks.changing:  # or a run might begin in between, with the device
-                    self._check_outside("add_device")
-                    known = self._pool.known(device) if isinstance(device, str) else None
-                    spec = self._of_the_kind(resolve_device(device) if known is None else known)
-                    before, run = self._pool.places, self._running
-                    name, index = self._pool.add(spec, None if known is None else str(device))
-                    beside = self._tasks.at(Station.TRAINING, Station.JOINING)
-                    self._plan_anew()
-                try:
-                    if index is not None and run is not None:
-                        self._let_in(run, spec, index, [each for each in beside if each.state.cut.shards])
-                except BaseException:
-                    self._pool.take_back(name, is_new=name not in before)
-                    raise
-            if index is not None:
-                return name
-            self._pool.wait_until_out(name)  # and others may come and go meanwhile
+        return self._devices.add(device, self._tasks, lambda: self._running, self._plan_anew)
 
     def remove_device(self, name: str, grace_s: float | None = None) -> None:
         """Let a device go: the unit that it computes is finished, and no other begins there. Returns at once.
@@ -410,38 +427,12 @@ class ModelOrchestrator:
         if grace_s is not None and not (is_number and 0 <= grace_s <= threading.TIMEOUT_MAX):
             most = f"at least 0, at most {threading.TIMEOUT_MAX:g}"
             raise ValueError(f"grace_s: {grace_s!r}, limit: seconds, {most}; None waits for the unit")
-        with self._changing_devices, self._tasks.changing:
-            self._check_outside("remove_device")
+        with self._devices.changing, self._tasks.changed_by("remove_device"):
             run = self._running
-            index = self._pool.remove(name, at_once=run is None)
+            index = self._devices.pool.remove(name, at_once=run is None)
             self._plan_anew()
             if run is not None:
                 run.workers.remove(index, grace_s)
-
-    def _of_the_kind(self, spec: DeviceSpec) -> DeviceSpec:
-        """Refuse a device of another kind than those that tasks were made for."""
-        kind, given = self._pool.first.torch_device.type, spec.torch_device.type
-        if given != kind:
-            raise ValueError(
-                f"add_device: {spec!r} computes on {given}, limit: devices of one kind, here {kind}, whose units take "
-                f"other bytes"
-            )
-        return spec
-
-    def _let_in(self, run: EngineRun, spec: DeviceSpec, index: int, planned: Sequence[PlannedTask]) -> None:
-        """Open a device for a run, in which these tasks train."""
-        for each in planned:
-            # Where slabs have an arena, memory is kept for the largest unit of all.
-            work_bytes = max(other.work_bytes for other in planned) if spec.has_arena else each.work_bytes
-            if work_bytes + each.largest_slab_bytes > spec.memory_bytes:
-                raise ValueError(
-                    f"add_device: {spec!r} has {spec.memory_bytes} bytes, limit: "
-                    f"{work_bytes + each.largest_slab_bytes} for the largest shard of {each.name}, which trains, and "
-                    f"what units work with; add a device as large as the others"
-                )
-        spec.check_free()
-        with suppress(RunOver), drawing_as_usual():  # then the next run has it
-            run.workers.add(index, spec, planned)
 
     def _plan_anew(self) -> None:
         """Devices are others: what waits is planned for them."""
@@ -451,7 +442,7 @@ class ModelOrchestrator:
     @property
     def dram_left_bytes(self) -> int:
         """DRAM that one more task can take: what the machine has, and `dram` leaves beside the tasks that are here."""
-        return int(min(host_dram.available_dram_bytes(), self._limit.left_bytes))
+        return int(min(host_dram.available_dram_bytes(), self._settings.limit.left_bytes))
 
     def evaluate(
         self,
@@ -566,7 +557,8 @@ class ModelOrchestrator:
 
     def _site(self) -> Site:
         """Check the settings of the host's threads."""
-        devices = self._devices_in()
+        settings = self._settings
+        devices = self._devices.present
         host = host_threads(
             intra_op_threads=torch.get_num_threads(),
             device_nodes=[device.numa_node() for device in devices],
@@ -574,17 +566,11 @@ class ModelOrchestrator:
             numa_node=self.numa_node,
             computes_here=any(device.torch_device.type == "cpu" for device in devices),
         )
-        return Site(devices, self._double_buffer, self.buffer, host, self._limit, self._fairness)
-
-    def _devices_in(self) -> list[DeviceSpec]:
-        devices = list(self._pool.specs.values())
-        if not devices:
-            raise RuntimeError("devices: none is in, limit: at least 1 to plan on; add_device() one")
-        return devices
+        return Site(devices, settings.double_buffer, self.buffer, host, settings.limit, settings.fairness)
 
     def _with_devices(self, site: Site) -> Site:
         """Return the site with the devices that are in now."""
-        return replace(site, devices=self._devices_in())
+        return replace(site, devices=self._devices.present)
 
     @contextmanager
     def _at_work(self, what: str) -> Iterator[Site]:
@@ -595,15 +581,12 @@ class ModelOrchestrator:
                 yield site
 
     def _plan_all(self, site: Site, waiting: list[PlannedTask]) -> Plan:
-        self._is_planning = True
-        try:
+        with self._tasks.planning():
             plan = self.plan = site.plan_all(waiting)
             if self.verbose and self._printed != (printed := str(plan)):  # a resume plans anew what generate() printed
                 self._printed = printed
                 say(printed)
             return plan
-        finally:
-            self._is_planning = False
 
     @contextmanager
     def _run(
@@ -613,17 +596,17 @@ class ModelOrchestrator:
         verbose, saver, rescue, quotas, loggers = 0, None, None, None, RunLoggers()
         if trains:
             quotas, loggers = self._quotas, RunLoggers(self._loggers)
-            verbose, saver = self.verbose, self._store.saver(self._about)
-            rescue = partial(self._store.rescue, self._about)
-        self._pool.begin()
+            verbose, saver = self.verbose, self._settings.store.saver(self._about)
+            rescue = partial(self._settings.store.rescue, self._about)
+        self._devices.pool.begin()
         with signals.deferred():
             try:
                 yield EngineRun(
                     planned,
                     site,
-                    self._pool,
+                    self._devices.pool,
                     quotas,
-                    self._policy,
+                    self._settings.policy,
                     verbose,
                     signals,
                     saver,
@@ -645,10 +628,10 @@ class ModelOrchestrator:
                 if not tasks.at(Station.WAITING):
                     raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
                 site = self._with_devices(site)  # those that come from now on are let into the run
-                stack.enter_context(self._store)
+                stack.enter_context(self._settings.store)
                 with signals.deferred():  # a model is put back whole
-                    found = self._store.open(resume=resume)
-                    if found is not None or self._store.has_going_on:
+                    found = self._settings.store.open(resume=resume)
+                    if found is not None or self._settings.store.has_going_on:
                         self.plan = None
                         messages = tasks.go_on(found)
                 waiting = tasks.at(Station.WAITING)
@@ -664,14 +647,14 @@ class ModelOrchestrator:
                         try:
                             run.train()
                         finally:  # an order may wait until a device has left
-                            self._pool.all_left()
+                            self._devices.pool.all_left()
             except DeviceLost as lost:
                 assert run is not None
-                _end_process(run, lost, self._store.remedy())
+                _end_process(run, lost, self._settings.store.remedy())
             finally:
                 with tasks.changing:
                     self._running = None
-                    self._pool.all_left()  # one that was removed since is in nobody's hands
+                    self._devices.pool.all_left()  # one that was removed since is in nobody's hands
                     trained = tasks.at(Station.TRAINING)
                     left_over = [] if run is None else run.joining.left_over
                     for each in trained:
@@ -679,7 +662,7 @@ class ModelOrchestrator:
                 if run is not None:
                     report = run.report()
                 else:
-                    saved = self._store.nothing_saved
+                    saved = self._settings.store.nothing_saved
                     report = Report(makespan_s=0.0, tasks={}, devices=[], host=site.host, checkpoints=saved)
                 messages += [text for each in trained for text in (*each.reader.messages, *each.doubts)]
                 messages += [] if run is None else [*run.workers.messages, *run.messages]
@@ -696,10 +679,10 @@ class ModelOrchestrator:
     def _steered(self, messages: list[str]) -> Iterator[None]:
         """Let devices come and go from outside: by the run's socket, and as GPUs become free."""
         with ExitStack() as stack:
-            if self._store.directory is not None:
-                stack.enter_context(steered(self, self._store.directory, messages))
-            if self._watcher is not None:
-                stack.enter_context(self._watcher.watching(self, messages))
+            if self._settings.store.directory is not None:
+                stack.enter_context(steered(self, self._settings.store.directory, messages))
+            if self._devices.watcher is not None:
+                stack.enter_context(self._devices.watcher.watching(self, messages))
             yield
 
     def _about(self) -> dict[str, Any]:

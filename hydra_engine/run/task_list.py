@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,13 +21,17 @@ from hydra_engine.planning import (
     DramLimit,
     PlannedTask,
     Rehearsals,
+    Target,
+    TaskCost,
     check_apart,
     check_arena,
     check_dram,
     check_shared_buffers,
     check_sharing,
-    cut_together,
     fits_arena,
+    known_steps,
+    rehearsed_s,
+    ways_together,
 )
 from hydra_engine.system import HostThreads
 from hydra_engine.tasks import EvaluationTask, ModelTask, Plan, Purpose, Report, TaskPlan, TaskReport
@@ -46,6 +50,16 @@ class Station(Enum):
     FORGOTTEN = auto()  # it was trained, and its name alone is here
 
 
+class TasksOfRun(Protocol):
+    """The run under way, for tasks that are to end."""
+
+    def stop(self, name: str) -> None: ...
+
+    def pause(self, name: str) -> None: ...
+
+    def forget(self, name: str) -> None: ...
+
+
 class TaskList:
     """The tasks by name. `changing` is held while it must not change which there are, and at which stations."""
 
@@ -60,6 +74,7 @@ class TaskList:
     ) -> None:
         """`limit`: of DRAM for all of them. `max_devices`: that batches are split for, with `max_device_batch`."""
         self.changing = threading.RLock()
+        self._is_planning = False  # all tasks, which the thread that holds `changing` now does
         self._store = store
         self._limit = limit
         self._max_devices = max_devices
@@ -76,6 +91,26 @@ class TaskList:
         for task, name in _named(tasks):
             self.put(self._made(task, name), Station.WAITING)
         check_sharing(self.all)
+
+    @contextmanager
+    def changed_by(self, what: str) -> Iterator[TaskList]:
+        """Hold `changing` for a call of an orchestrator's method, which may come from any thread."""
+        with self.changing:
+            if self._is_planning:
+                raise RuntimeError(
+                    f"{what}: called by a loader, a layer or a callback's on_epoch_begin, in the thread that plans all "
+                    f"tasks; call it before generate(), or once training has begun; StopTask ends a callback's own task"
+                )
+            yield self
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Plan all tasks in the body, by the thread that holds `changing`."""
+        self._is_planning = True
+        try:
+            yield
+        finally:
+            self._is_planning = False
 
     @property
     def all(self) -> list[PlannedTask]:
@@ -123,12 +158,50 @@ class TaskList:
                 del self._planned[planned.name], self._stations[planned.name]
         self.drop(planned)
 
-    def forget(self, planned: PlannedTask) -> None:
-        """Refer no more to a task that is over.
+    def stop(self, name: str, run: TasksOfRun | None) -> bool:
+        """End a task at its last committed step. Return True if it waited to be trained, so that no plan has it now."""
+        planned = self.named(name, "stop_task")
+        is_waiting = self.station(planned) is Station.WAITING
+        if is_waiting:
+            self.drop(planned)
+        elif self.station(planned) is Station.JOINING:
+            self.put(planned, Station.DROPPED)  # who plans it finds out
+        elif run is not None:
+            run.stop(name)
+        return is_waiting
+
+    def pause(self, name: str, run: TasksOfRun | None) -> bool:
+        """End a task at a commit, and save it. Return True if it waited to be trained, so that no plan has it now."""
+        planned = self.named(name, "pause_task")
+        if not self._store.may_save:
+            raise ValueError(
+                f"pause_task: {name!r}, limit: an orchestrator with a checkpoint_dir, since a task is saved while it "
+                f"is paused; give ModelOrchestrator one, or end the task with stop_task"
+            )
+        is_waiting = self.station(planned) is Station.WAITING
+        if is_waiting:
+            self.drop(planned)
+            planned.is_paused = True
+        elif self.station(planned) is Station.JOINING:
+            planned.pause_wanted = True
+        elif run is not None:
+            run.pause(name)
+        return is_waiting
+
+    def forget(self, name: str, run: TasksOfRun | None) -> None:
+        """Refer no more to a task that is over, in the run neither.
 
         Where it was trained, its name stays its own, since reports have it; of one that is paused, it is free.
         """
-        name = planned.name
+        planned = self.named(name, "forget_task")
+        station = self.station(planned)
+        run = run if station is Station.TRAINING else None
+        if station in (Station.WAITING, Station.JOINING) or (run is not None and not planned.has_left):
+            does = "waits to train" if run is None else "trains"
+            raise RuntimeError(
+                f"forget_task: {name!r} {does}, limit: a task that is over; end it with stop_task({name!r}), and call "
+                f"this in its callbacks' on_task_end, or after train_models()"
+            )
         del self._planned[name]
         if planned.is_paused:
             self._store.paused[name] = planned.report.seed
@@ -140,6 +213,8 @@ class TaskList:
         for report in (planned.report, self._reports.get(name)):
             if report is not None:
                 report.lighten()
+        if run is not None:
+            run.forget(name)
 
     def made(self, task: ModelTask) -> PlannedTask:
         """Check one more task, which is not put here yet. It may have the name of one that was paused."""
@@ -180,6 +255,11 @@ class TaskList:
 
     def fork(self, name: str, new_name: str) -> None:
         """Let a task that has not begun yet, or is still to be added, begin as another one is saved."""
+        if not self._store.may_save:
+            raise ValueError(
+                f"fork_task: {name!r}, limit: an orchestrator with a checkpoint_dir, where tasks are saved; give "
+                f"ModelOrchestrator one"
+            )
         source = self._planned.get(name)
         station = Station.OVER if source is None else self.station(source)
         is_over = station is Station.OVER or (source is not None and station is Station.TRAINING and source.has_left)
@@ -287,11 +367,7 @@ class Site:
         memory_bytes = self._smallest.memory_bytes
         with self._telling_least(tasks):
             plans = [self._plan(each, len(tasks)) for each in tasks]
-            for k, boundaries in cut_together(tasks).items():
-                with suppress(ShardDoesNotFit):  # rehearsed, it takes more than was counted: then as it was
-                    plans[k] = self._plan(tasks[k], len(tasks), boundaries=boundaries)
-                    continue
-                plans[k] = self._plan(tasks[k], len(tasks))
+            self._plan_together(tasks, plans)
             if any(device.has_arena for device in self.devices):
                 # What fits alone may leave too little to another's work, since memory does not go from slabs to that.
                 for k, each in enumerate(tasks):
@@ -301,6 +377,25 @@ class Site:
         check_shared_buffers(tasks)
         self.limit.check(tasks)
         return self.plan_of(plans)
+
+    def _plan_together(self, tasks: Sequence[PlannedTask], plans: list[TaskPlan]) -> None:
+        """Plan tasks anew that are trained otherwise as it is best for all of them together."""
+        ways, own = ways_together(tasks), [each.way for each in tasks]
+        if not ways:
+            return
+        before_s, refused = rehearsed_s(tasks), {}
+        for k, way in ways.items():
+            try:
+                plans[k] = self._plan(tasks[k], len(tasks), together=way)
+            except Exception as error:  # it takes more than was counted, or its layers may not be cut or split there
+                refused[k] = f"; another, for all tasks together, was refused: {_first_line(error)}"
+        # Smaller micro-batches were taken to take seconds in proportion: the rehearsal knows better.
+        if any(tasks[k].way[1] != own[k][1] for k in ways.keys() - refused.keys()) and rehearsed_s(tasks) >= before_s:
+            found = "; another, for all tasks together, was rehearsed, and is predicted to be no faster"
+            refused |= dict.fromkeys(ways.keys() - refused.keys(), found)
+        for k, because in refused.items():
+            plan = self._plan(tasks[k], len(tasks))
+            plans[k] = replace(plan, cut_because=plan.cut_because + because)
 
     @contextmanager
     def _telling_least(self, tasks: Sequence[PlannedTask]) -> Iterator[None]:
@@ -334,17 +429,20 @@ class Site:
         beside: Sequence[PlannedTask],
         borrowed: Callable[[DeviceSpec], AbstractContextManager[OpenDevice]],
         can_hold: Callable[[int, int], bool],
+        steps_left: Callable[[str], int | None],
     ) -> TaskPlan:
         """Plan a task while others train, itself being one of `beside`.
 
         borrowed: a device for a rehearsal, which the others do without meanwhile. can_hold: as the planner's.
+        steps_left: of a task that trains, as far as that is known.
         """
         check_dram([planned])
         self.limit.check([planned])
         device = self._smallest
         opened = None if device.has_room_for_planning else lambda _: borrowed(device)
         try:
-            plan = self._plan(planned, len(beside), opened=opened, can_hold=can_hold)
+            others = _left([each for each in beside if each is not planned], steps_left)
+            plan = self._plan(planned, len(beside), opened=opened, can_hold=can_hold, beside=others)
         except ShardDoesNotFit as error:
             if opened is not None:
                 noted(error, "beside tasks that train, whose arenas stay as they are; add it before train_models()")
@@ -359,7 +457,8 @@ class Site:
             self._check_free()
             if not (planned.task.purpose is Purpose.PREDICT and planned.reader.is_empty):  # then there is nothing to do
                 with self._telling_least([planned]):
-                    planned.make_plan(self._smallest, self._budget, torch.get_num_threads())
+                    target = Target(device=self._smallest, budget=self._budget, num_threads=torch.get_num_threads())
+                    planned.make_plan(target)
         except BaseException:
             planned.reader.close()
             raise
@@ -374,14 +473,34 @@ class Site:
     def _plan(
         self, planned: PlannedTask, num_tasks: int, most_slab_bytes: int | None = None, **options: Any
     ) -> TaskPlan:
-        threads, smallest = self.host.intra_op_threads, self._smallest
-        return planned.make_plan(
-            smallest, self._budget, threads, self.devices, num_tasks, most_slab_bytes, host=self.host, **options
+        target = Target(
+            device=self._smallest,
+            budget=self._budget,
+            num_threads=self.host.intra_op_threads,
+            devices=self.devices,
+            num_tasks=num_tasks,
+            most_slab_bytes=most_slab_bytes,
+            host=self.host,
+            **options,
         )
+        return planned.make_plan(target)
 
     def _check_free(self) -> None:
         for device in self.devices:
             device.check_free()
+
+
+def _left(tasks: Sequence[PlannedTask], steps_left: Callable[[str], int | None]) -> list[TaskCost]:
+    """Return what these tasks have yet to take; none, where it was not predicted what one of them takes."""
+    found = [(each.as_planned, steps_left(each.name)) for each in tasks]
+    found = [(cost, number) for cost, number in found if number != 0]
+    numbers = known_steps([number for _, number in found])
+    costs = [replace(cost, num_steps=n) for (cost, _), n in zip(found, numbers, strict=True) if cost is not None]
+    return costs if len(costs) == len(found) else []
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def one_line(value: object) -> str:

@@ -29,6 +29,7 @@ class RunOver(Exception):
     """Nobody trains any more, and devices are closed."""
 
 
+# Past 300 lines: devices come and go in any thread, and one lock guards all that this changes.
 class Workers:
     """The department of devices. They come in any thread, and each one that leaves has a thread that waits for it.
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hydra_engine.schedule.events import Computed, Drop, Instruction, Lend, Load, Release, Run
-from hydra_engine.schedule.groups import NEVER, Group
+from hydra_engine.schedule.groups import NEVER, Group, Standing
 from hydra_engine.schedule.policies import NOT_YET, Candidate, Policy
 from hydra_engine.schedule.state import Part, RankedQueue, ReadyQueue, ScheduledDevice, ScheduledTask, Use
 from hydra_engine.schedule.units import Unit
@@ -26,6 +26,7 @@ from hydra_engine.schedule.units import Unit
 MOST_LOOKED_AT, MOST_PASSED = 32, 8
 
 
+# Past 300 lines: a device that gets a unit changes claims, queues and counters at once.
 # More than 15 attributes: five are its queues and five its counters, which one event may move together.
 class Dispatch:
     """Devices, what they run and claim, and the queues of what tasks offer."""
@@ -117,7 +118,8 @@ class Dispatch:
         """Take a unit from its device, and charge its time; the device has to be touched."""
         task, device = part.task, self._devices[event.device]
         device.running = device.part = part.computing = None
-        self._count(task, -1)
+        if task.standing is not None:
+            self._count(task.standing, -1)
         self._place(device)
         task.used_s += event.seconds - part.charged_s
         task.measured((event.unit.kind, event.unit.shard), event.seconds / part.share)
@@ -125,7 +127,7 @@ class Dispatch:
 
     def revoke(self, task: ScheduledTask) -> None:
         """Drop all claims of a task."""
-        for part in task.parts:
+        for part in task.all_parts:
             if part.claim is not None:
                 self._let_go(part.claim)
         self.refresh(task)
@@ -141,6 +143,10 @@ class Dispatch:
         task.counted_s = remaining_s
         for part in task.parts:
             self._put_in_place(part)
+        if task.parts[0].position == len(task.chain) or task.ahead.offer is not None:
+            self._put_in_place(task.ahead)
+            devices = (part.computing or part.near for part in task.parts)
+            self._touched.update((device, None) for device in devices if device is not None)
 
     def _put_in_place(self, part: Part) -> None:
         if part.queue is not None:
@@ -149,7 +155,7 @@ class Dispatch:
         before, part.offer = part.offer, part.next_unit()
         if part.offer is None:
             return
-        if part.offer != before:
+        if part.offer is not before:
             part.ready_order = NOT_YET
         in_turn = part.in_turn
         is_ready = in_turn and not part.under_way
@@ -161,7 +167,7 @@ class Dispatch:
             if is_ready:
                 self._put(self._claimed, part)
             self._touched[part.claim] = None
-        else:
+        elif not part.is_ahead:
             self._put(self._ready if is_ready else self._loadable, part)
         only = part.computing or part.near
         if only is not None:
@@ -202,7 +208,7 @@ class Dispatch:
             part = self._best(self._ready, idle) or self._best(self._claimed, idle)
             assert part is not None
             self._run(idle, self._before(part) or part)
-        for device in (*touched, *self._touched):
+        for device in {**touched, **self._touched}:
             self._claim_best(device, self._own_offers(device))
         while self._ready or self._loadable:
             wanting = self._wanting.best()
@@ -212,8 +218,8 @@ class Dispatch:
         self._touched = {}
 
     def _is_wanting(self, device: ScheduledDevice) -> bool:
-        is_free = device.is_in_use and device.claim is None
-        return is_free and (device.running is None or self._double_buffer)
+        is_free = device.claim is None and (device.running is None or self._double_buffer)
+        return is_free and device.is_in_use
 
     def free(self, device: ScheduledDevice) -> None:
         """Put a device where it is looked for, after its unit or its claim has changed."""
@@ -239,7 +245,7 @@ class Dispatch:
             del self._devices[device.index]
             self._touched.pop(device, None)
             self._out.append(Release(device.index))
-        is_idle = device.is_in_use and device.running is None
+        is_idle = device.running is None and device.is_in_use
         for queue, belongs in ((self._idle, is_idle), (self._wanting, self._is_wanting(device))):
             if not belongs:
                 queue.discard(device)
@@ -248,9 +254,7 @@ class Dispatch:
 
     def _own_offers(self, device: ScheduledDevice) -> Iterable[Part]:
         """Parts whose unit before the offered one is on the device, or on its way from it to DRAM."""
-        if device.part is not None:
-            yield device.part
-        yield from device.near
+        return device.near if device.part is None else [device.part, *device.near]
 
     def _run_own(self, device: ScheduledDevice) -> None:
         """Run on an idle device its claim, which costs nothing more, or what only it can run, if that goes first.
@@ -265,7 +269,7 @@ class Dispatch:
         if claim is not None and not self._may_run(claim, device):
             claim = None
         near = self._near(device) if claim is None or self._has_groups else []
-        if claim is not None and all(part.rank >= claim.rank for part in near):
+        if claim is not None and (not near or claim.rank <= min(part.rank for part in near)):
             urgent = self._ready.best() if self._policy_is_longest_first else None
             best = urgent if urgent is not None and self._is_urgent(urgent, claim) else claim
             self._run(device, self._before(claim) or best)
@@ -301,6 +305,8 @@ class Dispatch:
 
     def _first(self, parts: Sequence[Part], device: ScheduledDevice) -> Part:
         """Who goes first of some parts, on this device."""
+        if len(parts) == 1:
+            return parts[0]
         is_resident = self._is_resident
         if is_resident is None:
             return min(parts, key=lambda part: part.key)
@@ -324,33 +330,45 @@ class Dispatch:
             ready = self._best(self._ready, device)
             if ready is not None:
                 free.append(ready)
-            part = self._first(free, device) if free else self._best(self._loadable, device)
+            part = self._first(free, device) if free else self._ahead(own) or self._best(self._loadable, device)
         if part is not None:
             part.claim, device.claim = device, part
             self._wanting.discard(device)
             assert part.offer is not None
             self._out.append(Load(device.index, part.offer))
-            self.refresh(part.task)
+            queue, part.queue = part.queue, None  # its key stays
+            if queue is not None:
+                queue.discard(part)
+            if queue is self._ready:
+                self._put(self._claimed, part)
+
+    @staticmethod
+    def _ahead(own: Iterable[Part]) -> Part | None:
+        """Return the next batch's first part of a task whose last units the device has: there it will begin.
+
+        Another device would take it from this one, which may be idle by then.
+        """
+        found = (part.task.ahead for part in own)
+        return next((part for part in found if part.offer is not None and part.claim is None), None)
 
     # -- groups
 
-    def _count(self, task: ScheduledTask, change: int) -> None:
-        """A unit of a task begins, or ends: ranks may change."""
-        if task.standing is None:
-            return
-        group = task.standing.group
-        for standing in group.count(task.standing, change):
+    def _count(self, standing: Standing, change: int) -> None:
+        """A unit of a task that stands here begins, or ends: ranks may change."""
+        group = standing.group
+        for changed in group.count(standing, change):
             for queue in (self._ready, self._claimed, self._loadable):
                 assert isinstance(queue, RankedQueue)
-                queue.change(standing)
+                queue.change(changed)
         if change < 0 and group in self._turned_away:
             self._touched.update(self._turned_away.pop(group))
 
     def _may_run(self, part: Part, device: ScheduledDevice) -> bool:
         """Return True if its group may run one more unit; else the device is looked at again once it may."""
-        if part.rank == NEVER:
-            self._turned_away.setdefault(part.standing.group, {})[device] = None
-        return part.rank < NEVER
+        if not self._has_groups or part.rank < NEVER:
+            return True
+        self._turned_away.setdefault(part.standing.group, {})[device] = None
+        return False
 
     def _before(self, part: Part) -> Part | None:
         """Who waits for any device, or is claimed elsewhere, and has a lower rank."""
@@ -385,7 +403,8 @@ class Dispatch:
             self._out.append(Load(device.index, unit))
         device.claim = part.claim = None
         device.running, device.part = unit, part
-        self._count(task, 1)
+        if task.standing is not None:
+            self._count(task.standing, 1)
         if self._is_resident is not None:
             first = self._ready.best()
             if first is not None and first is not part:

@@ -19,6 +19,10 @@ steps have is solved anew when tasks come or end, or devices do, or what is know
 progress stays as it was begun. Where tasks stand in groups, each group's devices are
 shared out by themselves. A task that `adapts` is told the number as its next batch is read.
 
+From the begin of a batch's last unit to its commit, the device that has the unit may load the first shard of the next
+batch: a unit that is load-ready then is one whose weights the commit leaves as they are. Those are shards that nothing
+trains, and all shards while a batch is evaluated. A step that is not committed drops what was loaded for the next one.
+
 With early release, a shard's Update comes once its backward is stored. Nothing waits for all of them: the commit goes
 before those that the host has not begun, and the next step's units wait for their own shard's update alone.
 
@@ -207,6 +211,8 @@ class Scheduler:
             in_progress = bool(task.chain) and task.batch.training
             task.added = task.added._replace(num_steps=task.num_steps_done + in_progress + event.num_left)
         self._advance(task)
+        if task.chain_ahead:
+            self._dispatch.refresh(task)
 
     def _data_ended(self, event: DataEnded | DataFailed) -> None:
         task = self._tasks[event.task]
@@ -235,7 +241,8 @@ class Scheduler:
         self._dispatch.refresh(part.task)  # and those that waited for this
 
     def _is_stored(self, part: Part, node: tuple[str, int]) -> None:
-        part.go_back()
+        if part.lost is not None:
+            part.go_back()
         task, through = part.task, part.num_stored
         if through and task.chain and task.chain[through - 1] == node and task.num_stored() == through:
             self._stored_whole(task, node)
@@ -320,6 +327,8 @@ class Scheduler:
             self._end(task)
         else:
             self._advance(task)
+        if task.ahead.offer is not None:  # the next batch does not begin now
+            self._dispatch.revoke(task)
 
     def _shard_updated(self, event: ShardUpdated) -> None:
         task = self._tasks[event.task]
@@ -371,7 +380,10 @@ class Scheduler:
         """Begin nothing more of a task, once a step that has updated shards already is committed."""
         if task.is_releasing and not task.phase.is_over:
             task.go_to(Phase.LAST_STEP)
-            self._dispatch.refresh(task)  # which a policy that has raised may have left out
+            if task.ahead.claim is not None:
+                self._dispatch.revoke(task)
+            else:
+                self._dispatch.refresh(task)  # which a policy that has raised may have left out
         else:
             self._end(task)
 
@@ -473,7 +485,13 @@ class Scheduler:
         task.chain = task.units.training if task.batch.training else task.units.evaluation
         task.spread = task.units.spreads[num_parts - 1]
         sizes = [end - first for first, end in part_ranges(num_micro_batches, num_parts)]
-        task.parts = [Part(task, k, size / num_micro_batches) for k, size in enumerate(sizes)]
+        # The first part goes on from what was loaded ahead.
+        first, task.ahead = task.ahead, Part(task, is_ahead=True)
+        first.is_ahead = False
+        assert first.claim is None or first.next_unit() == first.offer, first
+        task.parts = [first, *(Part(task, k) for k in range(1, num_parts))]
+        for part, size in zip(task.parts, sizes, strict=True):
+            part.share = size / num_micro_batches
         for before, after in pairwise(task.parts):
             before.after, after.before = after, before
         task.estimate()

@@ -317,10 +317,12 @@ class Part:
     charged_s: float = 0.0  # to the task, for the unit that is computed
     num_passed: int = 0  # by units that came after it and had their shards on the device
     ready_order: int = 0
+    next: Unit | None = None  # at `position`, once it was asked for: the same object however often it is
     offer: Unit | None = None  # load-ready
     key: Any = None  # of the offer
     claim: ScheduledDevice | None = None  # who has claimed the offer
     queue: ReadyQueue[Part] | RankedQueue | None = None  # which the part is in
+    is_ahead: bool = False  # of the batch after the one in progress: its first shard may be loaded already, no more
 
     @property
     def standing(self) -> Standing:
@@ -347,10 +349,10 @@ class Part:
 
     @property
     def in_turn(self) -> bool:
-        """True if the offered unit waits for no other part's."""
+        """True if the offered unit waits for no other part's, and no commit."""
         task, before = self.task, self.before
         if before is None:
-            return True
+            return not self.is_ahead
         node, spread = task.chain[self.position], task.spread
         if node in spread.ordered:
             return before.num_stored > self.position
@@ -359,11 +361,15 @@ class Part:
     def next_unit(self) -> Unit | None:
         """The unit that could be loaded now."""
         task = self.task
-        chain = task.chain
-        if self.position >= len(chain) or task.phase.is_over or self.lost is not None:
+        chain, batch = (task.chain_ahead, task.next_batch) if self.is_ahead else (task.chain, task.batch)
+        if self.position >= len(chain) or task.phase.is_over or self.lost is not None or batch is None:
             return None
         kind, shard = chain[self.position]
-        return Unit(task.added.task, kind, shard, task.batch.step, self.index) if task.is_fresh(shard) else None
+        if not task.is_fresh(shard):
+            return None
+        if self.next is None or self.next[1:4] != (kind, shard, batch.step):
+            self.next = Unit(task.added.task, kind, shard, batch.step, self.index)
+        return self.next
 
     def leave(self, device: ScheduledDevice | None) -> None:
         """Its unit is on its way to DRAM, from a device where the part can go on; None: it cannot."""
@@ -409,6 +415,7 @@ class ScheduledTask:
     on_host: OnHost = OnHost.NOTHING
     chain: tuple[tuple[str, int], ...] = ()  # of the batch in progress; empty between batches
     parts: list[Part] = field(default_factory=list)  # of the batch in progress, and of the last one between batches
+    ahead: Part = field(init=False)  # the first part of the next batch
     batch: BatchReady = _NO_BATCH  # in progress, or the last one
     misfit: Unit | None = None  # where a device ran out of memory: the step waits to be fitted
     stale: set[int] = field(default_factory=set)  # shards whose update is not through
@@ -425,6 +432,9 @@ class ScheduledTask:
     served_order: int = 0
     num_passes: int = 0  # through its shards, with the one in progress and those before it came
 
+    def __post_init__(self) -> None:
+        self.ahead = Part(self, is_ahead=True)
+
     def go_to(self, phase: Phase) -> None:
         """Come nearer to the end, if it is not as near already."""
         if phase.rank > self.phase.rank:
@@ -434,6 +444,27 @@ class ScheduledTask:
     def under_way(self) -> bool:
         """True if a unit of any part is on a device, or on its way to DRAM."""
         return any(part.under_way for part in self.parts)
+
+    @property
+    def chain_ahead(self) -> tuple[tuple[str, int], ...]:
+        """Return the next batch's chain, if its first shard may be loaded before it is begun; else an empty one.
+
+        That is from the begin of the last unit of the batch in progress to its commit. After a training batch only if
+        nothing trains the shard: else its weights are others after the commit, and so is their key on a device.
+        """
+        batch, num_units = self.next_batch, len(self.chain)
+        if batch is None or batch.new_shapes or not num_units or self.phase is Phase.LAST_STEP:
+            return ()
+        if any(part.position < num_units or part.lost is not None for part in self.parts):
+            return ()
+        chain = self.units.training if batch.training else self.units.evaluation
+        changes = self.batch.training and chain and self.units.needs[chain[0][1]]
+        return () if changes else chain
+
+    @property
+    def all_parts(self) -> list[Part]:
+        """Return the parts of the batch in progress, and the first one of the next batch."""
+        return [*self.parts, self.ahead]
 
     @property
     def is_releasing(self) -> bool:

@@ -211,7 +211,7 @@ class NodeEngine:
 
 
 class Handout:
-    """Who has which trial. Answers the nodes' requests, by the study."""
+    """Answers the nodes' requests by the study, and knows which node has which trial."""
 
     def __init__(self, trials: Trials) -> None:
         self._trials = trials

@@ -149,7 +149,7 @@ def _moved(value: Any, distribution: Any, factor: float) -> Any:
 
 
 def _structure(task: Any) -> dict[str, Any]:
-    """What a fork takes over has to fit: shapes by name, and the number of batches of a loader that knows it."""
+    """Return what a fork must have in common: shapes by name, and the number of batches of a loader that knows it."""
     tensors = (*task.model.named_parameters(), *task.model.named_buffers())
     found: dict[str, Any] = {name: (list(each.shape), each.dtype, each.requires_grad) for name, each in tensors}
     with suppress(TypeError, NotImplementedError):

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -77,6 +78,78 @@ class SearchSettings:
                 self.population.check_settings(task, trial, lambda params: self.build(fixed(params, trial.number)))
 
 
+class _Stage(Enum):
+    """Stages of a search."""
+
+    RESTS = auto()  # nothing trains
+    TRAINS = auto()  # others may join
+    LEFT = auto()  # its "sweep" thread did not end, and is left to itself: what comes of it is nobody's
+
+
+class _Outcomes:
+    """Ends of trials, as the study and whoever watches are told."""
+
+    def __init__(self, trials: Trials, names: Sequence[str], verbose: int) -> None:
+        """`names`: of a trial's values."""
+        self._trials = trials
+        self._names = names
+        self._verbose = verbose
+        self._first_failure: BaseException | None = None
+        self._num_well = 0  # trials that did not fail
+
+    def check(self) -> None:
+        """Raise the first failure, if every trial has failed."""
+        if self._first_failure is not None and not self._num_well:
+            raise self._first_failure
+
+    def pruned(self, trial: Any, text: str, report: TaskReport | None = None) -> None:
+        self._num_well += 1
+        self.tell(trial, text, report)
+
+    def completed(self, trial: Any, values: list[float], report: TaskReport) -> None:
+        self._trials.complete(trial, values, {"steps": report.steps})
+        self._num_well += 1
+        self.tell(trial, f"completed, {self.figures(values)}", report)
+
+    def failed(self, trial: Any, error: BaseException, text: str | None = None) -> None:
+        self._first_failure = self._first_failure or error
+        said = str(error).strip()
+        line = f"{type(error).__name__}: {said.splitlines()[0]}" if said else type(error).__name__
+        self._trials.fail(trial, text or line)
+        self.tell(trial, f"failed, {line}")
+
+    def figures(self, values: Sequence[float]) -> str:
+        return ", ".join(f"{name} {value:.6g}" for name, value in zip(self._names, values, strict=True))
+
+    def tell(self, trial: Any, outcome: str, report: TaskReport | None = None) -> None:
+        if self._verbose:
+            steps = "" if report is None else f" after {report.steps} steps"
+            say(f"trial {trial.number}: {outcome}{steps}, {trial.params}")
+
+
+class _Models:
+    """The models that trials brought: each has parameters of its own."""
+
+    def __init__(self) -> None:
+        self.is_empty = True
+        self._parameters: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # trainable, by id
+
+    def add(self, task: ModelTask, name: str) -> None:
+        """Add a trial's model; refuse one that another trial trains or has trained."""
+        self.is_empty = False
+        for parameter_name, parameter in task.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if self._parameters.get(id(parameter)) is parameter:
+                raise ValueError(
+                    f"build_task: {name} got a model whose parameter {parameter_name} another trial trains, limit: a "
+                    f"model of its own; make a new one in each call, and share frozen ones at most"
+                )
+        for parameter in task.model.parameters():
+            if parameter.requires_grad:
+                self._parameters[id(parameter)] = parameter
+
+
 class Search:
     """Trains the trials of one call; thrown away after it."""
 
@@ -98,19 +171,15 @@ class Search:
         self._trials = trials
         self._root = None if checkpoints is None else Path(checkpoints)
         self._checkpoints = None if self._root is None else self._root / node
-        self._verbose = verbose
+        self._outcomes = _Outcomes(trials, settings.objective.names, verbose)
+        self._models = _Models()
         self._orchestra: ModelOrchestrator | None = None  # of the trials that wait or train now
         self._live: dict[str, LiveTrial] = {}  # in DRAM; touched by the "sweep" thread alone while it runs
-        self._is_running = False
-        self._is_left = False  # the "sweep" thread, to itself: what comes of it is nobody's
+        self._stage = _Stage.RESTS
         self._largest_bytes = 0  # of DRAM, that a trial has taken so far
         self._has_room = True  # False: DRAM had none for the next trial; until one is over
-        self._parameters: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # trainable, by id
         self._events: SimpleQueue[tuple[LiveTrial | None, TaskReport | None] | None] = SimpleQueue()
         self._error: BaseException | None = None  # ends the sweep, once what trains is over
-        self._first_failure: BaseException | None = None
-        self._num_well = 0  # trials that did not fail
-        self._num_built = 0
 
     def run(self) -> None:
         """Train until no trial is left."""
@@ -121,13 +190,12 @@ class Search:
                     raise self._error
         except BaseException as error:
             for trial in self._trials.interrupt(error, go_on=self._checkpoints is not None):
-                self._tell(trial, "interrupted, goes on when the sweep is run again")
+                self._outcomes.tell(trial, "interrupted, goes on when the sweep is run again")
             raise
 
     def check(self) -> None:
         """Raise the first failure, if every trial has failed."""
-        if self._first_failure is not None and not self._num_well:
-            raise self._first_failure
+        self._outcomes.check()
 
     def look_again(self) -> None:
         """Ask for more trials, if there is room: others were given back."""
@@ -181,39 +249,23 @@ class Search:
         except Exception as error:
             if self._trials.is_pruning(error):
                 self._trials.prune(trial)
-                self._num_well += 1
-                self._tell(trial, "pruned, by build_task")
+                self._outcomes.pruned(trial, "pruned, by build_task")
                 return None
             self._failed(trial, error)
             if self._trials.is_of_space(error):
                 raise
             return None
-        if self._is_left:
+        if self._stage is _Stage.LEFT:
             return None
         try:
-            self._settings.check(trial, task, is_first=not self._num_built)
-            self._num_built += 1
-            self._check_new(task, name_of(trial))
+            self._settings.check(trial, task, is_first=self._models.is_empty)
+            self._models.add(task, name_of(trial))
         except (TypeError, ValueError) as error:
             self._failed(trial, error)
             raise
         live = LiveTrial(trial, task)
         live.follow(self._trials, self._settings.objective, lambda live, report: self._events.put((live, report)))
         return live
-
-    def _check_new(self, task: ModelTask, name: str) -> None:
-        """Refuse a model that another trial trains or has trained."""
-        for parameter_name, parameter in task.model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            if self._parameters.get(id(parameter)) is parameter:
-                raise ValueError(
-                    f"build_task: {name} got a model whose parameter {parameter_name} another trial trains, limit: a "
-                    f"model of its own; make a new one in each call, and share frozen ones at most"
-                )
-        for parameter in task.model.parameters():
-            if parameter.requires_grad:
-                self._parameters[id(parameter)] = parameter
 
     def _add(self, live: LiveTrial) -> None:
         """Add a trial's task; while others train, it is planned and joins them."""
@@ -288,7 +340,7 @@ class Search:
 
     def _train(self) -> None:
         assert self._orchestra is not None
-        self._is_running = True
+        self._stage = _Stage.TRAINS
         thread = threading.Thread(target=self._keep_full, name="sweep", daemon=True)
         thread.start()
         try:
@@ -296,7 +348,8 @@ class Search:
             self._end(thread)
         except BaseException:
             self._end(thread, INTERRUPTED_S)
-            self._is_left = thread.is_alive()
+            if thread.is_alive():
+                self._stage = _Stage.LEFT
             raise
         for name, live in list(self._live.items()):
             # A pause was heard of before; who was added again since, too late to join, waits for the next run.
@@ -304,7 +357,7 @@ class Search:
                 self._over(live, report.tasks[name], is_last=True)
 
     def _end(self, thread: threading.Thread, wait_s: float | None = None) -> None:
-        self._is_running = False
+        self._stage = _Stage.RESTS
         self._events.put(None)
         thread.join(wait_s)
 
@@ -319,7 +372,7 @@ class Search:
 
     def _keep_full(self) -> None:
         """Tell trials that are over, and begin others in their place, until the run is over."""
-        while (event := self._events.get()) is not None and not self._is_left:
+        while (event := self._events.get()) is not None and self._stage is not _Stage.LEFT:
             live, report = event
             try:
                 if live is not None and report is not None:
@@ -332,7 +385,7 @@ class Search:
 
     def _wants_more(self) -> bool:
         # One that was added and not planned came too late.
-        is_running = self._is_running and all(live.is_planned for live in self._live.values())
+        is_running = self._stage is _Stage.TRAINS and all(live.is_planned for live in self._live.values())
         return is_running and self._has_room and len(self._live) < self._parallel
 
     # -- trials end
@@ -360,19 +413,16 @@ class Search:
         values = self._settings.objective.outcome(live.task, report)
         self._forget(live)
         if live.is_pruned:
-            self._num_well += 1
-            self._tell(trial, "pruned", report)
+            self._outcomes.pruned(trial, "pruned", report)
         elif report.status == FAILED:
             self._failed(trial, report.exception or RuntimeError(report.error), report.error)
         elif report.error is not None:
             self._failed(trial, RuntimeError(report.error))
         elif values is None or any(value != value for value in values):
-            figures = "was validated never" if values is None else f"has {self._figures(values)}"
+            figures = "was validated never" if values is None else f"has {self._outcomes.figures(values)}"
             self._failed(trial, RuntimeError(f"{live.name} {figures}, limit: numbers; see its validation"))
         else:
-            self._trials.complete(trial, values, {"steps": report.steps})
-            self._num_well += 1
-            self._tell(trial, f"completed, {self._figures(values)}", report)
+            self._outcomes.completed(trial, values, report)
 
     def _forget(self, live: LiveTrial) -> None:
         assert self._orchestra is not None
@@ -383,24 +433,9 @@ class Search:
     def _climb(self) -> None:
         """Decide who goes on from a rung, if one is full."""
         for trial in self._trials.climb():
-            self._num_well += 1
-            self._tell(trial, "pruned at its rung" if self._settings.population is None else "pruned, for a better one")
+            is_at_rung = self._settings.population is None
+            self._outcomes.pruned(trial, "pruned at its rung" if is_at_rung else "pruned, for a better one")
 
     def _failed(self, trial: Any, error: BaseException, text: str | None = None) -> None:
-        if self._is_left:
-            return
-        self._first_failure = self._first_failure or error
-        said = str(error).strip()
-        line = f"{type(error).__name__}: {said.splitlines()[0]}" if said else type(error).__name__
-        self._trials.fail(trial, text or line)
-        self._tell(trial, f"failed, {line}")
-
-    def _figures(self, values: Sequence[float]) -> str:
-        return ", ".join(
-            f"{name} {value:.6g}" for name, value in zip(self._settings.objective.names, values, strict=True)
-        )
-
-    def _tell(self, trial: Any, outcome: str, report: TaskReport | None = None) -> None:
-        if self._verbose:
-            steps = "" if report is None else f" after {report.steps} steps"
-            say(f"trial {trial.number}: {outcome}{steps}, {trial.params}")
+        if self._stage is not _Stage.LEFT:
+            self._outcomes.failed(trial, error, text)

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from operator import attrgetter, eq
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,15 @@ class Hidden(Protocol):
         """Fill a tensor that is laid out as the weight with the values; return it."""
 
 
+class _Weights(NamedTuple):
+    """The weights that a watch follows: if calls leave their values and their memory alone, and where values are."""
+
+    is_steady: bool = False
+    stays: bool = False
+    hidden: Mapping[int, Hidden] = MappingProxyType({})  # by id of a weight
+    elements: _Elements | None = None  # of those that are not hidden
+
+
 class ModelWatch:
     """Compares a model's modules with what they were as this was made, and its tensors with those before a call.
 
@@ -81,10 +91,8 @@ class ModelWatch:
         parameters = list({id(each): each for each in self._tensors if isinstance(each, nn.Parameter)}.values())
         self._parameters = parameters
         self._trained = list(map(_REQUIRES_GRAD, parameters))
-        self._is_steady = self._stays = False
-        self._elements: _Elements | None = None
+        self._weights = _Weights()
         self._before: tuple[list[int], list[int], Tensor | None] | None = None
-        self._hidden: Mapping[int, Hidden] = {}
         self._writes = _Writes((), {})
         self._given = _HandedOut(self._writes)
 
@@ -100,24 +108,23 @@ class ModelWatch:
 
         hidden: those of them, by id, that are to be shown to a call which reads them.
         """
-        self._is_steady, self._stays = is_steady, stays
-        self._hidden = hidden or {}
-        there = [each for each in weights if id(each) not in self._hidden]
-        self._elements = _Elements(there) if there and is_steady else None
+        hidden = hidden or {}
+        there = [each for each in weights if id(each) not in hidden]
+        self._weights = _Weights(is_steady, stays, hidden, _Elements(there) if there and is_steady else None)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Note how the model is, and run the body, which calls a callback in this thread."""
         self._tensors = self._held()  # a forward may have bound a buffer of another shape
-        elements = None if self._elements is None else self._elements.take()
+        elements = None if self._weights.elements is None else self._weights.elements.take()
         self._before = (self._versions(), self._places(), elements)
-        self._writes = _Writes(self._tensors, self._hidden)
+        self._writes = _Writes(self._tensors, self._weights.hidden)
         self._given = _HandedOut(self._writes)
         try:
             with self._writes, self._given:
                 yield
         finally:
-            self._writes.hide(compares=self._is_steady)
+            self._writes.hide(compares=self._weights.is_steady)
 
     def check(self, who: str) -> None:
         """Raise ValueError where the model is not what it was; `who` was called in between."""
@@ -135,10 +142,10 @@ class ModelWatch:
         return self._tensors if with_weights else [each for each in self._tensors if not each.requires_grad]
 
     def _versions(self) -> list[int]:
-        return list(map(_VERSION, self._watched(self._is_steady)))
+        return list(map(_VERSION, self._watched(self._weights.is_steady)))
 
     def _places(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self._watched(self._stays)))
+        return list(map(Tensor.data_ptr, self._watched(self._weights.stays)))
 
     def _change(self) -> str | None:
         try:
@@ -168,19 +175,19 @@ class ModelWatch:
             tensor, operation = self._writes.first
             return f"wrote to {self._name(tensor)} ({operation})"
         if self._versions() != versions:
-            pairs = zip(self._watched(self._is_steady), versions, strict=True)
+            pairs = zip(self._watched(self._weights.is_steady), versions, strict=True)
             return f"wrote to {self._name(next(each for each, version in pairs if each._version != version))}"
         moved = self._given.moved
         if moved is None and self._places() != places:
-            pairs = zip(self._watched(self._stays), places, strict=True)
+            pairs = zip(self._watched(self._weights.stays), places, strict=True)
             moved = next(each for each, place in pairs if each.data_ptr() != place)
         if moved is not None:
             return f"gave {self._name(moved)} other memory (.data)"
-        is_steady = self._is_steady
+        is_steady = self._weights.is_steady
         written = next((each for each in self._given.changed() if is_steady or not each.requires_grad), None)
         written = self._writes.changed if written is None else written
-        if written is None and elements is not None and self._elements is not None:
-            written = self._elements.changed(elements)
+        if written is None and elements is not None and self._weights.elements is not None:
+            written = self._weights.elements.changed(elements)
         return None if written is None else f"wrote to the memory of {self._name(written)}"
 
     def _changed_module(self) -> str | None:

@@ -46,6 +46,7 @@ PICTURES = (".html", ".png", ".svg")
 FEW_DEVICES = 4
 
 
+# More than 15 attributes: figures of their own, which a caller reads one by one, as those of TaskReport.
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TaskPlan:
     """The plan of one task."""
@@ -361,7 +362,7 @@ class Report:
 
     @property
     def schedule(self) -> list[Placed]:
-        """Where and when units were computed, for `hydra_engine.display` and `hydra_engine.schedule`.
+        """Units with their devices and times, for `hydra_engine.display` and `hydra_engine.schedule`.
 
         Of a step that began again, what was computed then.
         """

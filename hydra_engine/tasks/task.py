@@ -44,6 +44,7 @@ class Purpose(Enum):
     PREDICT = "predict"  # it reads its validation loader once, for the model's outputs; it has no loss
 
 
+# More than 15 attributes: each is an option of a training loop that users name one by one, and nothing else is one.
 class ModelTask:
     """One training job: a model, a loss, data, an optimizer, a number of epochs.
 
@@ -84,8 +85,8 @@ class ModelTask:
             optimizer keeps of each parameter are rounded after each step. They take half of the DRAM, and results are
             near those of plain PyTorch.
         grad_scaler: where the loss scale of float16 starts and how it moves; default `torch.amp.GradScaler("cpu")`.
-        accumulation_steps*: micro-batches per step, or "auto". A number is kept whatever comes; under "auto" a batch
-            whose step does not fit raises it from then on.
+        accumulation_steps*: micro-batches per step, or "auto": chosen by the plan. A number is kept whatever comes;
+            under "auto" a batch whose step does not fit raises it from then on.
         scaling_rule*: of the learning rate, for a `hydra_engine.adaptive.AdaptiveDataLoader` whose batch size adapts;
             default: `AdamScale` for Adam and its variants, else `AdaScale`.
         replay*: choices of another run's `TaskReport.adaptive`, which are made again instead of new ones.
@@ -144,7 +145,6 @@ class ModelTask:
     Raises TypeError or ValueError for what can be seen now; what needs a batch is checked by `generate()`.
     """
 
-    # As wide as what a training loop has options for: each is one attribute, and nothing else is.
     purpose = Purpose.TRAIN
 
     def __init__(

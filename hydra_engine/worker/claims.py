@@ -24,6 +24,7 @@ class Claims:
         self._at_work: set[Claim] = set()  # begun, and their slabs not let go
         self._lock = threading.Lock()  # of the two sets
         self._changed = threading.Condition(self._lock)
+        self._num_settling = 0  # threads that wait for claims to end
 
     def request(self, unit: Unit, state: TaskState) -> None:
         """Ask for a unit's shard, and load it as soon as its bytes are granted."""
@@ -92,12 +93,15 @@ class Claims:
         """Forget a claim: nothing of it is on its way any more."""
         with self._lock:
             self._outstanding.discard(claim)
-            self._changed.notify_all()
+            if self._num_settling:
+                self._changed.notify_all()
 
     def settle(self, task: str | None = None) -> None:
         """Wait until nothing of a task, or of any, is on its way through the device."""
         with self._changed:
+            self._num_settling += 1
             self._changed.wait_for(lambda: not any(task in (None, claim.unit.task) for claim in self._outstanding))
+            self._num_settling -= 1
 
     def abandon(self, error: Exception) -> None:
         """Let those whose unit is in the lanes fail there, whenever they come to it."""

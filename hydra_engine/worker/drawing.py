@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from hydra_engine.data import LayerDraws, RandomState, Stream, TaskGenerator, capture, install, installed
@@ -42,7 +41,8 @@ class Drawing:
         self._is_compiled = is_compiled
         self._in_backward = in_backward
         self._installed = installed(Stream(state)) if locked else None
-        self._after: Any = None  # state of the device's generator, once the forward is through
+        self._before: bytes | None = None  # state of the device's generator, as the forward begins
+        self._after: Any = None  # the same, once it is through
 
     def __enter__(self) -> Drawing:
         if self._installed is not None:
@@ -55,24 +55,25 @@ class Drawing:
                 self.drew_in_backward = self._has_drawn_since(self._in_backward)
             self._installed.__exit__(*exc)
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Move the state by what the body draws; a backward, which may run a forward again, does not move it."""
-        before = None if self._generator is None else self._generator.install(self.state.device)
+    def forward(self) -> AbstractContextManager[TaskGenerator | None]:
+        """Return the context of a forward, whose draws `move` the state."""
+        if self._generator is not None:
+            self._before = self._generator.install(self.state.device)
+        if self._installed is not None or not self._redirects:
+            return nullcontext()
+        mode = TaskGenerator(self.state.torch)
+        return mode if self._is_compiled else LayerDraws(mode)
+
+    def move(self, drawn: TaskGenerator | None) -> None:
+        """Move the state by what the forward has drawn; a backward, which may run it again, does not move it."""
         if self._installed is not None:
-            yield
             self.state = capture()._replace(device=self.state.device)
             if self._in_backward is not None:
                 install(self._in_backward)
-        elif not self._redirects:
-            yield
-        else:
-            mode = TaskGenerator(self.state.torch)
-            with mode if self._is_compiled else LayerDraws(mode) as drawn:
-                yield
-            self.state = self.state._replace(torch=drawn.state)
+        elif drawn is not None and (state := drawn.state) is not self.state.torch:
+            self.state = self.state._replace(torch=state)
         if self._generator is not None:
-            after = self._generator.state()
+            before, after = self._before, self._generator.state()
             assert before is not None
             if not self._generator.same_seed(before, after):
                 raise RuntimeError(

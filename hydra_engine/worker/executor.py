@@ -21,14 +21,18 @@ from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.worker.attributes import Attributes
 from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.drawing import Drawing
-from hydra_engine.worker.graphs import Arrival, Arrive, GradientSums, Graph, SavedTensors
+from hydra_engine.worker.graphs import Arrival, GradientSums, Graph, SavedTensors, arrive
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput, UpdateOnDevice
 from partitioners.boundary import Boundary
 from partitioners.precision import cast
-from partitioners.skips import Frame, replayed
+from partitioners.skips import Frame
 
 Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # sees micro-batch m's recomputed output
+
+
+# Entered by every unit, so made once.
+NOTHING = nullcontext()
 
 
 def _drop(_: Any) -> Any:
@@ -92,7 +96,7 @@ class Executor:
         structure: Structure,
         loss_fn: Callable[[Any, Any], Tensor],
         num_layers: int,
-        modes: Modes = nullcontext,
+        modes: Modes = lambda: NOTHING,
         metrics: Mapping[str, Callable[[Any, Any], float | Tensor]] | None = None,
         generator: DeviceGenerator | None = None,
         compiled: CompiledLayers | None = None,
@@ -159,6 +163,7 @@ class Executor:
             attributes.put_back()
 
 
+# Past 300 lines: forward, recomputation and backward share the layers, streams and leaves of one unit.
 class UnitRunning:
     """One unit while it runs: its micro-batches one after the other, then what the unit leaves.
 
@@ -290,12 +295,12 @@ class UnitRunning:
         skips = {name: self._arrive(skip) for name, skip in micro.skips.items()}
         arriving = {name: micro.skips[name].build(found) for name, (_, found) in skips.items()}
         gotten_versions = [tensor._version for _, found in skips.values() for tensor in found]
-        hooks: AbstractContextManager[Any] = nullcontext()  # of what autograd saves: dropped, or counted and kept
+        hooks: AbstractContextManager[Any] = NOTHING  # of what autograd saves: dropped, or counted and kept
         if self._saved is not None:
             hooks = self._saved.hooks()
         elif kind == FORWARD and not self._spec.keep_saved:
             hooks = saved_tensors_hooks(_drop, _drop)
-        with hooks, drawing.forward(), Frame(arriving) as frame:
+        with hooks, drawing.forward() as drawn, Frame(arriving) as frame:
             value = self._layers(micro.value.build(tensors), frame)
             changed = ""
             if gotten_versions != [tensor._version for _, found in skips.values() for tensor in found]:
@@ -308,6 +313,7 @@ class UnitRunning:
             if executor.is_narrow and micro.target is not None:
                 value = cast(value, torch.float32)  # what the loss and the metrics compute in
             loss = self._loss(value, micro) if micro.target is not None else None
+        drawing.move(drawn)
         if kind in (FORWARD, EVALUATE) and loss is None:
             return self._passed_on(value, arrivals, frame, drawing)
         if kind == EVALUATE:
@@ -315,8 +321,8 @@ class UnitRunning:
             return MicroOutput(random=drawing.state, loss=_number(loss), metrics=self._measured(value, micro))
         if loss is not None:
             del value  # logits are large, and the plain loop does not hold them either
-            watching = nullcontext() if self._inspector is None else self._watching_buffers()
-            with watching, replayed(frame):
+            watching = NOTHING if self._inspector is None else self._watching_buffers()
+            with watching, frame.replayed():
                 scaled = loss if micro.loss_scale is None else loss * micro.loss_scale
                 scaled.backward()  # type: ignore[no-untyped-call]
         else:
@@ -355,20 +361,20 @@ class UnitRunning:
         pairs = [(edge, gradient) for edge, gradient in found if edge is not None and gradient is not None]
         if pairs:
             edges, roots = zip(*pairs, strict=True)
-            with self._watching_buffers(), replayed(graph.frame):
+            with self._watching_buffers(), graph.frame.replayed():
                 torch.autograd.backward(edges, roots)
         gradients = self._of_arrivals(graph.arrivals) if self._shard.index else None
         return MicroOutput(random=micro.random, gradients=gradients)
 
-    @contextmanager
-    def _watching_buffers(self) -> Iterator[None]:
+    def _watching_buffers(self) -> AbstractContextManager[None]:
         """Note the buffers that the body, a backward, writes to: in a hook, or where a checkpoint runs a forward again.
 
         By their versions, which kernels of torch do not always move: on trial by their bits.
         """
-        if not self._shard.buffers:
-            yield
-            return
+        return self._watched() if self._shard.buffers else NOTHING
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
         structure, first, end, inspector = self._structure, self._shard.first, self._end, self._inspector
         before = structure.buffer_versions(first, end)
         if inspector is not None:
@@ -395,7 +401,7 @@ class UnitRunning:
             Arrival(t) if grad and graph else None for t, grad in zip(value.tensors, value.requires_grad, strict=True)
         ]
         tensors = [
-            tensor if arrival is None else Arrive.apply(self._executor.anchor, arrival)  # type: ignore[no-untyped-call]
+            tensor if arrival is None else arrive(self._executor.anchor, arrival)
             for tensor, arrival in zip(value.tensors, arrivals, strict=True)
         ]
         return arrivals, tensors
@@ -458,7 +464,7 @@ class UnitRunning:
         roots += [(self._structure.parameters[index], g) for index, g in micro.tied.items()]
         if roots:
             outputs, gradients = zip(*roots, strict=True)
-            with replayed(frame):
+            with frame.replayed():
                 torch.autograd.backward(outputs, gradients)
 
 

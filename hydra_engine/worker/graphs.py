@@ -54,6 +54,10 @@ class Arrive(torch.autograd.Function):
         return None, None
 
 
+# Function.apply looks for wrappers of functorch's first, which what arrives never has: 2.5 of 6 us.
+arrive: Callable[[Tensor, Arrival], Tensor] = super(torch.autograd.Function, Arrive).apply
+
+
 @dataclass(kw_only=True)
 class Graph:
     """One micro-batch's forward, as autograd has it, until its backward."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from operator import add
 from typing import TypeAlias, TypeVar
@@ -23,7 +22,7 @@ from hydra_engine.host import BuffersChanged
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
 from hydra_engine.trace import Timing, Trace
 from hydra_engine.worker.claims import Claims
-from hydra_engine.worker.executor import Executor, UnitSpec
+from hydra_engine.worker.executor import NOTHING, Executor, UnitSpec
 from hydra_engine.worker.kept_graphs import KeptGraphs
 from hydra_engine.worker.spiller import Arriving, Spiller, buffers_of
 from hydra_engine.worker.unit import Claim, MicroInput, MicroOutput, Sums, UnitOutput, UnitRun
@@ -38,6 +37,7 @@ def _is_alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and same_bits(a, b)
 
 
+# Past 300 lines: all jobs of the compute lane, in the order in which a unit meets them.
 class Runner:
     """Computes one device's units. Those methods without an underscore are jobs of its compute lane.
 
@@ -45,6 +45,7 @@ class Runner:
         timing: of all units, where launching is not computing.
     """
 
+    # More than seven parameters: its device's lanes, whose jobs it hands over to.
     def __init__(
         self,
         index: int,
@@ -83,7 +84,7 @@ class Runner:
             self._bring_first(run)
             self._set_views(claim)
             start_s, executing, timer = self._trace.now_s(), True, device.timer()  # waiting is not work
-            with run.account.metered(run.graphs.saved) if run.is_metered else nullcontext():
+            with run.account.metered(run.graphs.saved) if run.is_metered else NOTHING:
                 output = self._run_micro_batches(run, executor)
             if claim.error is not None:  # given up meanwhile: nothing of it counts
                 raise claim.error
@@ -93,7 +94,7 @@ class Runner:
                 )
             if timer is not None:
                 timer.launched()
-            if claim.state.note_resized(output.buffers) and not run.is_metered:
+            if output.buffers and claim.state.note_resized(output.buffers) and not run.is_metered:
                 raise BuffersChanged(f"{claim.unit} resized buffers that its shard's forward left alone before")
         except BaseException as error:
             claim.fail(error, f"layer {executor.current}" if executor.current else "")
@@ -179,8 +180,9 @@ class Runner:
         # Nothing goes on from one that has failed, and it may be run again at once.
         run.passage.is_void = claim.error is not None
         self._computing = None
-        computed = Computed(self._index, claim.unit, seconds, failed=claim.error is not None)
-        if goes_at_once and self._is_in_turn(run):
+        goes_at_once = goes_at_once and self._is_in_turn(run)
+        computed = Computed(self._index, claim.unit, seconds, failed=claim.error is not None, stored=goes_at_once)
+        if goes_at_once:
             # Both are reported as one: whoever is woken by the first would only take the interpreter from the store.
             job = partial(self._store, run, kept_bytes, computed)
             self._device.submit(STORE, claim.label, job, at_once=True)
@@ -223,8 +225,9 @@ class Runner:
     def _load_first(self, run: UnitRun) -> MicroInput:
         """Load the first input, and what else a unit begins with."""
         claim, after = run.claim, bool(run.graphs.graphs)
-        self._charge_buffers(run, after)
-        run.buffers = self._spiller.load_buffers(claim.state, claim.shard, claim.unit.part, after=after)
+        if claim.shard.buffers:
+            self._charge_buffers(run, after)
+            run.buffers = self._spiller.load_buffers(claim.state, claim.shard, claim.unit.part, after=after)
         if run.sums is Sums.GOES_ON:
             run.so_far = self._spiller.load_so_far(claim.state, claim.shard)
         if run.stepper is not None:
@@ -249,7 +252,7 @@ class Runner:
         promise = run.inputs[m] = Promise()
         claim = run.claim
         # It may lie where the one before the last did: the lane begins once what computed on that is through.
-        with _disable_current_modes() if run.is_metered else nullcontext():  # inputs are counted apart
+        with _disable_current_modes() if run.is_metered else NOTHING:  # inputs are counted apart
             arriving = [self._place_input(run, m)]  # not held by the lane, once it is loaded
         num_bytes = sum(source.nbytes for _, source in arriving[0].copies)
 
@@ -349,7 +352,7 @@ class Runner:
             self._decide()
 
     def _store(self, run: UnitRun, kept_bytes: int, computed: Computed | None = None) -> None:
-        """Send to DRAM what a unit has left; report that it is, after `computed` where that was not reported yet."""
+        """Send to DRAM what a unit has left; report that it is, by `computed` where that was not reported yet."""
         with self.storing:
             self._store_alone(run, kept_bytes, computed)
 
@@ -385,11 +388,11 @@ class Runner:
         self._claims.end(claim)
         # In this order: whoever waits for it must not be reported before it.
         if claim.error is None:
-            self._report(Stored(unit) if computed is None else computed._replace(stored=True))
+            self._report(Stored(unit) if computed is None else computed)
             run.passage.stored.keep(None)
         else:
             if computed is not None:
-                self._report(computed)
+                self._report(computed._replace(stored=False))
             self._report(self._failed(claim, claim.error)._replace(is_torn=is_torn))
             if not run.passage.passed.is_done:
                 run.passage.passed.give_up(claim.error)

@@ -95,8 +95,10 @@ class UnitOutput:
 
 def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the storages behind these tensors, each once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
-    return sum(storages.values())
+    storages = [t.untyped_storage() for t in tensors if t is not None]
+    if len(storages) < 2:
+        return storages[0].nbytes() if storages else 0
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 class SlabLoad:

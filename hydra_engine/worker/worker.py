@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,7 +27,7 @@ from hydra_engine.schedule import Computed, Event, Failed, Stored, Unit
 from hydra_engine.trace import Timing, Trace
 from hydra_engine.worker.claims import Claims
 from hydra_engine.worker.compiled import CompiledLayers
-from hydra_engine.worker.executor import Executor, Modes
+from hydra_engine.worker.executor import NOTHING, Executor, Modes
 from hydra_engine.worker.kept_graphs import KeptGraphs
 from hydra_engine.worker.runner import Report, Runner
 from hydra_engine.worker.spiller import Spiller
@@ -63,7 +62,7 @@ class Worker:
         """Seconds of all units, where launching is not computing."""
         return self._runner.timing
 
-    def admit(self, state: TaskState, modes: Modes = nullcontext, functions: Functions | None = None) -> None:
+    def admit(self, state: TaskState, modes: Modes = lambda: NOTHING, functions: Functions | None = None) -> None:
         """Make this device's copy of a task's structure; its micro-batches run inside `modes()`.
 
         functions: the loss and the metrics, where they are not the task's own.

@@ -389,7 +389,7 @@ def test_two_models_each_larger_than_the_cap():
     tasks, models = zip(large_task("each", num_steps=3), large_task("pairs", partition=6, num_steps=3), strict=True)
     assert sum(each.nbytes for each in models[0].parameters()) > 1.4 * LARGE.budget_bytes
     orchestra = orchestra_of(tasks, budget_bytes=LARGE.budget_bytes)
-    [spec] = orchestra._pool.specs.values()
+    [spec] = orchestra._devices.pool.specs.values()
     torch.cuda.empty_cache()
     held_bytes = torch.cuda.memory_reserved(0)
     torch.cuda.reset_peak_memory_stats(0)

@@ -91,7 +91,8 @@ def test_an_order_that_waits_for_a_device_to_leave_does_not_hold_up_the_end_of_t
             return ModelOrchestrator.add_device(orchestra, device)
 
         def order():
-            orchestra._pool.remove("emulated:1", at_once=False)  # and nothing of the run ever tells that it has left
+            # Nothing of the run ever tells that it has left.
+            orchestra._devices.pool.remove("emulated:1", at_once=False)
             client.append(threading.Thread(target=lambda: answers.append(ask(tmp_path, add))))
             client[0].start()
             assert is_asked.wait(60)
@@ -126,7 +127,7 @@ def test_gpus_are_given_up_to_others_and_taken_back(tmp_path, monkeypatch, alone
     def make(orchestra):
         def look(**pids):
             nvml.pids |= {f"GPU-fake-{key[-1]}": pids[key] for key in pids}
-            orchestra._watcher.poll(orchestra)
+            orchestra._devices.watcher.poll(orchestra)
             places.append(orchestra.devices)
 
         return At(
@@ -140,7 +141,7 @@ def test_gpus_are_given_up_to_others_and_taken_back(tmp_path, monkeypatch, alone
     cuda = FakeCuda(num_devices=3)
     with cuda.installed():
         found = trained(gpus, make_callback=make)
-        found[3]._watcher.poll(found[3])  # for one that was still leaving at the last look
+        found[3]._devices.watcher.poll(found[3])  # for one that was still leaving at the last look
     cuda.check_all_left_as_found()
     watcher._claim_file.cache_clear()
     check_bits(found, alone)

@@ -88,6 +88,14 @@ def test_subnormal_weights_come_back_where_the_processor_takes_them_for_zero():
     assert torch.equal(bits(split.narrow), bits(expected))
 
 
+def test_a_weight_without_elements_is_one_piece_without_any():
+    split = stored(torch.empty(0))
+    (piece,) = split.pieces(BLOCK)
+    piece.store(torch.empty(0))
+    split.join([piece], BLOCK)
+    assert len(piece.load(torch.empty(0))) == len(split.apart.places) == 0
+
+
 @pytest.mark.parametrize("size", [4096, 5000, BLOCK])
 def test_pieces_are_the_weight(size):
     values = weights(UPPER[::7], LOWER)

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from hydra_engine.host.blocked import step_narrow
+from hydra_engine.host.split import SplitMaster, SplitWeight, row_of
 from hydra_engine.native import NarrowUpdate
 
 SMALL_CHUNK = 256
@@ -85,4 +86,54 @@ def assert_bits_are_plain(make, values=parameters, factors=(), num_steps=NUM_STE
             if narrows[0][k] is not None:
                 assert torch.equal(narrows[0][k], narrows[1][k]), (step, k)
                 assert torch.equal(narrows[0][k], mine.to(DTYPES[k % 3])), (step, k)
+        assert_same_state(*optimizers)
+
+
+def split_masters(values):
+    """Split these parameters, as a host pool does, but for the places that they keep."""
+    found = []
+    for parameter in values:
+        row = row_of(parameter)
+        split = SplitWeight(torch.empty_like(row, dtype=torch.bfloat16), torch.empty_like(row, dtype=torch.int16))
+        split.store(row)
+        found.append(SplitMaster(parameter, parameter.data, split))
+    return found
+
+
+def split_updates(values, masters, gradients):
+    """Updates of split weights by the gradients that there are."""
+    return [
+        NarrowUpdate(p, gradient, master.split.narrow.as_strided(p.shape, p.stride()), master)
+        for p, master, gradient in zip(values, masters, gradients, strict=True)
+        if gradient is not None
+    ]
+
+
+def bits(tensor):
+    return tensor.detach().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+def assert_same_split(actual, expected):
+    """Compare split weights in every bit, also what is kept apart of them."""
+    assert torch.equal(bits(actual.narrow), bits(expected.narrow))
+    assert torch.equal(actual.rest, expected.rest)
+    assert torch.equal(actual.apart.places, expected.apart.places)
+    assert torch.equal(actual.apart.bits, expected.apart.bits)
+    assert actual.apart.has_nan == expected.apart.has_nan
+
+
+def assert_split_bits_are_plain(make, values=parameters, factors=(), num_steps=NUM_STEPS):
+    """Split weights and state after each of some steps, beside plain steps of whole weights."""
+    ours, theirs = values(), values()
+    masters, optimizers = split_masters(ours), (make(ours), make(theirs))
+    for step in range(num_steps):
+        step_narrow(optimizers[0], split_updates(ours, masters, gradients_of(step, ours)), factors)
+        received = zip(theirs, gradients_of(step, theirs), strict=True)
+        plain_step(optimizers[1], [NarrowUpdate(p, g, None) for p, g in received if g is not None], factors)
+        for master, parameter in zip(masters, theirs, strict=True):
+            row = row_of(parameter)
+            assert torch.equal(bits(master.split.load(torch.empty_like(row))), bits(row)), step
+            assert torch.equal(bits(master.split.narrow), bits(row.bfloat16())), step
+        for mine, parameter in zip(masters, split_masters(theirs), strict=True):
+            assert_same_split(mine.split, parameter.split)
         assert_same_state(*optimizers)

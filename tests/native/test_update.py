@@ -10,7 +10,7 @@ from torch import nn
 from hydra_engine import ModelOrchestrator, ModelTask
 from hydra_engine.host.blocked import step_narrow
 from hydra_engine.native import NarrowUpdate, native, update
-from hydra_engine.native.library import VARIABLE, Library
+from hydra_engine.native.library import Library
 from hydra_engine.native.update import Native
 from tests.host.updates import SCALED, assert_bits_are_plain, groups, parameters, plain_step
 
@@ -34,22 +34,6 @@ SETTINGS = [
     for options, how in product(variants, HOWS)
 ]
 SEVERAL_UNITS = (3 * 2**14 + 13, 5, 2**14)
-
-
-@pytest.fixture
-def taken(monkeypatch):
-    """The kernel of this process, and a list of the updates that it makes, by size."""
-    if not native().wait():
-        pytest.skip(f"no native code: {native().missing_because or 'it is turned off, or another process builds it'}")
-    found, step = [], Native.step
-
-    def spy(self, optimizer, updates, factors):
-        rest = step(self, optimizer, updates, factors)
-        found.extend(each.parameter.numel() for each in updates if each not in rest)
-        return rest
-
-    monkeypatch.setattr(Native, "step", spy)
-    return found
 
 
 @pytest.mark.parametrize(("kind", "options"), SETTINGS)
@@ -93,14 +77,16 @@ def test_groups_and_schedules_keep_their_options(kind, taken):
     assert len(set(known[1:])) == 1
 
 
-def test_the_kernel_makes_the_updates(taken):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factors", [(), SCALED], ids=["plain", "scaled"])
+def test_the_kernel_makes_the_updates(factors, dtype, taken):
     """All but the first step's, which makes the state, and those of tensors with gaps or without dimensions."""
     values = parameters()
     optimizer = torch.optim.SGD(values, lr=0.1, momentum=0.9)
-    updates = [NarrowUpdate(p, torch.ones_like(p), None) for p in values]
-    step_narrow(optimizer, updates)
+    updates = [NarrowUpdate(p, torch.ones_like(p, dtype=dtype), None) for p in values]
+    step_narrow(optimizer, updates, factors)
     assert taken == []
-    step_narrow(optimizer, updates)
+    step_narrow(optimizer, updates, factors)
     assert taken == [p.numel() for p in values if p.dim() and p.is_contiguous() | (p.numel() != 40 * 30)]
 
 
@@ -165,7 +151,7 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
         def hydra_has_float16(self):
             return 1
 
-        def hydra_update(self, rows, num_rows, num_threads):
+        def hydra_update(self, rows, num_rows, num_threads, *others):
             Wrong.calls += 1
 
     class WrongLibrary:
@@ -174,14 +160,14 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
 
     kernel = Native(WrongLibrary())
     adamw_steps(kernel, monkeypatch)
-    assert Wrong.calls == len(kernel._agreed) * len(update.PLAIN)
+    assert Wrong.calls == len(kernel._agreed) * len(update._unfused())
     assert set(kernel._agreed.values()) == {None}
 
 
 @pytest.mark.parametrize("wrong", [None, 0x3F80_0000, 0x407F_FFFF])
 def test_one_wrong_root_of_all_mantissas_is_seen(wrong):
     class Roots:
-        def hydra_roots(self, values, roots, size, refines):
+        def hydra_roots(self, values, roots, size, refines, of_library):
             values, roots = (
                 torch.frombuffer((ctypes.c_int32 * size.value).from_address(each.value), dtype=torch.int32)
                 for each in (values, roots)
@@ -189,16 +175,19 @@ def test_one_wrong_root_of_all_mantissas_is_seen(wrong):
             roots.view(torch.float32).copy_(values.view(torch.float32).sqrt())
             roots += values == wrong if wrong is not None else 0
 
-    assert update._same_roots(Roots(), False) == (wrong is None)
+    assert update._same_roots(Roots(), update.PLAIN[0]) == (wrong is None)
 
 
-@pytest.fixture
-def without_compiler(monkeypatch, tmp_path):
-    """A kernel of a process that finds none, neither in the cache."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    return Native(Library(update.SOURCE))
+def test_square_roots_are_torchs_on_every_processor_whose_library_names_its_own(taken):
+    """Whatever MKL does here: by a formula of the kernel, or by calling it."""
+    library = Library(update.SOURCE).load()
+    assert any(update._same_roots(library, each) for each in update._unfused()) or not update._of_mkl("vmsSqrt")
+
+
+def test_a_function_that_no_library_names_is_not_called(monkeypatch):
+    assert update._of_mkl("vmsNothing") == 0
+    monkeypatch.setattr(update, "SQUARE_ROOTS", "vmsNothing")
+    assert update._unfused() == update.PLAIN
 
 
 def test_without_a_compiler_torch_makes_the_updates(without_compiler, monkeypatch, tmp_path):

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_engine import DeviceCost, EmulatedDevice, HostCost, ModelOrchestrator, ModelTask, TaskCost
-from hydra_engine.planning import cuts
+from hydra_engine import Callback, DeviceCost, EmulatedDevice, HostCost, ModelOrchestrator, ModelTask, TaskCost
+from hydra_engine.planning import cuts, planner
 from hydra_engine.planning.cuts import LEAST_GAIN, PredictedRun, WholeRun
+from hydra_engine.planning.simulate import PREDICTED_STEPS
 from partitioners import Presharded
 from tests import reference
 from tests.zoo import Block, Embed, next_byte_loss
@@ -78,6 +79,36 @@ def test_a_long_run_is_predicted_by_fewer_steps():
     assert run.num_units((0, 0)) == pytest.approx(cuts.RUN_UNITS, abs=6)
 
 
+def spread_task(name, num_steps, numbers):
+    """A task of one shard and four seconds a step, in each of these numbers of micro-batches."""
+    return [TaskCost(name=name, unit_s=(4.0,), num_steps=num_steps, num_micro_batches=number) for number in numbers]
+
+
+def test_micro_batches_are_chosen_where_another_task_ends_and_leaves_its_device():
+    options = [spread_task("long", 8, (1, 2)), spread_task("short", 4, (1, 2))]
+    found = WholeRun(options=options, devices=[DeviceCost()] * 2).best()
+    # The short one ends after 16 s. A step of the long one has begun by then, and two devices share the other three.
+    assert (found.before_s, found.makespan_s, found.chosen) == (32.0, 26.0, (1, 0))
+
+
+def test_what_early_release_updates_is_not_spread():
+    options = [
+        [replace(each, early_release=True) for each in spread_task("long", 8, (1, 2))],
+        spread_task("b", 4, (1,)),
+    ]
+    assert WholeRun(options=options, devices=[DeviceCost()] * 2).best().chosen == (0, 0)
+
+
+def test_simulations_that_predict_a_spread_count():
+    options = [spread_task("long", 8, (1, 2)), spread_task("short", 4, (1,))]
+    run = WholeRun(options=options, devices=[DeviceCost()] * 2)
+    first, second = run.num_units((0, 0)), run.num_units((1, 0))
+    spread = sum(run.spread_units((1, 0)).values())
+    assert spread == PREDICTED_STEPS * 3  # on one device, and on two, with sums and one by one
+    assert replace(run, most_units=first + second + spread).best().num_simulated == 2
+    assert replace(run, most_units=first + second + spread - 1).best().num_simulated == 1
+
+
 def gpt():
     torch.manual_seed(1)
     return nn.Sequential(Embed(16), *(Block(16) for _ in range(4)), nn.LayerNorm(16), nn.Linear(16, 256, bias=False))
@@ -86,6 +117,45 @@ def gpt():
 def batches(number):
     generator = torch.Generator().manual_seed(2)
     return [tuple(torch.randint(256, (2, 4, 8), generator=generator)) for _ in range(number)]
+
+
+def pair(num_devices=2, **others):
+    """A long task with these options, and a short one."""
+    settings = {"optimizer": torch.optim.AdamW, "seed": SEED, "name": "long", **others}
+    tasks = [
+        ModelTask(settings.pop("model", None) or gpt(), next_byte_loss, batches(4), 1e-3, **settings),
+        ModelTask(gpt(), next_byte_loss, batches(2), 1e-3, seed=SEED, name="short"),
+    ]
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(2**20) for _ in range(num_devices)])
+    orchestra.verbose = 0
+    return orchestra
+
+
+def choose(monkeypatch, wanted, *, rehearsed_s=(2.0, 1.0)):
+    """Let the search choose, for the long task, the first way that is wanted; and rehearsals predict these seconds."""
+    seen = []
+
+    def options(planned):
+        ways = all_options(planned)
+        if planned.name == "long":
+            seen.append([way for way, _ in ways])
+        return ways
+
+    def best(self):
+        [index, *_] = [k for k, way in enumerate(seen[-1]) if wanted(way, seen[-1][0])]
+        return PredictedRun((index, 0), 1.0, 2.0, 2)
+
+    all_options, seconds = planner.PlannedTask.options, iter(rehearsed_s)
+    monkeypatch.setattr(planner.PlannedTask, "options", options)
+    monkeypatch.setattr(WholeRun, "best", best)
+    monkeypatch.setattr(WholeRun, "makespan_s", lambda *_: next(seconds))
+    return seen
+
+
+def plain(number=1):
+    return reference.train(
+        gpt(), next_byte_loss, batches(4), lr=1e-3, optimizer=torch.optim.AdamW, seed=SEED, accumulation_steps=number
+    )
 
 
 def orchestra_of(**others):
@@ -131,9 +201,84 @@ class TestOfARun:
         orchestra.verbose = 0
         orchestra.generate()
 
-    def test_micro_batches_that_the_plan_chose_keep_their_cut(self, monkeypatch):
-        seen = []
-        monkeypatch.setattr(WholeRun, "best", lambda run: seen.append(run.options) or PredictedRun((0,) * 3, 1, 1, 1))
-        orchestra = orchestra_of(accumulation_steps="auto")
+    def test_micro_batches_under_auto_are_chosen_with_the_cut_and_train_as_that_number_does(self, monkeypatch):
+        choose(monkeypatch, lambda way, _: way.num_micro_batches == 2)
+        orchestra = pair(accumulation_steps="auto")
+        plan = orchestra.generate()
+        assert (plan.tasks["long"].accumulation_steps, plan.tasks["short"].accumulation_steps) == (2, 1)
+        assert "together" in plan.tasks["long"].cut_because
+        assert orchestra.train_models().tasks["long"].losses == plain(2).losses
+
+    def test_micro_batches_with_which_the_rehearsals_are_no_faster_are_not_taken(self, monkeypatch):
+        choose(monkeypatch, lambda way, _: way.num_micro_batches == 2, rehearsed_s=(1.0, 1.0))
+        orchestra = pair(accumulation_steps="auto")
+        plan = orchestra.generate().tasks["long"]
+        assert plan.accumulation_steps == 1
+        assert "was rehearsed, and is predicted to be no faster" in plan.cut_because
+        assert orchestra.train_models().tasks["long"].losses == plain().losses
+
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_a_number_of_micro_batches_is_the_users(self, monkeypatch, number):
+        seen = choose(monkeypatch, lambda way, own: way.boundaries != own.boundaries)
+        orchestra = pair(accumulation_steps=number)
+        assert orchestra.generate().tasks["long"].accumulation_steps == number
+        assert {way.num_micro_batches for way in seen[0]} == {number}
+        assert {way.steps_on_device for way in seen[0]} == {False}
+        assert orchestra.train_models().tasks["long"].losses == plain(number).losses
+
+    def test_more_micro_batches_than_devices_or_samples_are_not_tried(self, monkeypatch):
+        seen = choose(monkeypatch, lambda *_: True)
+        pair(num_devices=1, accumulation_steps="auto").generate()
+        pair(num_devices=3, accumulation_steps="auto").generate()
+        pair(num_devices=6, accumulation_steps="auto").generate()  # a batch has four samples
+        assert [max(way.num_micro_batches for way in ways) for ways in seen] == [1, 3, 4]
+
+    def test_the_optimizer_steps_where_it_is_best_for_all_if_the_user_leaves_that_open(self, monkeypatch):
+        seen = choose(monkeypatch, lambda way, own: way.steps_on_device != own.steps_on_device)
+        orchestra = pair(optimizer_device="auto")
+        plan = orchestra.generate().tasks["long"]
+        was_on_device = seen[0][0].steps_on_device
+        assert plan.optimizer_device == ("host" if was_on_device else "device")
+        assert orchestra.train_models().tasks["long"].losses == plain().losses
+
+    def test_a_task_that_is_added_is_cut_beside_what_is_left_of_the_others(self, monkeypatch):
+        seen, cut = [], []
+
+        def best(run):
+            seen.append([[(each.name, each.num_steps) for each in options] for options in run.options])
+            return PredictedRun((1, *[0] * (len(run.options) - 1)), 1.0, 2.0, 2)
+
+        class Add(Callback):
+            def on_step(self, report):
+                if report.steps == 1:
+                    new = nn.Sequential(*gpt(), nn.Identity())
+                    others = {"optimizer": torch.optim.AdamW, "seed": SEED, "name": "new"}
+                    orchestra.add_task(ModelTask(new, next_byte_loss, batches(4), 1e-3, **others))
+                    cut.append(orchestra.plan.tasks["new"])
+
+        orchestra = pair(callbacks=[Add()])
+        orchestra.stop_task("short")
         orchestra.generate()
-        assert [len(each) > 1 for each in seen[0]] == [True, True, False]
+        monkeypatch.setattr(WholeRun, "best", best)
+        report = orchestra.train_models()
+        [(new, long)] = seen
+        assert set(new) == {("new", 4)}
+        assert long == [("long", 3)]
+        assert "together" in cut[0].cut_because
+        assert report.tasks["new"].losses == report.tasks["long"].losses == plain().losses
+
+    def test_a_way_that_a_rehearsal_refuses_changes_nothing(self, monkeypatch):
+        def rehearse(state, *rest):
+            if (state.name, state.cut.num_micro_batches) == ("long", 2):
+                raise ValueError("long: layer 2 is not to be split\nnor here")
+            return own_rehearse(state, *rest)
+
+        own_rehearse = planner.rehearse
+        monkeypatch.setattr(planner, "rehearse", rehearse)
+        choose(monkeypatch, lambda way, _: way.num_micro_batches == 2)
+        orchestra = pair(accumulation_steps="auto")
+        plan = orchestra.generate().tasks["long"]
+        assert plan.accumulation_steps == 1
+        refused = "; another, for all tasks together, was refused: long: layer 2 is not to be split"
+        assert plan.cut_because.endswith(refused)
+        assert orchestra.train_models().tasks["long"].losses == plain().losses

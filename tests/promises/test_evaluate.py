@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.data.streams import capture
 from hydra_engine.errors import ShardDoesNotFit
-from hydra_engine.planning.planner import PlannedTask
+from hydra_engine.planning import PlannedTask, Target
 from hydra_engine.tasks.evaluation import EvaluationTask
 from partitioners import Budget, Presharded, profile, profile_evaluation, shard_bytes
 from tests import exact, reference, zoo
@@ -344,7 +344,8 @@ def test_what_a_shard_takes_is_what_the_profile_says(ends):
     model, loader = one_layer_wider_than_the_rest(), batches(16)
     costs = profile_evaluation(model, *loader[0], F.cross_entropy)
     task = EvaluationTask.of(ModelTask(model, F.cross_entropy, [], partitioner=Presharded(ends)), loader)
-    plan = PlannedTask(task, "a").make_plan(EmulatedDevice("1MiB"), Budget(memory_bytes=2**20), 1)
+    target = Target(device=EmulatedDevice("1MiB"), budget=Budget(memory_bytes=2**20), num_threads=1)
+    plan = PlannedTask(task, "a").make_plan(target)
     bounds = [shard_bytes(costs, *shard) for shard in pairwise([0, *ends])]
     if len(ends) == 4:
         assert plan.shard_bytes == bounds

@@ -51,6 +51,14 @@ def test_whole_product_has_every_case_once():
     assert len(exact.whole_product()) == len(set(exact.whole_product())) == 8 * 4 * 3 * 3 * 2**6
 
 
+def test_runs_have_every_case_once_in_company_of_those_with_the_same_run():
+    runs = exact.runs()
+    assert sorted(str(case) for cases in runs for case in cases) == sorted(map(str, exact.whole_product()))
+    assert {(len(cases), cases[0].company) for cases in runs} == {(1, False), (exact.COMPANY, True)}
+    assert all(len({tuple(getattr(case, f) for f in exact.RUN_FACTORS) for case in cases}) == 1 for cases in runs)
+    assert exact.runs() == runs
+
+
 def test_branch_leaves_a_gradient_absent_in_some_steps():
     """Otherwise the zoo's "parameter unused in some steps" would not be one."""
     model, loss_fn, loader = zoo.branch()

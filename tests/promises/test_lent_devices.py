@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hydra_engine import Callback, CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.devices.lanes import Promise
 from hydra_engine.errors import DeviceLost, ShardDoesNotFit
-from hydra_engine.run.feeds import Joining
+from hydra_engine.run.feeds import Loans
 from partitioners import Presharded
 from tests import exact, reference
 from tests.fake_cuda import MIB, FakeCuda
@@ -102,7 +102,7 @@ def orchestra_of(tasks, devices, **options):
 @pytest.fixture
 def loans(monkeypatch):
     """Devices that were lent, by name."""
-    found, borrowed = [], Joining.borrowed
+    found, borrowed = [], Loans.borrowed
 
     @contextmanager
     def noted(joining, spec):
@@ -110,7 +110,7 @@ def loans(monkeypatch):
             found.append(device.name)
             yield device
 
-    monkeypatch.setattr(Joining, "borrowed", noted)
+    monkeypatch.setattr(Loans, "borrowed", noted)
     return found
 
 

@@ -75,7 +75,7 @@ def test_a_task_that_was_refused_goes_on_from_there_as_it_is_added_again(tmp_pat
         def on_step(self, report):
             if report.steps == 1:
                 there.resume_task("task", tmp_path / "a")
-                monkeypatch.setattr(there._limit, "_limit_bytes", 1)
+                monkeypatch.setattr(there._settings.limit, "_limit_bytes", 1)
                 with pytest.raises(HostOutOfMemory, match="task: "):
                     there.add_task(drawing())
                 monkeypatch.undo()

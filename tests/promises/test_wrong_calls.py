@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_engine import Callback, CudaDevice, EmulatedDevice, Model, ModelOrchestrator, ModelTask
 from hydra_engine.adaptive import AdaptiveDataLoader
+from hydra_engine.schedule import POLICIES
 from partitioners import Presharded
 
 WIDTH = 4
@@ -566,10 +567,7 @@ LINES = {
         "devices: 0 is a int, not an EmulatedDevice, a CudaDevice or a string; give "
         "EmulatedDevice(memory='64MiB'), or CudaDevice(0)"
     ),
-    "policy": (
-        "policy: 'fastest', known: 'fair-share', 'fifo', 'in-step', 'locality', 'random', 'round-robin', "
-        "'sharded-lrtf', 'shortest-remaining'"
-    ),
+    "policy": f"policy: 'fastest', known: {', '.join(map(repr, sorted(POLICIES)))}",
     "checkpoint_every": (
         "checkpoint_every: 'sometimes', limit: a time above 0; give a number of steps, or a time such as "
         "'10min', '30s' or '2h'"

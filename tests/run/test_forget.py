@@ -466,7 +466,7 @@ def test_a_reader_that_raises_as_it_is_closed_keeps_no_dram(tmp_path, monkeypatc
     first.callbacks = (At(1, begin), *first.callbacks)
     with pytest.raises(ArithmeticError, match="as it is closed"):
         orchestra.train_models()
-    assert orchestra._limit.held_bytes == weights
+    assert orchestra._settings.limit.held_bytes == weights
 
 
 @pytest.mark.parametrize("dram", [0, -1, "much", 1.5, True])

@@ -52,7 +52,7 @@ from hydra_engine.schedule.events import (
 from hydra_engine.schedule.policies import POLICIES, resolve_policy
 from hydra_engine.schedule.scheduler import Scheduler
 from hydra_engine.schedule.state import MOST_AHEAD
-from hydra_engine.schedule.units import BACKWARD, Unit, evaluation_chain, training_chain
+from hydra_engine.schedule.units import BACKWARD, FORWARD, Unit, evaluation_chain, training_chain
 
 TRAIN, EVALUATE = True, False
 
@@ -125,6 +125,7 @@ class FakeTask:
         self.step = -1
         self.training = True
         self.ready = None  # the batch that was read and is not begun
+        self.is_new = False  # it has new shapes
         self.reading = False
         self.ended = False
         self.committing = False
@@ -192,6 +193,21 @@ class FakeTask:
 
     def fresh(self, shard):
         return not set(self.updating) & set(self.added.units.needs[shard])
+
+    @property
+    def unit_ahead(self):
+        """The first unit of the next batch, where its shard may be loaded before the commit of this one is through."""
+        if self.ready is None or self.is_new or self.misfit is not None or self.fitting:
+            return None
+        if self.over or self.in_last_step or any(part.lost is not None for part in self.parts):
+            return None
+        if not self.chain or any(part.position < len(self.chain) for part in self.parts):
+            return None
+        step, training = self.ready
+        kind, shard = (self.added.units.training if training else self.added.units.evaluation)[0]
+        if not self.fresh(shard) or (self.training and self.added.units.needs[shard]):
+            return None
+        return Unit(self.name, kind, shard, step)
 
 
 class World:
@@ -276,7 +292,7 @@ class World:
         if what is None:
             task.ended = True
             return self.send(DataEnded(task.name))
-        task.ready = (task.num_read[what], what)
+        task.ready, task.is_new = (task.num_read[what], what), new_shapes
         task.num_read[what] += 1
         return self.send(BatchReady(task.name, *task.ready, new_shapes, task.num_micro_batches))
 
@@ -332,8 +348,8 @@ class World:
         return self.send(DidNotFit(unit))
 
     def fit(self, task, error=None, num_shards=None):
-        """The batch in hand fits, cut in so many shards, and is begun."""
-        task.fitting = False
+        """The batch in hand fits, cut in so many shards, and is begun; one that was read before has to fit, too."""
+        task.fitting, task.is_new = False, True
         if error is not None:
             task.over = True
             return self.send(Failed(task.name, error, "its fit", commit=True))
@@ -430,8 +446,12 @@ class World:
         assert device not in self.leaving, "nothing more begins on a device that was removed"
         assert self.claims[device] is None, "a device holds at most one claim"
         assert unit not in self.claims.values(), "a unit is claimed once"
-        found, _ = self.part(unit).next_unit()
-        assert found == unit, "nothing is loaded before its shard's update is through, nor out of turn"
+        task, part = self.tasks[unit.task], self.part(unit)
+        if unit != task.unit_ahead:
+            assert unit == part.next_unit()[0], "nothing is loaded before its shard's update, nor out of turn"
+        else:
+            here = [each for each in task.parts if each.near == device or each.unit == self.running[device] is not None]
+            assert here, "the next batch's first shard is loaded where this one's last unit is"
         self.claims[device] = unit
 
     def _drop(self, instruction, _):
@@ -1114,6 +1134,72 @@ def test_load_waits_for_the_update_of_a_tied_weights_owner():
     world.commit(task)
     assert words(world.update(task, 1)) == ""
     assert words(world.update(task, 0)) == "capture, load f0, run f0, load fb1"
+
+
+def ahead(lowest_backward, batches, **options):
+    """A world in which a task of two shards has begun the last unit of its first batch, and read the next one."""
+    world = World()
+    world.add_device(0)
+    world.add_task(task_added("task", 2, lowest_backward=lowest_backward, **options), batches)
+    task = world.tasks["task"]
+    world.read(task)
+    while task.parts[0].position < len(task.chain):
+        world.compute(0)
+        world.store(task)
+    return world, task
+
+
+@pytest.mark.parametrize("options", [{}, {"early_release": True}])
+def test_a_shard_that_nothing_trains_is_loaded_before_the_commit_and_run_after_it(options):
+    #           compute   f0   fb1           f0
+    #           load           f0 of the next
+    #           host               commit
+    world, task = ahead(1, [TRAIN, TRAIN], **options)
+    assert words(world.read(task)) == "load f0"
+    assert "run" not in words(world.compute(0))
+    assert "commit" in words(world.store(task))
+    assert "run f0" in words(world.commit(task))
+    assert world.running[0] == Unit("task", FORWARD, 0, 1)
+    world.validate()
+
+
+def test_no_other_device_loads_ahead():
+    world, task = ahead(1, [TRAIN, TRAIN])
+    world.add_device(1)
+    assert words(world.read(task)) == "load f0"
+    assert world.claims == {0: Unit("task", FORWARD, 0, 1), 1: None}
+
+
+def test_a_shard_that_is_trained_is_not_loaded_before_its_update():
+    world, task = ahead(0, [TRAIN, TRAIN])
+    assert words(world.read(task)) == ""
+    world.compute(0)
+    assert words(world.store(task)) == "commit"
+    assert words(world.commit(task)) == "update 0, update 1, begin 1, read"
+    assert words(world.update(task, 0)) == "load f0, run f0"
+
+
+def test_a_batch_that_is_evaluated_changes_no_weights_so_the_next_is_loaded_beside_it():
+    world, task = ahead(0, [EVALUATE, TRAIN])
+    assert words(world.read(task)) == "load f0"
+    world.compute(0)
+    world.store(task)
+    assert words(world.commit(task)) == "capture, begin 0, read, run f0, load fb1"
+
+
+@pytest.mark.parametrize("happens", ["misfit", "lose", "fail", "stop"])
+def test_what_was_loaded_ahead_is_dropped_where_the_step_is_not_committed(happens):
+    world, task = ahead(1, [TRAIN, TRAIN])
+    world.read(task)
+    failed = happens != "stop"
+    world.compute(0, failed=failed)
+    call = {
+        "misfit": lambda: world.misfit(task),
+        "lose": lambda: world.lose(task),
+        "fail": lambda: world.store(task, RuntimeError("unit")),
+        "stop": lambda: world.stop_task(task),
+    }[happens]
+    assert words(call()).startswith("drop f0")
 
 
 def two_tasks(policy, **options):

@@ -8,18 +8,21 @@ from .trainer import checkpointed, micro_batches
 NEEDS = ()
 
 
-class Trainer:
-    """Layers sharded one by one: weights, gradients and optimizer float32 on the CPU; blocks checkpointed."""
+class Sharded:
+    """Layers sharded one by one: weights, gradients and optimizer float32 on the CPU; blocks checkpointed.
 
-    def __init__(self, scale, size, *, device, cap_bytes, micro_tokens):
-        self._device, self._micro_tokens = device, micro_tokens
-        self._close_group = open_group(device)
-        self._model = sharded(make_model(scale, size, "cpu"), device)
-        self._optimizer = ADAMW(self._model.parameters(), lr=LR)
+    The process group is open already. dtype: that the device computes in.
+    """
 
-    def step(self, inputs, target):
+    def __init__(self, model, device, lr=LR, dtype=NARROW):
+        self._device = device
+        self._model = sharded(model, device, dtype)
+        self._optimizer = ADAMW(self._model.parameters(), lr=lr)
+
+    def step_parts(self, parts):
+        """Train one step on its micro-batches; return the mean loss."""
         mean = 0.0
-        for x, y, share in micro_batches(inputs, target, self._micro_tokens):
+        for x, y, share in parts:
             loss = loss_fn(self._model(x.to(self._device)).float(), y.to(self._device)) * share
             loss.backward()
             mean += loss.detach()
@@ -27,18 +30,30 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         return mean
 
+
+class Trainer(Sharded):
+    """A GPT of a scale, sharded over this process alone."""
+
+    def __init__(self, scale, size, *, device, cap_bytes, micro_tokens):
+        self._close_group = open_group(device)
+        self._micro_tokens = micro_tokens
+        super().__init__(make_model(scale, size, "cpu"), device)
+
+    def step(self, inputs, target):
+        return self.step_parts(micro_batches(inputs, target, self._micro_tokens))
+
     def close(self):
         self._close_group()
 
 
-def sharded(model, device):
+def sharded(model, device, dtype=NARROW):
     """The model under FSDP2, every layer by itself."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     options = {
         "mesh": init_device_mesh(device.type, (1,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=NARROW),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
     }
     model = checkpointed(model)

@@ -30,7 +30,11 @@ def micro_batches(inputs, target, micro_tokens):
 
 def narrowed_with_masters(scale, size):
     """The model in bfloat16 on the CPU, norms in float32, and the float32 weights that it was made with, in order."""
-    model = make_model(scale, size, "cpu")
+    return with_masters(make_model(scale, size, "cpu"))
+
+
+def with_masters(model):
+    """A model made narrow in place, and the float32 weights that it had, in order."""
     masters = [parameter.detach().clone() for parameter in model.parameters()]
     return narrowed(model), masters
 
