@@ -24,6 +24,8 @@ EXPECTED = HERE / "expected.json"
 # What a simulation computes may be rounded otherwise elsewhere, though it has no spread.
 SAME = 1e-3
 
+NOT_STORED = "not stored from a quiet machine yet"
+
 # Of each benchmark: the question that it answers, the figures for the reader as (stored name, format), and the command.
 ROWS = {
     "selection": (
@@ -31,6 +33,11 @@ ROWS = {
         [
             ("12 models of one size: shorter than (c), times", "{:.2f} times shorter than one after another"),
             ("12 models of one size: shorter than (b), times", "{:.2f} than whole models on each, spilled"),
+            ("three equal models: shorter than (b), times", "three: {:.2f} than that"),
+            (
+                "4 equal models, devices that hold one each: over the slower process of (f), times",
+                "resident: {:.2f} times plain PyTorch's time, a process for each device",
+            ),
         ],
         "selection/main.py",
     ),
@@ -150,6 +157,14 @@ def verdict(expected, figure):
     return "better" if sign * middle > sign * expected["median"] else "WORSE"
 
 
+def without_file(names, found):
+    """Print a line for each benchmark that wrote no figures; True if there is none."""
+    missing = [name for name in names if not any(figure.startswith(f"{name}/") for figure in found)]
+    for name in missing:
+        print(f"{'MISSING':17} {name}: it wrote no figures")
+    return not missing
+
+
 def compare(expected, found):
     """Print a line for each figure; True if none is worse, beyond its limit, or missing."""
     good = True
@@ -186,7 +201,7 @@ def rows(expected):
         found = [(expected[f"{name}/{key}"]["median"], form) for key, form in shown if f"{name}/{key}" in expected]
         today = "; ".join(form.format(value) for value, form in found)
         link = f"[{name}]({name}/README.md)" if (HERE / name / "README.md").exists() else name
-        yield link, question, today or "in its README", f"`python benchmarks/{command}`"
+        yield link, question, today or (NOT_STORED if shown else "in its README"), f"`python benchmarks/{command}`"
 
 
 def write(expected):
@@ -198,7 +213,7 @@ def write(expected):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", help="with files that benchmarks wrote with --json")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="benchmarks; default: all that have stored figures")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="benchmarks; default: all with stored figures")
     parser.add_argument("--store", action="store_true", help="keep these as what is expected, and write the table")
     parser.add_argument("--write", action="store_true", help="write the table of README.md")
     arguments = parser.parse_args()
@@ -216,7 +231,8 @@ def main():
         return
     only = arguments.only
     chosen = [{k: v for k, v in each.items() if not only or k.partition("/")[0] in only} for each in (expected, found)]
-    sys.exit(0 if compare(*chosen) else 1)
+    good = compare(*chosen)
+    sys.exit(0 if without_file(only or [], found) and good else 1)
 
 
 if __name__ == "__main__":

@@ -288,7 +288,17 @@ def test_figures_that_are_missing_or_new_are_named(regressions, monkeypatch, cap
     measured(regressions, tmp_path, ratio=([1.1], "less", 1.3), other=([3.0], "more", None))
     code, words = judged(regressions, monkeypatch, capsys)
     assert (code, words) == (1, {"overhead/ratio": "as before", "overhead/speed": "MISSING", "overhead/other": "new"})
-    assert judged(regressions, monkeypatch, capsys, "--only", "scaling") == (0, {})
+    assert judged(regressions, monkeypatch, capsys, "--only", "other") == (1, {})  # it wrote no file
+
+
+@pytest.mark.usefixtures("known")
+def test_a_benchmark_that_wrote_no_figures_is_named(regressions, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["regressions.py", str(regressions.HERE / "bench"), "--only", "overhead", "dram"])
+    with pytest.raises(SystemExit) as ended:
+        regressions.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert (ended.value.code, lines[-1]) == (1, "MISSING           dram: it wrote no figures")
+    assert judged(regressions, monkeypatch, capsys, "--only", "overhead")[0] == 0
 
 
 @pytest.mark.usefixtures("known")
@@ -314,8 +324,29 @@ def test_table_of_the_readme_is_the_one_that_its_command_writes(monkeypatch):
 def test_every_benchmark_has_a_row_and_every_row_a_benchmark(monkeypatch):
     regressions = loaded(FOLDER / "regressions.py", monkeypatch)
     folders = {path.parent.name for path in FOLDER.glob("*/main.py")}
-    assert folders | {"selection"} == set(regressions.ROWS)
+    assert folders == set(regressions.ROWS)
     assert all(command == f"{name}/main.py" for name, (_, _, command) in regressions.ROWS.items())
+
+
+def test_rows_say_which_figures_are_not_stored(monkeypatch):
+    regressions = loaded(FOLDER / "regressions.py", monkeypatch)
+    today = {link.strip("[").partition("]")[0]: found for link, _, found, _ in regressions.rows({})}
+    assert {name for name, found in today.items() if found == "in its README"} == {"sweep", "durability", "gpu_day"}
+    assert set(today.values()) == {"in its README", "not stored from a quiet machine yet"}
+    [(name, form), *_] = regressions.ROWS["selection"][1]
+    [(_, _, found, _), *_] = regressions.rows({f"selection/{name}": {"median": 1.7}})
+    assert found == form.format(1.7)
+
+
+def test_make_bench_runs_every_benchmark(monkeypatch):
+    regressions = loaded(FOLDER / "regressions.py", monkeypatch)
+    makefile = (ROOT / "Makefile").read_text()
+    measured = makefile.partition("MEASURED := ")[2].partition("\n")[0].split()
+    assert set(measured) == {name for name, (_, shown, _) in regressions.ROWS.items() if shown}
+    recipe = makefile.partition("\nbench:")[2].partition("\n\n")[0].splitlines()
+    for name in set(regressions.ROWS) - set(measured):
+        assert any(f"benchmarks/{name}/main.py" in line for line in recipe)
+    assert "benchmarks/regressions.py" in recipe[-1]
 
 
 def test_a_place_that_a_readme_lacks_is_named(monkeypatch, tmp_path):
