@@ -60,17 +60,18 @@ pictures: docs
 	$(BIN)/python -m tests.timelines
 	$(BIN)/python docs/site/picture.py
 
-# What judges itself comes first, and ends this where it says no. The others write figures, and the last command says which
-# of those moved, are beyond their limit, or are missing, as after a crash. So their own exit codes need not end this.
+# What compares bits comes first, and ends this where it says no. The others write figures and all have their turn. Then
+# comes which figures moved, are beyond their limit, or are missing, and who ended with another exit code than 0.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/durability/main.py
 	$(BIN)/python benchmarks/sweep/main.py
 	$(BIN)/python benchmarks/gpu_day/main.py $(GPU_DAY)
 	rm -rf build/bench
-	-$(BIN)/python benchmarks/simulator/main.py bound $(BOUND) --json build/bench/simulator-bound.json
-	for name in $(MEASURED); do echo "== $$name"; \
-		$(BIN)/python benchmarks/$$name/main.py --json build/bench/$$name.json || true; done
-	$(BIN)/python benchmarks/regressions.py build/bench --only $(MEASURED)
+	$(BIN)/python benchmarks/simulator/main.py bound $(BOUND) --json build/bench/simulator-bound.json
+	failed=; for name in $(MEASURED); do echo "== $$name"; \
+		$(BIN)/python benchmarks/$$name/main.py --json build/bench/$$name.json || failed="$$failed $$name"; done; \
+	$(BIN)/python benchmarks/regressions.py build/bench --only $(MEASURED) || failed="$$failed regressions"; \
+	test -z "$$failed" || { echo "not good:$$failed"; exit 1; }
 
 # A wheel and a source distribution, in dist/.
 dist: $(STAMP)
