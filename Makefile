@@ -8,6 +8,9 @@ OLDEST := .venv-oldest
 OLDEST_PINS := -e 's/^torch==.*/torch==2.11.0/' -e 's/^setuptools==.*/setuptools==81.0.0/'
 # Without a GPU this shows that the script runs; with one: make bench GPU_DAY=
 GPU_DAY ?= --emulated --minutes 4
+# The benchmarks that write figures, and the setting of the simulated GPU's bound.
+MEASURED := selection scaling ablation overhead partitioners host_optimizer dram scheduler simulator imports elasticity adaptive
+BOUND := --models 4 --tokens 8192 --dram 200 --link 50
 
 # The tests that answer in 90 seconds on two cores: decisions, tasks, the host's weights and optimizers, partitions, the
 # reader of batches, imports, and training with every pair of factors that could change a bit. Left out of these folders
@@ -57,18 +60,18 @@ pictures: docs
 	$(BIN)/python -m tests.timelines
 	$(BIN)/python docs/site/picture.py
 
+# What compares bits comes first, and ends this where it says no. The others write figures and all have their turn. Then
+# comes which figures moved, are beyond their limit, or are missing, and who ended with another exit code than 0.
 bench: $(STAMP)
-	$(BIN)/python benchmarks/overhead/main.py
-	$(BIN)/python benchmarks/partitioners/main.py
-	$(BIN)/python benchmarks/host_optimizer/main.py
-	$(BIN)/python benchmarks/scheduler/main.py
-	$(BIN)/python benchmarks/simulator/main.py
-	$(BIN)/python benchmarks/imports/main.py
-	$(BIN)/python benchmarks/sweep/main.py
-	$(BIN)/python benchmarks/elasticity/main.py
-	$(BIN)/python benchmarks/adaptive/main.py
 	$(BIN)/python benchmarks/durability/main.py
+	$(BIN)/python benchmarks/sweep/main.py
 	$(BIN)/python benchmarks/gpu_day/main.py $(GPU_DAY)
+	rm -rf build/bench
+	$(BIN)/python benchmarks/simulator/main.py bound $(BOUND) --json build/bench/simulator-bound.json
+	failed=; for name in $(MEASURED); do echo "== $$name"; \
+		$(BIN)/python benchmarks/$$name/main.py --json build/bench/$$name.json || failed="$$failed $$name"; done; \
+	$(BIN)/python benchmarks/regressions.py build/bench --only $(MEASURED) || failed="$$failed regressions"; \
+	test -z "$$failed" || { echo "not good:$$failed"; exit 1; }
 
 # A wheel and a source distribution, in dist/.
 dist: $(STAMP)

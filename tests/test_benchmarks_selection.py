@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -120,7 +121,8 @@ def test_fsdp2_learns_nearly_the_same(selection, scale):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_a_pipeline_of_two_processes_learns_nearly_the_same(name, selection, scale):
-    job = replace(scale.selection()[1], micro_batch=4)
+    job = scale.selection()[0]
+    assert job.num_micro_batches == 1  # fewer than there are stages
     setting = setting_of(selection, scale, [job])
     plain = in_this_process(selection, "a", setting).losses
     outcome = selection.sides.run(name, setting)
@@ -175,7 +177,9 @@ def test_makespans_within_their_limits_are_good_and_written_where_asked(selectio
     assert selection.main.main(["selection", "--pairs", "1", "--json", str(tmp_path / "found.json")]) == 0
     assert stated.readme.read_text() == before
     assert "over the simulator's bound, times | 1.050 | at most 1.1" in capsys.readouterr().out
-    assert (tmp_path / "found.json").exists()
+    figures = json.loads((tmp_path / "found.json").read_text())["figures"]
+    assert figures["12 models of one size: over the simulator's bound, times"]["limit"] == 1.1
+    assert figures["12 models of one size: losses of other bits"] == {"values": [0.0], "better": "less", "limit": 0}
     assert selection.main.main(["selection", "--pairs", "1", "--write"]) == 0
     assert "over the simulator's bound, times | 1.050 | at most 1.1" in stated.readme.read_text()
 
@@ -195,6 +199,14 @@ def test_other_bits_are_named(selection, stated, capsys):
     stated.other.add("f")
     assert selection.main.main(["processes", "--pairs", "1"]) == 1
     assert "Bits differ: [('f', " in capsys.readouterr().out
+    other = selection.main.FIGURES.by_name["4 equal models, devices that hold one each: losses of other bits"]
+    assert other["values"] == [4.0]
+
+
+def test_figures_of_the_table_of_all_benchmarks_are_those_of_its_parts(selection):
+    rows = importlib.import_module("regressions").ROWS
+    names = {f"{part.title}: {limit.title}" for part in selection.main.PARTS.values() for limit in part.limits}
+    assert names >= {name for name, _ in rows["selection"][1]}
 
 
 def test_every_part_has_a_place_in_the_readme(selection):

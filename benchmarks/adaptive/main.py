@@ -26,8 +26,10 @@ from hydra_engine.adaptive import AdaptiveDataLoader, StepChoice, StepTimes
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+from figures import Figures, add_arguments  # noqa: E402
 from gpt import gpt, token_batches  # noqa: E402
 
+FIGURES = Figures("adaptive")
 PREDICTED_WITHIN = 0.10
 MOST_COST = 0.15
 WARM_UP = 3  # steps of a configuration that are not counted: the first are metered
@@ -144,6 +146,8 @@ def predict(args):
             print(f"{name:16} {batch:6} {number:3} {step_s * 1e3:7.1f} ms {predicted_s * 1e3:7.1f} ms {off:+7.1%}")
     for name, off in worst.items():
         print(f"{name}: off by at most {off:.1%}, limit {PREDICTED_WITHIN:.0%}")
+    worst_off = max(worst.values())
+    FIGURES.add("steps not measured before: off by, worst", worst_off, better="less", limit=PREDICTED_WITHIN)
     return all(off <= PREDICTED_WITHIN for off in worst.values())
 
 
@@ -210,6 +214,7 @@ def cost(args):
         print(f"{name:14} {plain_s * 1e3:6.1f} ms {norms_s * 1e3:7.1f} ms {median(ratios):+7.1%}   {spread}")
         worst = max(worst, median(ratios))
     print(f"norms cost at most {worst:.1%} of a step, limit {MOST_COST:.0%}")
+    FIGURES.add("norms: share of a step, worst", worst, better="less", limit=MOST_COST)
     return worst <= MOST_COST
 
 
@@ -241,6 +246,7 @@ def loss(args):
         times = [[each.seconds or math.inf for each in found] for found in races.values()]
         ratios = [0.0 if ours == math.inf else fixed / ours for fixed, ours in zip(*times, strict=True)]
         sizes = [choice.batch_size for each in races[True] for choice in each.choices]
+        FIGURES.add(f"{name}: fixed / adaptive", ratios, better="more")
         print(f"{name:16} fixed / adaptive {median(ratios):.2f}; batches from {min(sizes)} to {max(sizes)}")
     return True
 
@@ -255,12 +261,14 @@ def main():
     parser.add_argument("--steps", type=int, default=12, help="of each split")
     parser.add_argument("--seeds", type=int, default=3, help="of loss")
     parser.add_argument("--no-judge", action="store_true", help="exit with 0 whatever the figures are")
+    add_arguments(parser)
     args = parser.parse_args()
     unknown = [name for name in args.experiments if name not in EXPERIMENTS]
     if unknown:
         parser.error(f"experiments: {unknown[0]!r}, known: {', '.join(EXPERIMENTS)}")
     torch.set_num_threads(1)
     are_met = [EXPERIMENTS[name](args) for name in args.experiments or EXPERIMENTS]
+    FIGURES.save(args.json)
     sys.exit(0 if all(are_met) or args.no_judge else 1)
 
 

@@ -5,7 +5,9 @@ python benchmarks/dram/main.py --params 2e6 --repeats 2 --threads 2
 """
 
 import argparse
+import sys
 import time
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -14,6 +16,9 @@ from torch import nn
 from hydra_engine.host.blocked import step_narrow
 from hydra_engine.host.split import SplitMaster, SplitWeight
 from hydra_engine.native import NarrowUpdate
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from figures import Figures, add_arguments
 
 WIDTH = 1024
 WAYS = {"whole": (False, False), "split": (True, False), "split, narrow moments": (True, True)}
@@ -54,7 +59,9 @@ def main():
     parser.add_argument("--params", type=float, default=30e6)
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--threads", type=int, default=1)
+    add_arguments(parser)
     options = parser.parse_args()
+    figures = Figures("dram")
     torch.set_num_threads(options.threads)
     hosts = {name: Host(options.params, splits=s, narrows_moments=m) for name, (s, m) in WAYS.items()}
     times = {name: [] for name in WAYS}
@@ -70,6 +77,9 @@ def main():
         ratios = sorted(ratio for ratio, _ in pairs)
         spread = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         print(f"{name:22} {size / seconds / 1e6:6.0f} million parameters/s, processor {1e3 * cpu_s:6.1f} ms: {spread}")
+        if name != "whole":
+            figures.add(f"{name}: times the whole weights' time", ratios, better="less")
+    figures.save(options.json)
     raise SystemExit(not same)
 
 

@@ -17,6 +17,9 @@ from statistics import median
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from figures import Figures, add_arguments  # noqa: E402
+
 EVENTS = ("none", "join", "leave", "crash")
 POLL_S = 0.005
 LAST_CALL_S = 5  # torchrun waits for more agents where it could begin; 30 unless given
@@ -178,11 +181,12 @@ def main():
     parser.add_argument("--steps", type=int, default=200, help="of a run (default 200)")
     parser.add_argument("--at", type=int, default=30, help="the event follows so many steps, and up to 9 more")
     parser.add_argument("--no-judge", action="store_true", help="exit code 0 whatever comes out")
+    add_arguments(parser)
     options = parser.parse_args()
     programs = [name for name in PROGRAMS if name in options.what] or list(PROGRAMS)
     events = [name for name in EVENTS if name in options.what] or list(EVENTS)
     print(f"load of the machine as it began: {os.getloadavg()[0]:.1f}", flush=True)
-    found = {(event, name): [] for event in events for name in programs}
+    found, figures = {(event, name): [] for event in events for name in programs}, Figures("elasticity")
     with tempfile.TemporaryDirectory(prefix="elasticity-") as root:
         for repeat in range(options.repeats):
             at_step = options.at + 2 * repeat % 10  # anywhere between two checkpoints
@@ -203,6 +207,11 @@ def main():
         if name != "pool" and (event, "pool") in found:
             ours, theirs = (median(run.outage_s for run in found[event, each]) for each in ("pool", name))
             print(f"{event:6}{name:10}outage / that of the pool: {theirs / max(ours, 1e-3):.0f}")
+        if event != "none":
+            figures.add(f"{event}, {name}: outage, s", [run.outage_s for run in runs], better="less")
+            if name == "pool":
+                figures.add(f"{event}, pool: steps redone", [run.redone for run in runs], better="less", limit=0)
+    figures.save(options.json)
     is_good = all(run.redone == 0 for (_, name), runs in found.items() for run in runs if name == "pool")
     sys.exit(0 if is_good or options.no_judge else 1)
 

@@ -13,6 +13,9 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from figures import Figures, add_arguments  # noqa: E402
+
 # By name: Python to run in a process of its own. Public names are imported as they are used, so that a plain import of
 # the package is less than what any program needs of it.
 PROGRAMS = {
@@ -37,7 +40,9 @@ def main() -> None:
     """Run all programs in turn, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="how often each is run (default: 15)")
-    rounds = parser.parse_args().rounds
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    rounds, figures = arguments.rounds, Figures("imports")
     for program in PROGRAMS.values():  # writes the bytecode, and fills the system's cache of files
         seconds(program)
     found: dict[str, list[float]] = {name: [] for name in PROGRAMS}
@@ -51,6 +56,9 @@ def main() -> None:
             f"| {name} | {median(each):.2f} s | {min(each):.2f} to {max(each):.2f} s "
             f"| {median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} |"
         )
+        if not name.startswith("import torch"):
+            figures.add(f"{name}, times import torch", ratios, better="less")
+    figures.save(arguments.json)
 
 
 if __name__ == "__main__":

@@ -149,6 +149,8 @@ def measured(arguments):
             name = "4 tasks" if num_tasks == 4 else f"one task of {NUM_MICRO} micro-batches"
             FIGURES.add(f"{name}, measured: times shorter on 2 devices", ratios, better="more")
     parts = {placed.unit.part for placed in once(1, 3).schedule}
+    name = f"one task of {NUM_MICRO} micro-batches, measured: parts on 3 devices"
+    FIGURES.add(name, len(parts), better="more", limit=3)
     title = f"runs of the engine, {os.cpu_count()} cores; a task of {NUM_MICRO} micro-batches, on 3: {len(parts)} parts"
     show("measured", title, ("tasks", "devices", "makespan", "times shorter"), rows, writes=arguments.write)
     return parts == {0, 1, 2}

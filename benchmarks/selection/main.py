@@ -55,6 +55,10 @@ class Limit:
             return "not judged"
         return f"at most {self.most}" if self.least is None else f"at least {self.least}"
 
+    @property
+    def better(self):
+        return "less" if self.over == "ours" else "more"
+
     def holds(self, values):
         middle = median(values)
         return (self.least is None or middle >= self.least) and (self.most is None or middle <= self.most)
@@ -223,6 +227,7 @@ def losses_text(found, name):
 def tables(part, scale, found):
     """The part's tables in Markdown, and whether its limits hold."""
     rows, judged, good = [], [], True
+    titled = part.title if scale.is_emulated else f"{scale.name}, {part.title}"
     for name in part.sides:
         if name in found.refusals:
             rows.append([SIDES[name].title, found.refusals[name], *["-"] * 4])
@@ -244,13 +249,15 @@ def tables(part, scale, found):
         holds = not is_judged or limit.holds(values)
         good &= holds
         judged.append([limit.title, spread(values), limit.text if is_judged else "not judged", "" if holds else "NO"])
-        FIGURES.add(f"{part.title}: {limit.title}", values, better="less" if limit.over == "ours" else "more")
+        worst = (limit.most if limit.least is None else limit.least) if is_judged else None
+        FIGURES.add(f"{titled}: {limit.title}", values, better=limit.better, limit=worst)
     text = table(["", "makespan", "devices busy", "MiB loaded", "MiB stored", "final losses to (a)"], rows)
     if judged:
         text += "\n\n" + table(["the engine's makespan", "median (range)", "limit", ""], judged)
     if scale.is_emulated:  # elsewhere precision is narrow
         differing = found.differing()
         good &= not differing
+        FIGURES.add(f"{titled}: losses of other bits", len(differing), better="less", limit=0)
         text += f"\n\nBits differ: {differing}" if differing else "\n\nAll losses that have to be: bitwise equal."
     return text, good
 

@@ -258,7 +258,9 @@ class Staged:
         self._optimizer = ADAMW(self._stage.parameters(), lr=job.lr)
         self._rank, self._is_last, self._device = rank, rank == number - 1, device
         stage = pipelining.PipelineStage(self._stage, rank, number, device)
-        self._schedule = getattr(pipelining, kind)(stage, job.num_micro_batches, loss_fn=self._loss)
+        # 1F1B refuses fewer micro-batches than stages.
+        num_micro_batches = max(job.num_micro_batches, number)
+        self._schedule = getattr(pipelining, kind)(stage, num_micro_batches, loss_fn=self._loss)
         self.losses = []
 
     @staticmethod
