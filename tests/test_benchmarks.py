@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import runpy
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,17 @@ ROOT = Path(__file__).parent.parent
 
 def main_of(benchmark):
     return ROOT / "benchmarks" / benchmark / "main.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("main", sorted(ROOT.glob("benchmarks/*/main.py")), ids=lambda path: path.parent.name)
+def test_command_starts_as_it_is_installed(main, tmp_path):
+    """From another folder and without PYTHONPATH: the packages come from the installation alone."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, main, "--help"]
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "usage:" in found.stdout
 
 
 def test_cuts_are_predicted_for_stated_rates_and_measured(monkeypatch, capsys, tmp_path):
