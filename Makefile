@@ -9,7 +9,7 @@ OLDEST_PINS := -e 's/^torch==.*/torch==2.11.0/' -e 's/^setuptools==.*/setuptools
 # Without a GPU this shows that the script runs; with one: make bench GPU_DAY=
 GPU_DAY ?= --emulated --minutes 4
 # The benchmarks that write figures, and the setting of the simulated GPU's bound.
-MEASURED := selection scaling ablation overhead partitioners host_optimizer dram scheduler simulator imports elasticity adaptive
+MEASURED := selection scaling ablation overhead predictions host_optimizer dram scheduler simulator imports elasticity adaptive
 BOUND := --models 4 --tokens 8192 --dram 200 --link 50
 
 # The tests that answer in 90 seconds on two cores: decisions, tasks, the host's weights and optimizers, partitions, the

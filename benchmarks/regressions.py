@@ -72,10 +72,10 @@ ROWS = {
         ],
         "overhead/main.py",
     ),
-    "partitioners": (
+    "predictions": (
         "Are step times and memory predicted well?",
         [("step times, off by", "step times off by {:.1%}, median of budgets")],
-        "partitioners/main.py",
+        "predictions/main.py",
     ),
     "host_optimizer": (
         "How fast is the update on the host?",

@@ -35,7 +35,7 @@ def test_command_starts_as_it_is_installed(main, tmp_path):
 
 
 def test_cuts_are_predicted_for_stated_rates_and_measured(monkeypatch, capsys, tmp_path):
-    path = ROOT / "benchmarks" / "partitioners" / "cuts.py"
+    path = ROOT / "benchmarks" / "predictions" / "cuts.py"
     spec = importlib.util.spec_from_file_location("benchmarks_cuts", path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)

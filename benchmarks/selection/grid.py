@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hydra_engine import CudaDevice, EmulatedDevice  # first: benchmarks/ has a folder `partitioners`, too
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu_day"))  # whose peers train here as well
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import Block, gpt, token_batches
+
+from hydra_engine import CudaDevice, EmulatedDevice
 
 # Of the ancestor's examples/twelve-model-task.py and twelve-model-task-vit.py.
 TEXT_BATCHES, TEXT_LRS = (8, 16, 32), (1e-3, 1e-4, 1e-5, 1e-6)

@@ -20,14 +20,14 @@ from statistics import median
 
 import torch
 
-from hydra_engine import TaskCost, simulate
-from hydra_engine.schedule.units import FUSED, training_chain
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import grid
 from figures import Figures, add_arguments, put, table
 from sides import SIDES, Refused, Setting, run
+
+from hydra_engine import TaskCost, simulate
+from hydra_engine.schedule.units import FUSED, training_chain
 
 README = Path(__file__).resolve().parent / "README.md"
 EXACT = ("b", "c", "f")  # have the bits of plain PyTorch in float32, as the engine has

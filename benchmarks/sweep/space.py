@@ -9,8 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import partitioners  # noqa: F401  # first: benchmarks/ has a folder of this name, too
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt import Block, Embed, Head
 

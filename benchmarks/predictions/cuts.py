@@ -1,11 +1,11 @@
 """The default cut beside balanced ones: predicted for stated rates; on emulated devices, predicted, then measured.
 
-python benchmarks/partitioners/cuts.py                 # all of it; exit code 1 if the default is slower than the limit
-python benchmarks/partitioners/cuts.py stated          # 1.5 billion parameters on a device of stated rates, not run
-python benchmarks/partitioners/cuts.py planning        # seconds that the choice takes, for 30 and for 300 layers
-python benchmarks/partitioners/cuts.py measured        # small models on emulated devices
-python benchmarks/partitioners/cuts.py predict CASE    # what that does first: the cuts of a case, and their predictions
-python benchmarks/partitioners/cuts.py measure CASE FILE    # one run of every cut of FILE, likewise
+python benchmarks/predictions/cuts.py                 # all of it; exit code 1 if the default is slower than the limit
+python benchmarks/predictions/cuts.py stated          # 1.5 billion parameters on a device of stated rates, not run
+python benchmarks/predictions/cuts.py planning        # seconds that the choice takes, for 30 and for 300 layers
+python benchmarks/predictions/cuts.py measured        # small models on emulated devices
+python benchmarks/predictions/cuts.py predict CASE    # what that does first: the cuts of a case, and their predictions
+python benchmarks/predictions/cuts.py measure CASE FILE    # one run of every cut of FILE, likewise
 """
 
 import argparse

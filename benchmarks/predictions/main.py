@@ -1,9 +1,9 @@
 """How well step times are predicted, and what memory nobody meters. All on the CPU; see README.md.
 
-python benchmarks/partitioners/main.py                 # predict in one process, then measure in later ones, and reserve
-python benchmarks/partitioners/main.py predict FILE    # costs measured now, step times written to FILE
-python benchmarks/partitioners/main.py measure FILE    # one run per budget of FILE, seconds per step to standard output
-python benchmarks/partitioners/main.py reserve         # metered bytes beside the allocator's
+python benchmarks/predictions/main.py                 # predict in one process, then measure in later ones, and reserve
+python benchmarks/predictions/main.py predict FILE    # costs measured now, step times written to FILE
+python benchmarks/predictions/main.py measure FILE    # one run per budget of FILE, seconds per step to standard output
+python benchmarks/predictions/main.py reserve         # metered bytes beside the allocator's
 """
 
 import argparse
@@ -150,7 +150,7 @@ def main():
     elif arguments.command == "measure":
         measure(arguments.file)
     else:
-        figures = Figures("partitioners")
+        figures = Figures("predictions")
         if arguments.command is None:
             compare(figures)
         reserve()
