@@ -221,14 +221,14 @@ VISION = (
 )
 TINY = Scale(
     name="tiny",
-    text=Text(length=48, vocabulary=256),
+    text=Text(length=96, vocabulary=256),
     text_size=Size(width=192, num_blocks=16, num_heads=4),
     images=Images(image=32, patch=8),
     image_sizes=[Size(width=128, num_blocks=depth, num_heads=4) for depth in (4, 8, 10, 13, 20, 26)],
     image_batches=(16, 32),
-    text_micro=8,
+    text_micro=4,
     image_micro=8,
-    num_steps=3,
+    num_steps=2,
     precision="float32",
     num_devices=2,
     cap=None,

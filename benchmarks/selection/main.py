@@ -33,7 +33,7 @@ README = Path(__file__).resolve().parent / "README.md"
 EXACT = ("b", "c", "f")  # have the bits of plain PyTorch in float32, as the engine has
 QUARTER = 0.25 * 2  # of the largest model's weights and as many bytes of gradients; activations have to fit as well
 WHOLE = 8.0  # its weights, its gradients, what autograd saves of a micro-batch, and the weights of the next one
-NUM_EQUAL, LONG_BATCH = 4, 64  # so many samples that copies and updates take few of the seconds
+NUM_EQUAL, LONG_BATCH = 4, 32  # so many samples that copies and updates take few of the seconds
 
 
 @dataclass(frozen=True, kw_only=True)
