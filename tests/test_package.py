@@ -1,5 +1,6 @@
 """What a fresh clone promises about itself."""
 
+import configparser
 import os
 import re
 import shutil
@@ -19,6 +20,18 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ENGINE.rglob("*.md"
 def test_changelog_is_about_this_version():
     headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
     assert headings[0] == f"## {hydra_engine.__version__}" == f"## {version('hydra_engine')}"
+
+
+def test_what_the_two_commands_install_is_pinned():
+    """Otherwise today's commit could fail in a year."""
+    settings = configparser.ConfigParser()  # fills in the extras that an extra names
+    settings.read(ROOT / "setup.cfg")
+    extras = settings["options.extras_require"]
+    wanted = f"{settings['options']['install_requires']}\n{extras['dev']}".split()
+    names = {re.match(r"[\w-]+", each)[0].lower() for each in wanted}
+    assert {"torch", "pytest", "ruff", "rich", "optuna", "mkdocs"} <= names
+    pinned = set(re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text().lower(), flags=re.MULTILINE))
+    assert names <= pinned
 
 
 def test_readme_shows_the_two_examples_as_they_are():
