@@ -763,6 +763,9 @@ class _Torch:
     def empty_strided(self, size, stride, *, dtype, device):
         return self._here(torch.empty_strided(size, stride, dtype=dtype, device=device), device)
 
+    def empty_like(self, tensor, *, device, requires_grad):
+        return self._here(torch.empty_like(tensor, device=device, requires_grad=requires_grad), device)
+
     def _here(self, found, device):
         if isinstance(device, torch.device) and device.index is not None:
             self._cuda.allocated_here(found.untyped_storage())

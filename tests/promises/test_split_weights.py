@@ -62,9 +62,7 @@ class Rebinding(torch.optim.SGD):
                 parameter.data = parameter.data - group["lr"] * change
                 weights.append(parameter)
         # In training, not as it is tried on small ones.
-        if Rebinding.raises and any(
-            each.numel() == 500 * 5 for each in weights
-        ):
+        if Rebinding.raises and any(each.numel() == 500 * 5 for each in weights):
             Rebinding.raises -= 1
             raise OSError("once")
 
