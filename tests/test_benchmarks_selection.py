@@ -168,7 +168,7 @@ def stated(selection, monkeypatch, tmp_path):
 
 def bound_s(selection):
     """The bound of twelve jobs of 1.8 s per step on two devices."""
-    return 12 * 1.8 * selection.grid.TINY.num_steps / 2
+    return 12 * 1.8 * selection.main.PARTS["selection"].jobs(selection.grid.TINY)[0].num_steps / 2
 
 
 def test_makespans_within_their_limits_are_good_and_written_where_asked(selection, stated, capsys, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import hydra_engine
+from tests.structure import measured
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINE = ROOT / "hydra_engine"
@@ -32,6 +33,10 @@ def test_what_the_two_commands_install_is_pinned():
     assert {"torch", "pytest", "ruff", "rich", "optuna", "mkdocs"} <= names
     pinned = set(re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text().lower(), flags=re.MULTILINE))
     assert names <= pinned
+
+
+def test_what_is_past_a_limit_of_size_says_why():
+    assert measured(ENGINE)["past a limit, and no comment says why"] == "none"
 
 
 def test_readme_shows_the_two_examples_as_they_are():

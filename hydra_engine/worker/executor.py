@@ -165,6 +165,7 @@ class Executor:
 
 
 # Past 300 lines: forward, recomputation and backward share the layers, streams and leaves of one unit.
+# More than 15 attributes: what it was given, and the modes to put back however it ends.
 class UnitRunning:
     """One unit while it runs: its micro-batches one after the other, then what the unit leaves.
 
