@@ -69,7 +69,7 @@ class Part:
     """Jobs on devices of some memory, and the sides that train them."""
 
     title: str
-    scaled: object  # the jobs of a scale
+    make_jobs: object  # of a scale
     sides: tuple[str, ...]
     share: float = QUARTER
     limits: tuple[Limit, ...] = ()
@@ -81,7 +81,7 @@ class Part:
         """Models, data and settings at a scale."""
         if scale.is_emulated:
             scale = replace(scale, num_steps=self.times_steps * scale.num_steps)
-        return self.scaled(scale)
+        return self.make_jobs(scale)
 
 
 def longer(title, side, least=None):
@@ -101,29 +101,30 @@ GRID = ("a", "ours", "b", "c")
 PARTS = {
     "selection": Part(
         title="12 models of one size",
-        scaled=lambda s: s.selection(),
+        make_jobs=lambda s: s.selection(),
         sides=GRID,
         limits=SHORTER,
         has_bound=True,
+        repetitions=2,
         times_steps=4,
     ),
     "vision": Part(
         title="12 vision transformers of six sizes",
-        scaled=lambda s: s.vision(),
+        make_jobs=lambda s: s.vision(),
         sides=GRID,
         limits=tuple(Limit(title=each.title, over=each.over, under=each.under) for each in SHORTER),
         has_bound=True,
     ),
     "three": Part(
         title="three equal models",
-        scaled=lambda s: s.equal(3, LONG_BATCH),
+        make_jobs=lambda s: s.equal(3, LONG_BATCH),
         sides=("a", "ours", "b"),
         limits=(longer("shorter than (b), times", "b", 1.2),),
         repetitions=2,
     ),
     "processes": Part(
         title=f"{NUM_EQUAL} equal models, devices that hold one each",
-        scaled=lambda s: s.equal(NUM_EQUAL, LONG_BATCH),
+        make_jobs=lambda s: s.equal(NUM_EQUAL, LONG_BATCH),
         sides=("a", "ours", "f"),
         share=WHOLE,
         limits=(beside_processes("over the slower process of (f), times", 1.05),),
@@ -131,13 +132,13 @@ PARTS = {
     ),
     "quarter": Part(
         title=f"{NUM_EQUAL} equal models, devices that hold a quarter of one",
-        scaled=lambda s: s.equal(NUM_EQUAL, LONG_BATCH),
+        make_jobs=lambda s: s.equal(NUM_EQUAL, LONG_BATCH),
         sides=("a", "ours", "f"),
         limits=(beside_processes("over the slower process of (f), times"),),
     ),
     "peers": Part(
         title="the same 12 models, beside pipelines and FSDP2",
-        scaled=lambda s: s.selection(),
+        make_jobs=lambda s: s.selection(),
         sides=("a", "ours", "gpipe", "1f1b", "e"),
         limits=tuple(longer(f"shorter than {name}, times", name) for name in ("gpipe", "1f1b", "e")),
     ),
@@ -290,7 +291,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
     parser.add_argument("--scale", choices=sorted(grid.SCALES), default="tiny", help="default: tiny")
-    parser.add_argument("--pairs", type=int, help="repetitions of each side (default: that of the part, 1 or 2)")
+    parser.add_argument("--pairs", type=int, help="repetitions of each side (default: 2 of what is judged, else 1)")
     parser.add_argument("--no-judge", action="store_true", help="exit code 0 whatever comes out")
     add_arguments(parser, writes=True)
     given = parser.parse_args(arguments)
