@@ -120,16 +120,16 @@ def test_backwards_are_counted_that_go_without_the_device_of_their_forward(scali
     assert scaling.elsewhere(SimpleNamespace(schedule=schedule)) == 2 / 3  # a.b0 and b.b0
 
 
-def test_trace_is_the_one_that_its_command_prints_and_ends_with_all_devices(scaling, capsys):
-    assert scaling.main(["trace"]) == 0
-    assert capsys.readouterr().out == scaling.TRACE.read_text()
+def test_changes_give_as_many_devices_as_were_recorded(scaling):
     with scaling.TRACE.open() as lines:
-        rows = list(csv.DictReader(lines))
-    is_in = dict.fromkeys(map(str, range(8)), "1")
-    for row in rows:
-        assert is_in[row["device"]] != row["is_in"]
-        is_in[row["device"]] = row["is_in"]
-    assert set(is_in.values()) == {"1"}
+        recorded = {int(row["second"]): int(row["devices"]) for row in csv.DictReader(lines)}
+    is_in, number_at = [True] * scaling.TRACE_DEVICES, {}
+    for change in scaling.changes(hour_s=3600):
+        assert is_in[change.device] is not change.is_in
+        is_in[change.device] = change.is_in
+        number_at[change.at_s] = sum(is_in)
+    assert number_at == recorded
+    assert (min(recorded), min(recorded.values()), max(recorded.values())) == (0, 2, scaling.TRACE_DEVICES)
 
 
 def test_changes_of_a_run_that_begins_later(scaling):

@@ -3,7 +3,6 @@
 python benchmarks/scaling/main.py                   # every experiment; exit code 1 where a limit is missed
 python benchmarks/scaling/main.py devices tail      # some of them
 python benchmarks/scaling/main.py --write           # also put the tables into README.md
-python benchmarks/scaling/main.py trace             # print the trace of the shared cluster anew
 
 `measured` runs the engine. All others are simulated with the very scheduler, from costs that are measured here first.
 """
@@ -43,7 +42,8 @@ STEPS = (10, 30)  # of a task, from and to
 NUM_TASKS, NUM_DEVICES = 64, (1, 2, 4, 8, 16, 32, 64)
 MANY_TASKS, MANY_DEVICES, MANY_STEPS = 2_000, 1_000, (4, 8)
 TRACE = HERE / "trace.csv"
-TRACE_HOURS = 24
+TRACE_DEVICES = 12  # most of the recording
+TRACE_HOURS = 16  # of the recording, for a run where all devices stay
 FIGURES = Figures("scaling")
 
 
@@ -257,34 +257,16 @@ def sizes(arguments):
 # -- a shared cluster
 
 
-def made_trace(num_devices=8, hourly=0.33, mean_away_h=0.75, seed=8):
-    """(hour, device, is_in) of a day: bursts take one to three devices, which come back after a while.
-
-    hourly: share of the devices that goes each hour.
-    """
-    rng, at_h, back_h, rows = random.Random(seed), 0.0, [0.0] * num_devices, []
-    while True:
-        at_h += rng.expovariate(hourly * num_devices / 2)
-        ready = [device for device in range(num_devices) if back_h[device] < at_h]
-        for device in rng.sample(ready, min(len(ready), rng.randint(1, 3))):
-            back_h[device] = at_h + 1 / 60 + rng.expovariate(1 / mean_away_h)
-            if at_h < TRACE_HOURS - 1:
-                rows += [(at_h, device, False), (min(back_h[device], TRACE_HOURS), device, True)]
-        if at_h >= TRACE_HOURS - 1:
-            return sorted(rows)
-
-
-def print_trace():
-    print("hour,device,is_in")
-    for at_h, device, is_in in made_trace():
-        print(f"{at_h:.4f},{device},{int(is_in)}")
-
-
 def changes(hour_s, path=TRACE):
-    """The trace's changes, an hour of which takes so many seconds."""
+    """The recording's changes, an hour of which takes so many seconds. Of the devices the last ones go first."""
     with path.open() as lines:
-        rows = list(csv.DictReader(lines))
-    return [DeviceChange(hour_s * float(each["hour"]), int(each["device"]), each["is_in"] == "1") for each in rows]
+        rows = [(int(row["second"]), int(row["devices"])) for row in csv.DictReader(lines)]
+    found, before = [], TRACE_DEVICES
+    for second, number in rows:
+        who = range(min(before, number), max(before, number))
+        found += [DeviceChange(hour_s * second / 3600, device, number > before) for device in who]
+        before = number
+    return found
 
 
 def since(begun_s, all_changes):
@@ -331,8 +313,8 @@ def adaptive_run(number, all_changes, *, adapts):
     at_s, chosen = 0.0, []
     for noise, num_steps in NOISE:
         sizes = LARGER if adapts else LARGER[:1]
-        times = min(sizes, key=lambda times: run(stretch(number, noise, num_steps, times), 8).makespan_s)
-        found = run(stretch(number, noise, num_steps, times), 8, since(at_s, all_changes))
+        times = min(sizes, key=lambda times: run(stretch(number, noise, num_steps, times), TRACE_DEVICES).makespan_s)
+        found = run(stretch(number, noise, num_steps, times), TRACE_DEVICES, since(at_s, all_changes))
         at_s, chosen = at_s + found.makespan_s, [*chosen, times]
     return at_s, chosen
 
@@ -347,18 +329,18 @@ WORKLOADS = {
 
 
 def shared(arguments):
-    """Eight devices that come and go by a trace, an hour of which is a sixteenth of the run where all stay."""
+    """Devices that come and go as recorded, shortened so that a run where all stay takes `TRACE_HOURS` of it."""
     rows = []
     for title, (number, micro) in WORKLOADS.items():
         many = COSTS.mixed(number, num_micro_batches=micro)
-        stay = run(many, 8)
-        come = run(many, 8, changes(stay.makespan_s / 16))
+        stay = run(many, TRACE_DEVICES)
+        come = run(many, TRACE_DEVICES, changes(stay.makespan_s / TRACE_HOURS))
         shown = [f"{each.makespan_s:.2f} s, {share(each):.1%}" for each in (stay, come)]
         rows.append((title, *shown, f"{come.busy_share:.0%}"))
         if title == "64 tasks":
-            FIGURES.add("64 tasks, 8 devices by the trace, simulated: busy", come.busy_share, better="more")
-    head = ("", "all stay: makespan, of the bound", "by the trace: makespan, of the bound", "busy while in")
-    show("shared", "simulated, 8 devices of a shared cluster", head, rows, writes=arguments.write)
+            FIGURES.add("64 tasks, devices come and go as recorded, simulated: busy", come.busy_share, better="more")
+    head = ("", "all stay: makespan, of the bound", "as recorded: makespan, of the bound", "busy while in")
+    show("shared", f"simulated, {TRACE_DEVICES} devices of a shared cluster", head, rows, writes=arguments.write)
     return True
 
 
@@ -368,17 +350,17 @@ def adaptive(arguments):
     for number in (1, 4, NUM_TASKS):
         all_stay_s, _ = adaptive_run(number, [], adapts=False)
         seconds = []
-        for some in ([], changes(all_stay_s / 16)):
+        for some in ([], changes(all_stay_s / TRACE_HOURS)):
             for adapts in (False, True):
                 found_s, chosen = adaptive_run(number, some, adapts=adapts)
                 seconds.append(found_s)
         ratio = seconds[2] / seconds[3]
         rows.append((number, " ".join(map(str, chosen)), *(f"{each:.2f} s" for each in seconds), f"{ratio:.2f}"))
-        name = f"{number} adaptive, 8 devices by the trace, simulated: times shorter than fixed"
+        name = f"{number} adaptive, devices come and go as recorded, simulated: times shorter than fixed"
         FIGURES.add(name, ratio, better="more")
     head = ("tasks", "batches, times the first", "fixed, all stay", "adaptive, all stay")
-    head += ("fixed, by the trace", "adaptive, by the trace", "times shorter")
-    show("adaptive", "simulated, batches that adapt, 8 devices", head, rows, writes=arguments.write)
+    head += ("fixed, as recorded", "adaptive, as recorded", "times shorter")
+    show("adaptive", f"simulated, batches that adapt, {TRACE_DEVICES} devices", head, rows, writes=arguments.write)
     return True
 
 
@@ -395,15 +377,12 @@ EXPERIMENTS = {
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiments", nargs="*", help=f"of {', '.join(EXPERIMENTS)}, or trace; default: all")
+    parser.add_argument("experiments", nargs="*", help=f"of {', '.join(EXPERIMENTS)}; default: all")
     parser.add_argument("--repeats", type=int, default=5, help="of what is measured, in turns (default 5)")
     parser.add_argument("--steps", type=int, default=10, help="of a task that is measured (default 10)")
     parser.add_argument("--no-judge", action="store_true", help="exit code 0 whatever comes out")
     add_arguments(parser, writes=True)
     given = parser.parse_args(arguments)
-    if given.experiments == ["trace"]:
-        print_trace()
-        return 0
     unknown = [name for name in given.experiments if name not in EXPERIMENTS]
     if unknown:
         parser.error(f"experiments: {unknown[0]!r}, known: {', '.join(EXPERIMENTS)}")
