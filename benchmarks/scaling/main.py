@@ -43,7 +43,7 @@ NUM_TASKS, NUM_DEVICES = 64, (1, 2, 4, 8, 16, 32, 64)
 MANY_TASKS, MANY_DEVICES, MANY_STEPS = 2_000, 1_000, (4, 8)
 TRACE = HERE / "trace.csv"
 TRACE_DEVICES = 12  # most of the recording
-TRACE_HOURS = 16  # of the recording, for a run where all devices stay
+TRACE_HOURS = 16  # of the recording that a run takes where all devices stay
 FIGURES = Figures("scaling")
 
 
@@ -258,7 +258,7 @@ def sizes(arguments):
 
 
 def changes(hour_s, path=TRACE):
-    """The recording's changes, an hour of which takes so many seconds. Of the devices the last ones go first."""
+    """The recording's changes, an hour of which takes so many seconds. The last device goes first."""
     with path.open() as lines:
         rows = [(int(row["second"]), int(row["devices"])) for row in csv.DictReader(lines)]
     found, before = [], TRACE_DEVICES
