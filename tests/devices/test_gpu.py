@@ -23,7 +23,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-from torch import nn
+from torch import OutOfMemoryError, nn
 from torch.nn import functional as F
 
 from hydra_engine import CudaDevice, ModelOrchestrator, ModelTask
@@ -466,7 +466,10 @@ def test_copies_are_hidden_behind_the_compute_of_others():
 
 
 class Exhausts(nn.Module):
-    """Asks for more than the card has, once, when it is armed."""
+    """Asks for more than the card has, once, when it is armed.
+
+    Of its globals it reads no `torch`: the stand-in's counts its calls, and a layer may not change what it reads.
+    """
 
     def __init__(self, is_armed):
         super().__init__()
@@ -475,8 +478,8 @@ class Exhausts(nn.Module):
     def forward(self, x):
         if self.is_armed():
             if IS_FAKE:
-                raise torch.OutOfMemoryError("CUDA out of memory, of a stand-in")
-            torch.empty(2**42, dtype=torch.uint8, device=x.device)
+                raise OutOfMemoryError("CUDA out of memory, of a stand-in")
+            x.new_empty(2**42)
         return x
 
 
