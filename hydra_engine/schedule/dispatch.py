@@ -19,7 +19,15 @@ from typing import Any
 from hydra_engine.schedule.events import Computed, Drop, Instruction, Lend, Load, Release, Run
 from hydra_engine.schedule.groups import NEVER, Group, Standing
 from hydra_engine.schedule.policies import NOT_YET, Candidate, Policy
-from hydra_engine.schedule.state import Part, RankedQueue, ReadyQueue, ScheduledDevice, ScheduledTask, Use
+from hydra_engine.schedule.state import (
+    Part,
+    PartQueue,
+    RankedQueue,
+    ReadyQueue,
+    ScheduledDevice,
+    ScheduledTask,
+    Use,
+)
 from hydra_engine.schedule.units import Unit
 
 # A unit whose shard is on the device goes before the best one, of so many after it, and so many times in a row.
@@ -44,7 +52,7 @@ class Dispatch:
         """`out`: where instructions are put. is_resident, min_devices, has_groups: as the scheduler's."""
         self._policy = policy
         self._is_resident = is_resident if getattr(policy, "prefers_resident", False) else None
-        self._policy_is_longest_first = getattr(policy, "longest_first", False)
+        self._is_longest_first = getattr(policy, "longest_first", False)
         self._double_buffer = double_buffer
         self._out = out
         self.min_devices = min_devices
@@ -55,9 +63,11 @@ class Dispatch:
         self._remaining_s = 0.0  # of all tasks, as far as they were counted
         self._share_s = 0.0  # compute time per weight that whoever was served last has had: where newcomers begin
         self._num_passes = 0  # of the task that has made the most
-        self._ready = _parts(has_groups)  # run-ready, unclaimed
-        self._claimed = _parts(has_groups)  # run-ready, claimed
-        self._loadable = _parts(has_groups)  # not run-ready, or on one device only; unclaimed
+        self._has_affinity = getattr(policy, "has_affinity", False)
+        kind = RankedQueue if has_groups else PartQueue
+        self._ready = kind()  # run-ready, unclaimed
+        self._claimed = kind()  # run-ready, claimed
+        self._loadable = kind()  # not run-ready, or on one device only; unclaimed
         self._has_groups = has_groups
         self._turned_away: dict[Group, dict[ScheduledDevice, None]] = {}  # idle, and near to units that may not run
         self._idle: ReadyQueue[ScheduledDevice] = ReadyQueue()  # by number
@@ -77,6 +87,7 @@ class Dispatch:
             return
         self.num_devices -= 1
         device.leaves = True
+        self._forget(device)
         if device.claim is not None:
             self._drop(device)
         self._place(device)
@@ -94,6 +105,7 @@ class Dispatch:
         if device is None:  # it could not be opened, which ends the run
             return
         device.use = Use.WANTED
+        self._forget(device)
         if device.claim is not None:
             self._drop(device)
         self.free(device)
@@ -104,6 +116,11 @@ class Dispatch:
         if device is not None:
             device.use = Use.UNITS
             self.free(device)
+
+    def _forget(self, device: ScheduledDevice) -> None:
+        """Let other devices go on with what this one has begun."""
+        for queue in (self._ready, self._claimed, self._loadable):
+            queue.forget(device)
 
     def add_task(self, task: ScheduledTask) -> None:
         """Let a task share compute time from now on."""
@@ -173,7 +190,7 @@ class Dispatch:
         if only is not None:
             self._touched[only] = None
 
-    def _put(self, queue: ReadyQueue[Part] | RankedQueue, part: Part) -> None:
+    def _put(self, queue: PartQueue | RankedQueue, part: Part) -> None:
         part.queue = queue
         queue.put(part, part.key)
 
@@ -270,7 +287,7 @@ class Dispatch:
             claim = None
         near = self._near(device) if claim is None or self._has_groups else []
         if claim is not None and (not near or claim.rank <= min(part.rank for part in near)):
-            urgent = self._ready.best() if self._policy_is_longest_first else None
+            urgent = self._ready.best() if self._is_longest_first else None
             best = urgent if urgent is not None and self._is_urgent(urgent, claim) else claim
             self._run(device, self._before(claim) or best)
             return
@@ -281,7 +298,7 @@ class Dispatch:
         if other is not None and other.rank > best.rank:
             other = None
         # What is on its way to DRAM keeps the device waiting, which only the critical path is worth.
-        is_urgent = self._policy_is_longest_first and self._is_critical(best.task)
+        is_urgent = self._is_longest_first and self._is_critical(best.task)
         best = best if other is None or (is_urgent and best.key < other.key) else other
         self._run(device, self._before(best) or best)
 
@@ -296,11 +313,13 @@ class Dispatch:
         """Return True if the task alone takes as long as all tasks on all devices: nothing then hides its waiting."""
         return task.counted_s * self.num_devices >= self._remaining_s
 
-    def _best(self, queue: ReadyQueue[Part] | RankedQueue, device: ScheduledDevice) -> Part | None:
+    def _best(self, queue: PartQueue | RankedQueue, device: ScheduledDevice) -> Part | None:
         """Who goes first in a queue, on this device."""
         best = queue.best()
-        if best is None or self._is_resident is None or best.num_passed >= MOST_PASSED:
+        if best is None or (self._is_resident is not None and best.num_passed >= MOST_PASSED):
             return best
+        if self._is_resident is None:
+            return best if self._is_longest_first and self._is_critical(best.task) else queue.best_on(device)
         return self._first(queue.first(MOST_LOOKED_AT), device)
 
     def _first(self, parts: Sequence[Part], device: ScheduledDevice) -> Part:
@@ -381,11 +400,14 @@ class Dispatch:
     def _next_in_groups(self, device: ScheduledDevice, own: list[Part]) -> Part | None:
         """Who goes first, of what is on the device and of all others, once the unit there is through."""
         ranks = {} if device.part is None else device.part.standing.group.ranks_without(device.part.standing)
-        num = 1 if self._is_resident is None else MOST_LOOKED_AT
         for queue, parts in ((self._ready, own), (self._loadable, [])):
             assert isinstance(queue, RankedQueue)
             standings = dict.fromkeys([queue.first_standing(), *ranks])
-            parts = parts + [part for each in standings if each is not None for part in queue.first(num, each)]
+            for standing in standings:
+                if standing is not None and self._is_resident is not None:
+                    parts = parts + queue.first(MOST_LOOKED_AT, standing)
+                elif standing is not None and (best := queue.best_on(device, standing)) is not None:
+                    parts = [*parts, best]
             by_rank = [(ranks.get(part.standing, part.rank), part) for part in parts]
             least = min((rank for rank, _ in by_rank), default=NEVER)
             if least < NEVER:
@@ -403,6 +425,10 @@ class Dispatch:
             self._out.append(Load(device.index, unit))
         device.claim = part.claim = None
         device.running, device.part = unit, part
+        if part.queue is not None:
+            part.queue.discard(part)
+            part.queue = None
+        part.home = device if self._has_affinity else None
         if task.standing is not None:
             self._count(task.standing, 1)
         if self._is_resident is not None:
@@ -434,7 +460,3 @@ class Dispatch:
         device.claim = part.claim = None
         self.free(device)
         return part
-
-
-def _parts(has_groups: bool) -> ReadyQueue[Part] | RankedQueue:
-    return RankedQueue() if has_groups else ReadyQueue()

@@ -29,6 +29,8 @@ class Policy(Protocol):
     Attributes:
         longest_first: a task on the critical path goes before a unit that is claimed and loaded already. A policy
             without this attribute has False.
+        has_affinity: a device goes on with the tasks that it computed last; where those wait it begins one that no
+            device has, and takes another device's only if it would be idle. A policy without it has False.
         prefers_resident: a unit whose shard is on the device goes before others. A policy without it has False.
     """
 
@@ -47,12 +49,17 @@ SAME_DIGITS = 4
 class ShardedLRTF:
     """Sharded-LRTF (Hydra, arXiv 2110.08633, Algorithm 2): the task with the longest remaining time goes first.
 
+    A device keeps to the tasks that it has begun, two or three, and begins the longest of the others where these wait.
+    So a backward finds the graph of its forward on its device, and shards are loaded less often. A task on the critical
+    path goes first everywhere.
+
     Of tasks that have about as long to go, the unit that has waited longest goes first. By exact times whoever is
     behind goes first: equal tasks then compute side by side and commit together, and devices wait for all their
     optimizers at once, which are idle else. The times come nearer as the tasks end, so the last one is not later.
     """
 
     longest_first = True
+    has_affinity = True
 
     def key(self, candidate: Candidate) -> Any:
         digits, exponent = math.frexp(candidate.remaining_s)
@@ -63,6 +70,7 @@ class ShardedLRTF:
 class Locality(ShardedLRTF):
     """Sharded-LRTF among units whose shard is on the device already; the others wait for eight units at most."""
 
+    has_affinity = False
     prefers_resident = True
 
 

@@ -485,6 +485,7 @@ class Scheduler:
         task.chain = task.units.training if task.batch.training else task.units.evaluation
         task.spread = task.units.spreads[num_parts - 1]
         sizes = [end - first for first, end in part_ranges(num_micro_batches, num_parts)]
+        homes = [part.home for part in task.parts]
         # The first part goes on from what was loaded ahead.
         first, task.ahead = task.ahead, Part(task, is_ahead=True)
         first.is_ahead = False
@@ -492,6 +493,8 @@ class Scheduler:
         task.parts = [first, *(Part(task, k) for k in range(1, num_parts))]
         for part, size in zip(task.parts, sizes, strict=True):
             part.share = size / num_micro_batches
+        for part, home in zip(task.parts, homes, strict=False):
+            part.home = home
         for before, after in pairwise(task.parts):
             before.after, after.before = after, before
         task.estimate()

@@ -204,11 +204,60 @@ class ReadyQueue(Generic[T]):
         return None
 
 
-class RankedQueue:
-    """Parts of tasks that stand in groups: those of the lowest rank first, among them by key. As a `ReadyQueue`."""
+class PartQueue:
+    """Parts by the device that has begun them, and all of them; as a `ReadyQueue`.
+
+    The home of a part must not change while it is in here.
+    """
 
     def __init__(self) -> None:
-        self._of: dict[Standing, ReadyQueue[Part]] = {}
+        self._all: ReadyQueue[Part] = ReadyQueue()
+        self._at: dict[ScheduledDevice | None, ReadyQueue[Part]] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def put(self, part: Part, key: Any) -> None:
+        """Add a part, or give it another key."""
+        if part.home is not None and not part.home.is_in_use:
+            part.home = None
+        self._all.put(part, key)
+        self._at.setdefault(part.home, ReadyQueue()).put(part, key)
+
+    def discard(self, part: Part) -> None:
+        self._all.discard(part)
+        self._at[part.home].discard(part)
+
+    def forget(self, device: ScheduledDevice) -> None:
+        """Take from a device what it has begun: any other may go on with it."""
+        parts = self._at.pop(device, ReadyQueue())
+        for part in parts.first(len(parts)):
+            part.home = None
+            self._at.setdefault(None, ReadyQueue()).put(part, part.key)
+
+    def first(self, num: int) -> list[Part]:
+        """So many parts with the lowest keys, in their order."""
+        return self._all.first(num)
+
+    def best(self) -> Part | None:
+        """The part with the lowest key."""
+        return self._all.best()
+
+    def best_on(self, device: ScheduledDevice) -> Part | None:
+        """The best one that the device has begun, else that none has, else of all: of the highest priority, though."""
+        best = self._all.best()
+        for home in (device, None):
+            part = self._at[home].best() if home in self._at else None
+            if best is not None and part is not None and part.key[0] == best.key[0]:
+                return part
+        return best
+
+
+class RankedQueue:
+    """Parts of tasks that stand in groups: those of the lowest rank first, among them by key. As a `PartQueue`."""
+
+    def __init__(self) -> None:
+        self._of: dict[Standing, PartQueue] = {}
         self._standings: ReadyQueue[Standing] = ReadyQueue()  # that have a part here, and may run it
         self._changed: dict[Standing, None] = {}  # since `_standings` was up to date
 
@@ -218,12 +267,17 @@ class RankedQueue:
     def put(self, part: Part, key: Any) -> None:
         """Add a part, or give it another key."""
         standing = part.standing
-        self._of.setdefault(standing, ReadyQueue()).put(part, key)
+        self._of.setdefault(standing, PartQueue()).put(part, key)
         self._changed[standing] = None
 
     def discard(self, part: Part) -> None:
         self._of[part.standing].discard(part)
         self._changed[part.standing] = None
+
+    def forget(self, device: ScheduledDevice) -> None:
+        """Take from a device what it has begun."""
+        for queue in self._of.values():
+            queue.forget(device)
 
     def change(self, standing: Standing) -> None:
         """Take in that a rank has changed."""
@@ -251,6 +305,11 @@ class RankedQueue:
         """The part that goes first."""
         standing = self.first_standing()
         return None if standing is None else self._of[standing].best()
+
+    def best_on(self, device: ScheduledDevice, standing: Standing | None = None) -> Part | None:
+        """The part of a standing, of the first one if none is named, that goes first on a device."""
+        standing = standing or self.first_standing()
+        return self._of[standing].best_on(device) if standing in self._of else None
 
 
 # Weight of the newest measurement in a unit's running time, which counts as at most so many times the estimate, and
@@ -314,6 +373,7 @@ class Part:
     storing: int = 0  # units before `position` that are on their way to DRAM
     lost: int | None = None  # position of a unit whose device has failed, where it goes back once nothing is under way
     near: ScheduledDevice | None = None  # which computed them, where the part can go on meanwhile
+    home: ScheduledDevice | None = None  # which computed its last unit, of this batch or of the one before
     charged_s: float = 0.0  # to the task, for the unit that is computed
     num_passed: int = 0  # by units that came after it and had their shards on the device
     ready_order: int = 0
@@ -321,7 +381,7 @@ class Part:
     offer: Unit | None = None  # load-ready
     key: Any = None  # of the offer
     claim: ScheduledDevice | None = None  # who has claimed the offer
-    queue: ReadyQueue[Part] | RankedQueue | None = None  # which the part is in
+    queue: PartQueue | RankedQueue | None = None  # which the part is in
     is_ahead: bool = False  # of the batch after the one in progress: its first shard may be loaded already, no more
 
     @property
