@@ -84,12 +84,11 @@ def test_what_a_device_has_begun_is_anybodys_once_it_goes():
     """They have longer to go than those that nobody has begun, so they come before them."""
     tasks = [task(str(k), 20 if k < 4 else 10) for k in range(8)]
     found = simulate(tasks, [ROOMY] * 2, changes=[DeviceChange(20.0, 1, False)], record=True)
-    left = {placed.unit.task for placed in found.schedule if placed.device == 1}
-    firsts = {}
+    firsts = {}  # on device 0, once it is alone
     for placed in sorted(found.schedule, key=lambda placed: placed.start_s):
         if placed.device == 0 and placed.start_s > 21.0:
             firsts.setdefault(placed.unit.task, placed.start_s)
-    never_begun = {each.name for each in tasks} - {p.unit.task for p in found.schedule if p.start_s < 21.0}
-    assert left
-    assert never_begun
-    assert max(firsts[name] for name in left) < max(firsts[name] for name in never_begun)
+    begun = {placed.unit.task for placed in found.schedule if placed.start_s < 21.0}
+    assert begun == {"0", "1", "2", "3", "4", "5"}
+    assert {placed.unit.task for placed in found.schedule if placed.device == 1} == {"1", "3", "5"}
+    assert max(firsts["1"], firsts["3"]) < min(firsts["6"], firsts["7"])
