@@ -125,15 +125,19 @@ def tail(errors):
     return "\n".join(line for line in errors.read().splitlines() if line.strip())[-3000:]
 
 
-def measure(scale_name, names, folder, until_s, run):
-    """Measure what the folder does not have yet: in each stage first rows that nobody tried, then those that failed."""
+def measure(scale_name, names, only, folder, until_s, run):
+    """Measure what the folder does not have yet: in each stage first rows that nobody tried, then those that failed.
+
+    only: methods; none: all.
+    """
     planned, built = stages(SCALES[scale_name]), []
     for name in names:
         stage = planned[name]
-        if name == "right":  # beside checks, where nothing is timed
+        if name == "right" and not only:  # beside checks, where nothing is timed
             built = [process for peer in PEERS.values() if (process := peer.prepare()) is not None]
-        go_on(scale_name, name, stage.groups, stage.row_s, folder, until_s, run)
-        if name == "four":  # is compared with rows of another stage
+        groups = [each for each in stage.groups if not only or each.method in only]
+        go_on(scale_name, name, groups, stage.row_s, folder, until_s, run)
+        if name == "four" and not only:  # is compared with rows of another stage
             peers = [replace(each, tokens=each.tokens[:2]) for each in planned["one"].groups if each.module == "peers"]
             go_on(scale_name, "one", peers, planned["one"].row_s, folder, until_s, run, retries=False)
         for process in built:
@@ -187,7 +191,8 @@ def main(arguments=None, run=run_child):
     before = signal.signal(signal.SIGTERM, stop)
     code = 0
     try:
-        measure(scale_name, arguments.stages or list(stages(SCALES[scale_name])), arguments.out, until_s, run)
+        names = arguments.stages or list(stages(SCALES[scale_name]))
+        measure(scale_name, names, arguments.only, arguments.out, until_s, run)
     except Stopped:
         code = 143
     except KeyboardInterrupt:
@@ -206,12 +211,16 @@ def parse(arguments):
     known = [*stages(SCALES["gpu"]), "report"]
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"{', '.join(known)} (default: all but the last)")
     parser.add_argument("--emulated", action="store_true", help="on the CPU: shows that the script runs")
+    parser.add_argument("--only", action="append", default=[], metavar="METHOD", help="of the stages; may be repeated")
     parser.add_argument("--minutes", type=float, default=9.0, help="in which this call ends (default 9)")
     parser.add_argument("--out", type=Path, help="folder of the results (default: results beside this file)")
     found = parser.parse_args(arguments)
     unknown = [each for each in found.stages if each not in known]
     if unknown or ("report" in found.stages and len(found.stages) > 1):
         parser.error(f"STAGE: {' '.join(found.stages)}, known: {', '.join(known)}; the last stands alone")
+    methods = {each.method for stage in stages(SCALES["gpu"]).values() for each in stage.groups}
+    if not methods.issuperset(found.only):
+        parser.error(f"--only: {', '.join(found.only)}, known: {', '.join(sorted(methods))}")
     if found.out is None:
         found.out = Path(tempfile.mkdtemp()) if found.emulated else HERE / "results"
     return found

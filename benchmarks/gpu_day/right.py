@@ -33,6 +33,8 @@ HOLDS = {"nothing": (), **{lane: (lane,) for lane in QUEUES}, "everything": tupl
 NUM_MICRO_BATCHES = 4
 STRUCK_STEP, NUM_STEPS = 3, 8
 DEVICE_LOST = 75  # the exit code
+TIMED = "double_buffering or copies_are_hidden"  # the tests that compare times: they have the device to themselves
+NUM_PROCESSES = 4  # that share the device in the others
 
 
 @contextmanager
@@ -56,15 +58,15 @@ def run(arguments, environment=(), folder=ROOT):
     )
 
 
-def gpu_tests(scale, row):
-    """Run the tests that are marked `gpu`, on the stand-in where there is no GPU."""
+def gpu_tests(scale, row, chosen, num_processes):
+    """Run tests that are marked `gpu`, on the stand-in where there is no GPU. chosen: by pytest's `-k`."""
     environment = {"HYDRA_ENGINE_FAKE_CUDA": "1"} if scale.is_emulated else {}
-    options = ["-m", "gpu", "-W", "default", "-q", "-x", "-p", "no:cacheprovider", "tests/devices/test_gpu.py"]
-    ended = run(["-m", "pytest", *options], environment)
+    options = ["-m", "gpu", "-W", "default", "-q", "-p", "no:cacheprovider", "-k", chosen, "-n", str(num_processes)]
+    ended = run(["-m", "pytest", *options, "--dist", "worksteal", "tests/devices/test_gpu.py"], environment)
     lines = [line for line in ended.stdout.splitlines() if line.strip()]
     row["said"] = lines[-1] if lines else ended.stderr[-300:]
     if ended.returncode:
-        row["output"] = ended.stdout[-6000:] + ended.stderr[-2000:]
+        row["output"] = ended.stdout[-20000:] + ended.stderr[-2000:]
         raise RuntimeError(row["said"])
 
 
@@ -234,7 +236,8 @@ def check(find, scale, group, device, emit, _):
 
 
 METHODS = {
-    "gpu tests": partial(check, gpu_tests),
+    "gpu tests": partial(check, partial(gpu_tests, chosen=f"not ({TIMED})", num_processes=NUM_PROCESSES)),
+    "gpu tests, timed": partial(check, partial(gpu_tests, chosen=TIMED, num_processes=0)),
     "races, kept graphs": partial(check, partial(race, True)),
     "races, no room for boundaries": partial(check, partial(race, False)),
     "sticky error": partial(check, sticky),

@@ -8,7 +8,7 @@ from scales import Group
 
 RESIDENT = "resident"  # the peer that has no cap
 FACTS = ("environment", "ceilings", "stream", "beside traffic", "page-locking", "wake-up")
-CHECKS = ("gpu tests", "races, kept graphs", "races, no room for boundaries", "sticky error")
+CHECKS = ("gpu tests", "gpu tests, timed", "races, kept graphs", "races, no room for boundaries", "sticky error")
 VARIANTS = ("engine, balanced", "engine, compiled", "engine, balanced, compiled")
 LONG_RUNS = ("long run, engine", "long run, resident")
 
