@@ -1,6 +1,7 @@
 """Measures one group of rows in this process and prints each as a line of JSON."""
 
 import ctypes
+import faulthandler
 import importlib
 import json
 import signal
@@ -32,7 +33,13 @@ def main(scale_name, group, folder):
     run_group(SCALES[scale_name], group, lambda row: print(f"\n{json.dumps(row)}", flush=True), Path(folder))
 
 
+def tell_when_ended():
+    """Print where each thread is when the session ends this process: it hangs there, or was too slow."""
+    faulthandler.register(signal.SIGTERM, chain=True)
+
+
 if __name__ == "__main__":
+    tell_when_ended()
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a driver that is killed leaves nobody on the device
     main(*sys.argv[1:])

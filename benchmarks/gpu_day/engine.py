@@ -1,5 +1,6 @@
 """The engine, measured; each group of rows in a process of its own."""
 
+import re
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -40,8 +41,8 @@ VARIANTS = {
 }
 
 
-def engine(scale, group, device, emit, _, variant):
-    """Models streamed under a cap; the first row's process goes on with the same weights."""
+def engine(scale, group, device, emit, folder, variant):
+    """Models streamed under a cap, and each row's timeline; the first row's process goes on with the same weights."""
     num_models = num_that_fit(scale, group.size) if variant.is_many else 1
     models = [make_model(scale, group.size, "cpu") for _ in range(num_models)]
     num_before = 0
@@ -49,7 +50,9 @@ def engine(scale, group, device, emit, _, variant):
         with measured(emit, device, key) as row:
             row["steps_before"] = num_before  # of rows before this one: losses compare where it is equal
             num_before += scale.num_warm + scale.num_steps
-            train_streamed(scale, group, key[3], models, variant, row)
+            report = train_streamed(scale, group, key[3], models, variant, row)
+            words = re.findall(r"\w+", f"{key[0]} {key[1]} {key[3]}")
+            report.trace(folder / f"spans-{'-'.join(words)}.json")
 
 
 def num_that_fit(scale, size):
@@ -96,7 +99,7 @@ def orchestra_of(scale, group, tasks):
 
 
 def train_streamed(scale, group, tokens, models, variant, row):
-    """One row of the engine."""
+    """One row of the engine; its report."""
     total = scale.num_warm + scale.num_steps
     orchestra = orchestra_of(scale, group, make_tasks(scale, tokens, models, variant, batches(scale, total, tokens)))
     start_s = time.perf_counter()
@@ -127,6 +130,7 @@ def train_streamed(scale, group, tokens, models, variant, row):
         revisions=[str(revision) for task in report.tasks.values() for revision in task.revisions],
     )
     filled(row, rounds_s(commits, len(models), scale.num_warm), tokens * len(models))
+    return report
 
 
 class Profiled(Callback):

@@ -125,17 +125,18 @@ def tail(errors):
     return "\n".join(line for line in errors.read().splitlines() if line.strip())[-3000:]
 
 
-def measure(scale_name, names, only, folder, until_s, run):
+def measure(scale_name, names, only, tokens, folder, until_s, run):
     """Measure what the folder does not have yet: in each stage first rows that nobody tried, then those that failed.
 
-    only: methods; none: all.
+    only: methods, tokens: per step, of the rows; none: all.
     """
     planned, built = stages(SCALES[scale_name]), []
     for name in names:
         stage = planned[name]
         if name == "right" and not only:  # beside checks, where nothing is timed
             built = [process for peer in PEERS.values() if (process := peer.prepare()) is not None]
-        groups = [each for each in stage.groups if not only or each.method in only]
+        chosen = [each for each in stage.groups if not only or each.method in only]
+        groups = [each.only([key for key in each.rows() if not tokens or key[3] in (0, *tokens)]) for each in chosen]
         go_on(scale_name, name, groups, stage.row_s, folder, until_s, run)
         if name == "four" and not only:  # is compared with rows of another stage
             peers = [replace(each, tokens=each.tokens[:2]) for each in planned["one"].groups if each.module == "peers"]
@@ -192,7 +193,7 @@ def main(arguments=None, run=run_child):
     code = 0
     try:
         names = arguments.stages or list(stages(SCALES[scale_name]))
-        measure(scale_name, names, arguments.only, arguments.out, until_s, run)
+        measure(scale_name, names, arguments.only, arguments.tokens, arguments.out, until_s, run)
     except Stopped:
         code = 143
     except KeyboardInterrupt:
@@ -212,6 +213,7 @@ def parse(arguments):
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"{', '.join(known)} (default: all but the last)")
     parser.add_argument("--emulated", action="store_true", help="on the CPU: shows that the script runs")
     parser.add_argument("--only", action="append", default=[], metavar="METHOD", help="of the stages; may be repeated")
+    parser.add_argument("--tokens", action="append", default=[], type=int, help="per step; may be repeated")
     parser.add_argument("--minutes", type=float, default=9.0, help="in which this call ends (default 9)")
     parser.add_argument("--out", type=Path, help="folder of the results (default: results beside this file)")
     found = parser.parse_args(arguments)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -46,14 +47,15 @@ def device_of(scale):
         yield fake
 
 
-def run(arguments, environment=(), folder=ROOT):
+def run(arguments, environment=(), folder=ROOT, stderr=subprocess.PIPE):
     """Run Python in a process of its own with this folder's modules; what it printed, and its exit code."""
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": path, **dict(environment)},
         cwd=folder,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
     )
 
@@ -140,15 +142,18 @@ def planned(task, budget_bytes):
 def smallest_bytes(scale, task, model):
     """Bytes of the smallest device that holds the task, to an eighth: boundaries find no room there."""
     page_bytes = 2**12 if scale.is_emulated else 2**21
-    model_bytes = sum(each.nbytes for each in model.parameters())
-    budget_bytes = page_bytes * (model_bytes // len(model) // page_bytes)
-    while budget_bytes < 100 * model_bytes:
+    most_bytes = 100 * sum(each.nbytes for each in model.parameters())
+    wanted_bytes = max(sum(each.nbytes for each in layer.parameters()) for layer in model)
+    while wanted_bytes < most_bytes:
+        budget_bytes = page_bytes * -(-wanted_bytes // page_bytes)
         try:
             planned(task, budget_bytes)
             return budget_bytes
-        except (ValueError, RuntimeError):  # too small
-            budget_bytes = page_bytes * -(-budget_bytes * 9 // (8 * page_bytes))
-    raise RuntimeError(f"does not fit {budget_bytes} bytes")
+        except (ValueError, RuntimeError) as error:  # too small; many say for what
+            print(f"races: {budget_bytes} bytes: {error}", file=sys.stderr, flush=True)
+            [needed] = re.findall(r"\((\d+) bytes\) on a device", str(error)) or [0]
+            wanted_bytes = max(budget_bytes * 9 // 8, int(needed))
+    raise RuntimeError(f"does not fit {most_bytes} bytes")
 
 
 def digest(losses, model):
@@ -162,7 +167,8 @@ def digest(losses, model):
 def race(is_kept, scale, row):
     """Compare runs whose lanes are held back with one in which nothing is asynchronous."""
     call = f"print(*right.raced(scales.SCALES[{scale_name(scale)!r}], {is_kept}))"
-    ended = run(["-c", f"import right, scales; {call}"], {"CUDA_LAUNCH_BLOCKING": "1"})
+    blocking = {"CUDA_LAUNCH_BLOCKING": "1"}
+    ended = run(["-c", f"import child, right, scales; child.tell_when_ended(); {call}"], blocking, stderr=None)
     expected, _, budget_bytes = printed(ended).split()
     row.update(budget_bytes=int(budget_bytes), held_back={})
     for name, lanes in HOLDS.items():
@@ -181,7 +187,7 @@ def scale_name(scale):
 def printed(ended):
     """The last line that a process printed; raises what it said where it failed."""
     if ended.returncode:
-        raise RuntimeError(f"exit code {ended.returncode}: {ended.stderr.strip()[-300:]}")
+        raise RuntimeError(f"exit code {ended.returncode}: {(ended.stderr or '').strip()[-300:]}")
     return ended.stdout.splitlines()[-1]
 
 

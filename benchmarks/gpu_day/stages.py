@@ -38,7 +38,7 @@ def stages(scale):
     variants = [own(method=name, **capped, tokens=scale.tokens[:num]) for name in VARIANTS]
     return {
         "facts": Stage(groups=[Group(method="facts", module="facts", parts=FACTS)], row_s=100),
-        "right": Stage(groups=[Group(method=name, module="right") for name in CHECKS], row_s=420),
+        "right": Stage(groups=[Group(method=name, module="right") for name in CHECKS], row_s=240),
         "one": Stage(
             groups=[
                 own(method="kernels", size=scale.size),
