@@ -396,8 +396,18 @@ def test_gpu_day_tells_exposed_updates_from_hidden_ones(gpu_day):
     ]
     assert gpu_day.bounds.exposed_share(spans, 0.0, 10.0) == pytest.approx(0.3)
     assert gpu_day.bounds.busy_share(spans, 0.0, 10.0) == pytest.approx(0.7)
-    assert gpu_day.bounds.rounds_s([0, 1, 3, 6, 10], 1, 2) == [3 - 1, 6 - 3, 10 - 6]
-    assert gpu_day.bounds.rounds_s([0, 1, 3, 6, 10], 2, 1) == [6 - 1, 10 - 3]
+    assert gpu_day.bounds.rounds_s({"a": [0, 1, 3, 6, 10]}, 2) == [3 - 1, 6 - 3, 10 - 6]
+
+
+def test_gpu_day_takes_the_mean_of_bursts_of_commits(gpu_day):
+    # Three of four tasks commit together each 3 s, so a commit takes 1 s, a round 4.
+    order, commits = "abcdabcdabcdabcdabcd", {}
+    for k, name in enumerate(order):
+        commits.setdefault(name, []).append(3.0 * (k // 3))
+    spans = [Span("host", "commit", name, at - 0.5, at) for name, times in commits.items() for at in times]
+    assert gpu_day.bounds.commit_times(spans) == commits
+    assert gpu_day.bounds.measured_window({"a": [1, 2, 5], "b": [2, 4, 6]}, 2) == (4, 5)
+    assert gpu_day.bounds.rounds_s(commits, 1) == [pytest.approx(4.0, rel=0.1)]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """What a step takes at least, and what a run's spans say of its steps. Pure arithmetic; see README.md."""
 
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import median
 
 LINK_BYTES = 2  # of a parameter, a gradient or a boundary's element on the link
@@ -69,16 +70,32 @@ def bound(compute, ceilings, *, num_parameters, num_shards, boundary_bytes, move
 
 
 def commit_times(spans):
-    """When steps were committed, of all tasks together."""
-    return sorted(span.end_s for span in spans if span.lane == "commit")
+    """When the steps of each task were committed."""
+    found = {}
+    for span in sorted(spans, key=lambda span: span.end_s):
+        if span.lane == "commit":
+            found.setdefault(span.label, []).append(span.end_s)
+    return found
 
 
-def rounds_s(commits, num_tasks, num_warm):
-    """Seconds of each round, a step of every task, after `num_warm` of them: from a commit to the one a round later.
+def measured_window(commits, num_warm):
+    """From when every task has its warm steps behind it until the first has made its last: all of them train there."""
+    return max(times[num_warm - 1] for times in commits.values()), min(times[-1] for times in commits.values())
 
-    Of one task, simply its steps.
+
+def rounds_s(commits, num_warm):
+    """Seconds of rounds, a step of every task: of one task each of its steps, of several one mean.
+
+    Tasks commit in bursts, so what lies between a commit and one so many later, as there are tasks, is mostly shorter
+    than a round, and what lies in a window depends on where it cuts a burst. So each task is timed from one commit of
+    its own to another one, and a round takes as long as they need for so many steps together as there are tasks.
     """
-    return [commits[k + num_tasks] - commits[k] for k in range(num_warm * num_tasks - 1, len(commits) - num_tasks)]
+    start_s, end_s = measured_window(commits, num_warm)
+    inside = [[at_s for at_s in times if start_s <= at_s <= end_s] for times in commits.values()]
+    if len(inside) == 1:
+        return [after - before for before, after in pairwise(*inside)]
+    rates = [(len(times) - 1) / (times[-1] - times[0]) for times in inside if len(times) > 1]
+    return [len(rates) / sum(rates)]
 
 
 def union(intervals):

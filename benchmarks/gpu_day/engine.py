@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from bounds import busy_share, commit_times, exposed_share, rounds_s
+from bounds import busy_share, commit_times, exposed_share, measured_window, rounds_s
 from kernels import layer_seconds
 from models import ADAMW, LR, NARROW, batches, loss_fn, make_model, narrowed
 from peers import PEERS
@@ -117,10 +117,10 @@ def train_streamed(scale, group, tokens, models, variant, row):
     report = orchestra.train_models()
     report.raise_failures()
     commits, [used] = commit_times(report.spans), report.devices
-    window = (commits[scale.num_warm * len(models) - 1], commits[-1])
+    window = measured_window(commits, scale.num_warm)
     row.update(
         losses=report.tasks["model-0"].losses,
-        first_commit_s=commits[0],
+        first_commit_s=min(times[0] for times in commits.values()),
         exposed_share=exposed_share(report.spans, *window),
         busy_share=busy_share(report.spans, *window),
         launch_s=used.launch_s,  # of the whole run
@@ -129,7 +129,7 @@ def train_streamed(scale, group, tokens, models, variant, row):
         device_ledger_peak_bytes=used.peak_bytes,
         revisions=[str(revision) for task in report.tasks.values() for revision in task.revisions],
     )
-    filled(row, rounds_s(commits, len(models), scale.num_warm), tokens * len(models))
+    filled(row, rounds_s(commits, scale.num_warm), tokens * len(models))
     return report
 
 
