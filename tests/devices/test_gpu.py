@@ -1,4 +1,4 @@
-"""What a GPU is asked. Never run on one yet.
+"""What a GPU is asked.
 
     python -m pytest tests/devices/test_gpu.py                                    # on a GPU of at least 16 GiB
     HYDRA_ENGINE_FAKE_CUDA=1 python -m pytest tests/devices/test_gpu.py           # on tests/fake_cuda.py: without a GPU

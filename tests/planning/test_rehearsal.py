@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine.planning import rehearsal
 from partitioners import Presharded
 from tests import reference, zoo
 
@@ -904,3 +905,14 @@ def test_check_of_an_own_forward_changes_nothing():
     before.assert_same()
     orchestrator(ModelTask(model, F.cross_entropy, data(), LR, seed=SEED)).generate()
     before.assert_same()
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_bits_are_digested_only_where_they_repeat(repeats, monkeypatch):
+    """A GPU's kernels may give others each time: nobody compares them, and digests of large gradients take seconds."""
+    digested, digests = [], rehearsal._Rehearsal._digests
+    monkeypatch.setattr(rehearsal._Rehearsal, "_digests", lambda *found: digested.append(1) or digests(*found))
+    place = property(lambda self: repeats, lambda self, value: None)  # which is False on a GPU
+    monkeypatch.setattr(rehearsal._Rehearsal, "repeats_bits", place, raising=False)
+    orchestrator(task_for(model_with(nn.Tanh()))).generate()
+    assert bool(digested) == repeats
