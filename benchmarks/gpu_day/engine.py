@@ -81,7 +81,7 @@ def make_tasks(scale, tokens, models, variant, data, **options):
             optimizer=ADAMW,
             precision="bfloat16",
             accumulation_steps=tokens // scale.micro_tokens,
-            early_release=len(models) == 1,
+            early_release=len(models) == 1 and "all",
             compile=variant.is_compiled,
             seed=k,
             **options,

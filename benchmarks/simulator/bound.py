@@ -43,7 +43,7 @@ class Stage:
     update_bytes: float = 46.0  # of DRAM, for the update of a parameter
     default_cut: bool = False  # the one of the least predicted time; else that of Pilot
     one_update: bool = False  # at a time, so that the lowest shard is through first; else four that share DRAM
-    early_release: bool = False  # of a task that is alone: shards are updated as their gradients arrive
+    early_release: bool | str = False  # of a task that is alone: shards are updated as their gradients arrive
     unit_s: float = 1000e-6  # fixed cost of a unit
     together: bool = False  # cuts, and what stays on the device, by a simulation of the whole run
 
@@ -58,7 +58,7 @@ def stages(is_alone):
     yield "2 split masters", stage
     stage = replace(stage, default_cut=True)
     yield "3 default cut", stage
-    stage = replace(stage, one_update=True, early_release=is_alone)
+    stage = replace(stage, one_update=True, early_release=is_alone and "all")
     yield "4 no barrier", stage
     stage = replace(stage, unit_s=450e-6)
     yield "5 turnaround", stage

@@ -63,7 +63,7 @@ def call_hooks(
         secure(None)
         gradient = hooked[slot.index] = finished(slot)
         places = places or _UserPlaces(pool.layout, staging, pool)
-        with _HookWatch(slot, places, is_early=pool.early_release) as watch, _HookGradientReads(slot, places):
+        with _HookWatch(slot, places, is_early=bool(pool.early_release)) as watch, _HookGradientReads(slot, places):
             for hook in hooks:
                 changed = hook(gradient)
                 if changed is not None and changed is not gradient:

@@ -26,7 +26,7 @@ class GradientRoom(Enum):
     """Room for gradients in DRAM."""
 
     ALL = auto()  # each has its place for the whole step
-    LENT = auto()  # early release: two shards have room at a time, from their arrival until their update is through
+    LENT = auto()  # early_release=True: two shards have room at a time, from arrival until their update is through
     NONE = auto()  # devices step the optimizer, each shard's at the end of its backward unit: no gradient arrives
 
 
@@ -121,10 +121,14 @@ class HostPool:
     is (`host/split.py`). Such a parameter has its values while it is `shown`, and zeros otherwise. Set before `open`.
     """
 
-    def __init__(self, layout: ModelLayout, *, early_release: bool = False, frozen: FrozenBlocks | None = None) -> None:
+    def __init__(
+        self, layout: ModelLayout, *, early_release: bool | str = False, frozen: FrozenBlocks | None = None
+    ) -> None:
+        """early_release: as `ModelTask`'s."""
         self.layout = layout
+        self._early_release = early_release
         self._frozen = FrozenBlocks() if frozen is None else frozen
-        self._room = GradientRoom.LENT if early_release else GradientRoom.ALL  # while the host steps the optimizer
+        self._room = GradientRoom.LENT if early_release is True else GradientRoom.ALL  # while the host steps
         self.gradients = Gradients(layout, self._room)
         self.is_open = False
         self.splits = False
@@ -136,9 +140,9 @@ class HostPool:
         self.gradients.room = GradientRoom.NONE if is_so else self._room
 
     @property
-    def early_release(self) -> bool:
-        """Return True if a shard is updated as soon as its backward is stored, and not after the commit."""
-        return self.gradients.room is not GradientRoom.ALL
+    def early_release(self) -> bool | str:
+        """Tell whether a shard is updated as soon as its backward is stored, and not after the commit; as the task."""
+        return self._early_release or self.gradients.room is GradientRoom.NONE
 
     @property
     def num_bytes(self) -> int:

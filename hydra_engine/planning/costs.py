@@ -59,7 +59,7 @@ class TaskCost:
     ordered: frozenset[tuple[str, int]] = frozenset()
     priority: int = 0
     weight: float = 1.0
-    early_release: bool = False
+    early_release: bool | str = False
 
     def __post_init__(self) -> None:
         if not self.unit_s:

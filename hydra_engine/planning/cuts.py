@@ -48,7 +48,7 @@ class RunAtHand:
     num_tasks: int = 1
     double_buffer: bool = True
     state_bytes: float | None = None  # that an update on the device moves for each byte of gradients; None: on the host
-    early_release: bool = False
+    early_release: bool | str = False
 
     @property
     def num_busy(self) -> int:

@@ -297,7 +297,7 @@ class Estimate:
             update_s=[sum(slot.num_bytes for slot in state.pool.owned(shard)) / rate for shard in shards],
             num_micro_batches=number,
             ordered=state.ordered,
-            early_release=state.pool.early_release and not state.steps_on_device,
+            early_release=False if state.steps_on_device else state.pool.early_release,
         )
 
 
@@ -450,7 +450,7 @@ class PlannedTask:
         self.frozen.plan(self.layout)
         self._limit = DramLimit() if limit is None else limit
         own_pool = HostPool if task.purpose is Purpose.TRAIN else BorrowedPool
-        early_release = task.purpose is Purpose.TRAIN and task.early_release
+        early_release = task.early_release if task.purpose is Purpose.TRAIN else False
         pool = own_pool(self.layout, early_release=early_release, frozen=self.frozen)
         self.state = state = TaskState(task, name, self.layout, pool, max_devices)
         self.reader.num_micro_batches = lambda: state.cut.num_micro_batches

@@ -297,8 +297,8 @@ class _Task:
         self.sizes = [end - first for first, end in part_ranges(self.cost.num_micro_batches, num_parts)]
 
     def lend(self, shard: int, done: Done) -> None:
-        """Wait for a place for a shard's gradients. Without early release each has its own."""
-        if self.cost.early_release and shard not in self.lent:
+        """Wait for a place for a shard's gradients, of which there are few with `early_release=True`."""
+        if self.cost.early_release is True and shard not in self.lent:
             if len(self.lent) == NUM_LOANS:
                 self.lending.append((shard, done))
                 return
@@ -736,7 +736,7 @@ def _added(task: _Task) -> TaskAdded:
         units,
         num_steps=cost.num_steps,
         reads_ahead=True,
-        early_release=cost.early_release,
+        early_release=bool(cost.early_release),
         priority=cost.priority,
         weight=cost.weight,
     )

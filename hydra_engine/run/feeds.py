@@ -594,7 +594,7 @@ class Joining:
         return event
 
     def _take_in(self, planned: PlannedTask) -> None:
-        end = TaskEnd(releases_early=planned.state.pool.early_release)
+        end = TaskEnd(releases_early=bool(planned.state.pool.early_release))
         before = self._common.tasks.get(planned.name)
         if before is not None:
             before.leave(self._common.trace)
@@ -681,7 +681,7 @@ class Joining:
                 units=task.units,
                 num_steps=None if num_steps is None else max(0, num_steps - task.report.steps),
                 reads_ahead=not state.observed.draws,
-                early_release=state.pool.early_release,
+                early_release=bool(state.pool.early_release),
                 priority=planned.task.priority,
                 weight=planned.task.weight,
                 reads_last=not planned.task.read_ahead,

@@ -30,6 +30,9 @@ from hydra_engine.schedule.state import (
 )
 from hydra_engine.schedule.units import Unit
 
+# A task that alone takes so much of the time that all tasks take on all devices goes first on every one. With all of it
+# instead, long tasks were begun too late: simulated makespans were up to 0.7 % above what no schedule is faster than.
+NEARLY = 0.6
 # A unit whose shard is on the device goes before the best one, of so many after it, and so many times in a row.
 MOST_LOOKED_AT, MOST_PASSED = 32, 8
 
@@ -309,9 +312,12 @@ class Dispatch:
     def _is_urgent(self, part: Part, claim: Part) -> bool:
         return (part.rank, part.key) < (claim.rank, claim.key) and self._is_critical(part.task)
 
-    def _is_critical(self, task: ScheduledTask) -> bool:
-        """Return True if the task alone takes as long as all tasks on all devices: nothing then hides its waiting."""
-        return task.counted_s * self.num_devices >= self._remaining_s
+    def _is_critical(self, task: ScheduledTask, nearly: float = 1.0) -> bool:
+        """Return True if the task alone takes as long as all tasks on all devices: nothing then hides its waiting.
+
+        nearly: the share of that which is enough.
+        """
+        return task.counted_s * self.num_devices >= nearly * self._remaining_s
 
     def _best(self, queue: PartQueue | RankedQueue, device: ScheduledDevice) -> Part | None:
         """Who goes first in a queue, on this device."""
@@ -319,7 +325,8 @@ class Dispatch:
         if best is None or (self._is_resident is not None and best.num_passed >= MOST_PASSED):
             return best
         if self._is_resident is None:
-            return best if self._is_longest_first and self._is_critical(best.task) else queue.best_on(device)
+            goes_first = self._is_longest_first and self._is_critical(best.task, NEARLY)
+            return best if goes_first else queue.best_on(device)
         return self._first(queue.first(MOST_LOOKED_AT), device)
 
     def _first(self, parts: Sequence[Part], device: ScheduledDevice) -> Part:

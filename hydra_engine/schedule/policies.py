@@ -50,8 +50,8 @@ class ShardedLRTF:
     """Sharded-LRTF (Hydra, arXiv 2110.08633, Algorithm 2): the task with the longest remaining time goes first.
 
     A device keeps to the tasks that it has begun, two or three, and begins the longest of the others where these wait.
-    So a backward finds the graph of its forward on its device, and shards are loaded less often. A task on the critical
-    path goes first everywhere.
+    So a backward finds the graph of its forward on its device, and shards are loaded less often. A task near the
+    critical path goes first everywhere.
 
     Of tasks that have about as long to go, the unit that has waited longest goes first. By exact times whoever is
     behind goes first: equal tasks then compute side by side and commit together, and devices wait for all their

@@ -54,7 +54,7 @@ def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or check(value)
 
 
-def _known(field: str, *known: str, beside: Callable[[Any], bool] = lambda value: False) -> Rule:
+def _known(field: str, *known: str | bool, beside: Callable[[Any], bool] = lambda value: False) -> Rule:
     """One of the known names, or a value that is fit `beside` them."""
     return field, lambda value: value in known or beside(value), "{!r}, known: " + ", ".join(map(repr, known))
 
@@ -198,6 +198,7 @@ LIMITS: tuple[Rule, ...] = (
     _known("moments", "float32", "bfloat16"),
     _known("optimizer_scope", "shard", "task"),
     _known("optimizer_device", "host", "device", "auto"),
+    _known("early_release", False, True, "all"),
     _known("lr_scheduler_interval", "step", "epoch"),
     _known("loss_reduction", "mean", "sum", beside=callable),
     _known("nonfinite", "skip", "stop", "raise", beside=lambda value: value is None),

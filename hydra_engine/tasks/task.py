@@ -66,7 +66,8 @@ class ModelTask:
             shard by shard, under the next step's forward. "task": it couples parameters (Prodigy, say), so all are
             stepped at once at the commit.
         early_release*: update a shard as soon as its gradient has arrived, in the middle of the step, which nothing may
-            veto then: not with `max_grad_norm`, float16, scope "task", `max_retries` or `nonfinite`.
+            veto then: not with `max_grad_norm`, float16, scope "task", `max_retries` or `nonfinite`. True: DRAM has the
+            gradients of two shards at a time, and backwards wait for updates. "all": it has those of all, as without.
         optimizer_device*: "host": updates run on the CPU, under other work of the devices. "device": at the end of a
             shard's backward unit, with the limits of `early_release`, and nothing may hook into parameters. "auto":
             whichever is predicted to take less time, "host" where the task may veto its steps.
@@ -159,7 +160,7 @@ class ModelTask:
         optimizer: OptimizerFactory | str | None = None,
         param_groups: Callable[[str], dict[str, Any]] | None = None,
         optimizer_scope: str = "shard",
-        early_release: bool = False,
+        early_release: bool | str = False,
         optimizer_device: str = "host",
         ema_decay: float | None = None,
         lr_scheduler: SchedulerFactory | None = None,
@@ -224,7 +225,7 @@ class ModelTask:
         self.lr_scheduler = lr_scheduler
         self.lr_scheduler_interval = lr_scheduler_interval
         self.partitioner: Partitioner = partitioner if partitioner is not None else Fastest()
-        self.early_release = bool(early_release)
+        self.early_release = early_release if isinstance(early_release, str) else bool(early_release)
         self.priority = priority
         self.group = group
         self.min_devices = min_devices

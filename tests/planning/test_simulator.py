@@ -183,13 +183,18 @@ class TestByHand:
             host = HostCost(optimizer_threads=num_threads, shares_dram=True)
             assert simulate(tasks, 1, host=host).makespan_s == pytest.approx(3.0)
 
-    @pytest.mark.parametrize(("gradient_bytes", "starts"), [(0, [7.5, 8.5]), (1, [8.5, 9.5])])
-    def test_with_early_release_the_commit_and_the_lowest_shard_go_first(self, gradient_bytes, starts):
+    @pytest.mark.parametrize(
+        ("gradient_bytes", "early_release", "starts"),
+        [(0, True, [7.5, 8.5]), (1, True, [8.5, 9.5]), (1, "all", [7.5, 8.5])],
+    )
+    def test_with_early_release_the_commit_and_the_lowest_shard_go_first(self, gradient_bytes, early_release, starts):
         #  step 0  |f0|f1|fb2|b1|b0|          b0's gradients, the third of the step, wait in vain for a place
-        #                    |   u2   |commit .5|u0|u1|    where these take one, until 6 s, when u1 has begun
+        #                    |   u2   |commit .5|u0|u1|    where these take one, until 6 s, when u1 has begun;
+        #                                                 with room for all they wait for nothing
         #  step 1                                  |f0|f1|...
-        cost = {"commit_s": 0.5, "update_s": (1.0, 1.0, 3.0), "gradient_bytes": gradient_bytes, "early_release": True}
-        found = simulate([task("a", 1.0, 1.0, 1.0, 1.0, 1.0, num_steps=2, **cost)], 1, record=True)
+        cost = {"commit_s": 0.5, "update_s": (1.0, 1.0, 3.0), "gradient_bytes": gradient_bytes}
+        alone = task("a", 1.0, 1.0, 1.0, 1.0, 1.0, num_steps=2, early_release=early_release, **cost)
+        found = simulate([alone], 1, record=True)
         assert [placed.start_s for placed in found.schedule][:7] == [0.0, 1.0, 2.0, 3.0, 4.0, *starts]
 
     def test_reading_goes_on_beside_computing(self):

@@ -1,6 +1,7 @@
-"""Updates in the middle of a step: the same bits, with the gradients of two shards in DRAM instead of all."""
+"""Updates in the middle of a step: the same bits, with the gradients of two shards in DRAM, or of all."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -21,9 +22,10 @@ def orchestra_of(tasks, *, num_devices=2, memory="8MiB", chaos=4):
     return orchestra
 
 
+@pytest.mark.parametrize("early_release", [True, "all"])
 @pytest.mark.parametrize("settings", ["plain", "schedules", "bfloat16"])
 @pytest.mark.parametrize("name", zoo.MODELS)
-def test_early_updates_give_the_bits_of_the_plain_loop(name, settings):
+def test_early_updates_give_the_bits_of_the_plain_loop(name, settings, early_release):
     options = {
         "plain": {"optimizer": torch.optim.AdamW},
         "schedules": {
@@ -52,7 +54,7 @@ def test_early_updates_give_the_bits_of_the_plain_loop(name, settings):
         name="early",
         seed=SEED,
         partitioner=Presharded(ends),
-        early_release=True,
+        early_release=early_release,
         **options,
     )
     other_network, loss_fn, loader = zoo.MODELS["mlp"]()
@@ -99,7 +101,54 @@ def test_sgd_takes_at_most_4_4_bytes_per_parameter_in_20_shards():
     assert pool_bytes <= 4.4 * num_parameters
 
 
-@pytest.mark.parametrize("early_release", [False, True])
+def test_dram_holds_the_gradients_of_all_shards_where_it_is_told_to():
+    found = {}
+    for early_release in (False, "all"):
+        task = ModelTask(stack(), F.mse_loss, vectors(), LR, partitioner=Presharded([*range(1, 9)]))
+        task.early_release = early_release
+        found[early_release] = orchestra_of([task]).generate().tasks["task-0"].dram
+    assert found["all"] == found[False]
+
+
+def test_backwards_wait_for_no_update_where_all_gradients_have_room(monkeypatch):
+    """Told by the order of events: the last backward is through before the second update of the step begins."""
+    first_update, events = threading.Event(), []
+    step = torch.optim.SGD.step
+
+    def slow(self, *args, **kwargs):
+        if threading.current_thread() is not threading.main_thread():
+            assert first_update.wait(60)
+            events.append("update")
+        return step(self, *args, **kwargs)
+
+    class Last(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if is_training:
+                events.append("backward")
+                first_update.set()
+            return gradient
+
+    class Lowest(nn.Linear):
+        def forward(self, x):
+            return Last.apply(super().forward(x))
+
+    is_training = False
+    network = nn.Sequential(Lowest(16, 16), *stack(7))
+    task = ModelTask(network, F.mse_loss, vectors(1), LR, partitioner=Presharded([*range(1, 9)]), early_release="all")
+    orchestra = orchestra_of([task], num_devices=1, chaos=0)
+    orchestra.generate()
+    is_training = True
+    monkeypatch.setattr(torch.optim.SGD, "step", slow)
+    orchestra.train_models().raise_failures()
+    assert events == ["backward", *["update"] * 8]
+
+
+@pytest.mark.parametrize("early_release", [False, True, "all"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_pool_takes_what_the_plan_says_to_the_byte(precision, early_release):
     seen = {}

@@ -385,6 +385,7 @@ ORDERS = [
     {"optimizer_scope": "task", "max_grad_norm": 0.5},
     {"optimizer_scope": "shard"},
     {"early_release": True},
+    {"early_release": "all"},
     {"optimizer_device": "device"},
     {"max_grad_norm": 0.5, "accumulation_steps": 2},
     {"max_retries": 1},

@@ -197,6 +197,7 @@ CASES = {
     "float16, skips": {"precision": "float16", "grad_scaler": lambda: torch.amp.GradScaler("cpu", init_scale=2.0**40)},
     "whole task": {"optimizer_scope": "task", "ema_decay": 0.9},
     "early release": {"early_release": True, "ema_decay": 0.9},
+    "early release, room for all": {"early_release": "all", "ema_decay": 0.9},
     "steps on devices": {"optimizer_device": "device"},
     "steps on devices, narrow": {"optimizer_device": "device", "precision": "bfloat16"},
     "groups": {"param_groups": lambda name: {"weight_decay": 0.0} if name.endswith("bias") else {}},

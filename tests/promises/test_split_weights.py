@@ -101,6 +101,7 @@ def assert_same(actual, expected):
 
 OPTIONS = {
     "early release": {"early_release": True},
+    "early release, room for all": {"early_release": "all"},
     "averages": {"ema_decay": 0.9},
     "best": {"keep_best": "loss", "best": "max"},
     "own optimizer": {"optimizer": Rebinding},

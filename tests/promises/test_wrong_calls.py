@@ -169,6 +169,7 @@ CALLS = {
     "nonfinite": option(nonfinite="ignore"),
     "loader_timeout": option(loader_timeout_s=0),
     "compile": option(compile="max-autotune"),
+    "early release": option(early_release="some"),
     "early release with clip": option(early_release=True, max_grad_norm=1.0),
     "scaling rule": option(scaling_rule="linear"),
     # the loss
@@ -394,6 +395,7 @@ LINES = {
     "nonfinite": "a: nonfinite: 'ignore', known: 'skip', 'stop', 'raise'",
     "loader_timeout": "a: loader_timeout_s: 0, limit: finite, above 0; None waits for ever",
     "compile": "a: compile: 'max-autotune' is not a bool; give True for torch.compile of each layer, or False",
+    "early release": "a: early_release: 'some', known: False, True, 'all'",
     "early release with clip": "a: early_release: with max_grad_norm a step waits until all gradients are there; ...",
     "scaling rule": (
         "a: scaling_rule: 'linear' is not a ScalingRule; give AdaScale(), AdamScale(), LinearScale(), "

@@ -38,15 +38,16 @@ def test_equal_tasks_stay_on_the_device_that_has_begun_them(num_tasks):
 
 
 def test_a_few_tasks_are_begun_at_a_time_the_longest_first():
-    tasks = [task(str(k), num_steps=4 + k) for k in range(8)]
+    """Until few are left, which are near the critical path then."""
+    tasks = [task(str(k), num_steps=4 + k) for k in range(20)]
     found = simulate(tasks, [ROOMY] * 2, record=True)
     begins, ends = {}, {}
     for placed in found.schedule:
         begins[placed.unit.task] = min(begins.get(placed.unit.task, placed.start_s), placed.start_s)
         ends[placed.unit.task] = max(ends.get(placed.unit.task, 0.0), placed.end_s)
-    order = sorted(begins, key=begins.get)
-    assert order == [str(k) for k in reversed(range(8))]
-    for name, begin_s in begins.items():
+    order = sorted(begins, key=begins.get)[:12]
+    assert all(abs(19 - position - int(name)) <= 2 for position, name in enumerate(order))  # some have about as long
+    for name, begin_s in ((name, begins[name]) for name in order):
         in_progress = [each for each in begins if begins[each] < begin_s < ends[each]]
         assert len(in_progress) <= 6, name  # three for each device, with the new one
 
