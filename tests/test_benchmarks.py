@@ -408,6 +408,9 @@ def test_gpu_day_takes_the_mean_of_bursts_of_commits(gpu_day):
     assert gpu_day.bounds.commit_times(spans) == commits
     assert gpu_day.bounds.measured_window({"a": [1, 2, 5], "b": [2, 4, 6]}, 2) == (4, 5)
     assert gpu_day.bounds.rounds_s(commits, 1) == [pytest.approx(4.0, rel=0.1)]
+    late = {"a": [1.0, 2.0, 3.0], "b": [4.0, 5.0, 6.0]}  # begun as the other was through
+    assert gpu_day.bounds.measured_window(late, 1) == (4.0, 6.0)
+    assert gpu_day.bounds.rounds_s(late, 1) == [1.0]
 
 
 @pytest.fixture

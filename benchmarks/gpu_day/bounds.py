@@ -79,8 +79,13 @@ def commit_times(spans):
 
 
 def measured_window(commits, num_warm):
-    """From when every task has its warm steps behind it until the first has made its last: all of them train there."""
-    return max(times[num_warm - 1] for times in commits.values()), min(times[-1] for times in commits.values())
+    """From when every task has its warm steps behind it until the first has made its last: all of them train there.
+
+    Until the last one has, where there is no such time: a task was begun as another was through.
+    """
+    lasts_s = [times[-1] for times in commits.values()]
+    start_s = max(times[num_warm - 1] for times in commits.values())
+    return start_s, min(lasts_s) if start_s < min(lasts_s) else max(lasts_s)
 
 
 def rounds_s(commits, num_warm):

@@ -912,7 +912,7 @@ def test_bits_are_digested_only_where_they_repeat(repeats, monkeypatch):
     """A GPU's kernels may give others each time: nobody compares them, and digests of large gradients take seconds."""
     digested, digests = [], rehearsal._Rehearsal._digests
     monkeypatch.setattr(rehearsal._Rehearsal, "_digests", lambda *found: digested.append(1) or digests(*found))
-    place = property(lambda self: repeats, lambda self, value: None)  # which is False on a GPU
-    monkeypatch.setattr(rehearsal._Rehearsal, "repeats_bits", place, raising=False)
+    told = property(lambda self: repeats, lambda self, value: None)  # False on a GPU
+    monkeypatch.setattr(rehearsal._Rehearsal, "repeats_bits", told, raising=False)
     orchestrator(task_for(model_with(nn.Tanh()))).generate()
     assert bool(digested) == repeats

@@ -104,14 +104,14 @@ def test_sgd_takes_at_most_4_4_bytes_per_parameter_in_20_shards():
 def test_dram_holds_the_gradients_of_all_shards_where_it_is_told_to():
     found = {}
     for early_release in (False, "all"):
-        task = ModelTask(stack(), F.mse_loss, vectors(), LR, partitioner=Presharded([*range(1, 9)]))
-        task.early_release = early_release
+        options = {"partitioner": Presharded([*range(1, 9)]), "early_release": early_release}
+        task = ModelTask(stack(), F.mse_loss, vectors(), LR, **options)
         found[early_release] = orchestra_of([task]).generate().tasks["task-0"].dram
     assert found["all"] == found[False]
 
 
 def test_backwards_wait_for_no_update_where_all_gradients_have_room(monkeypatch):
-    """Told by the order of events: the last backward is through before the second update of the step begins."""
+    """The first update is held until the lowest shard's backward: every backward above it went on without one."""
     first_update, events = threading.Event(), []
     step = torch.optim.SGD.step
 
