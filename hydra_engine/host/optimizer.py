@@ -32,7 +32,7 @@ from hydra_engine.host.blocked import has_step_hooks, is_moment, part_of, step_n
 from hydra_engine.host.hooks import call_hooks, has_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
-from hydra_engine.host.pool import GradientRoom, HostPool
+from hydra_engine.host.pool import HostPool
 from hydra_engine.host.split import SplitMaster
 from hydra_engine.host.staging import StepStaging
 from hydra_engine.native import NarrowUpdate, is_dense, native
@@ -274,7 +274,7 @@ class TaskOptimizer:
             with self._releasing:
                 is_committed = self.num_steps > released.num_steps
                 record = self._committed if is_committed else self._record_released(released.epoch)
-            if pool.gradients.room is GradientRoom.NONE:  # the device has stepped it
+            if pool.gradients.stays_on_device:  # the device has stepped it
                 self._averages.move(pool.owned(shard), pool, is_first=record.is_first)
                 return
             finished = partial(self._finished, pool, None, {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum, auto
 from queue import SimpleQueue
 
 import torch
@@ -22,19 +21,17 @@ from hydra_engine.tasks import Best
 NUM_LOANS = 2
 
 
-class GradientRoom(Enum):
-    """Room for gradients in DRAM."""
-
-    ALL = auto()  # each has its place for the whole step
-    LENT = auto()  # early_release=True: two shards have room at a time, from arrival until their update is through
-    NONE = auto()  # devices step the optimizer, each shard's at the end of its backward unit: no gradient arrives
-
-
 class Gradients:
-    """Owns the DRAM of one step's gradients."""
+    """Owns the DRAM of one step's gradients.
 
-    def __init__(self, layout: ModelLayout, room: GradientRoom) -> None:
-        self.room = room
+    Each has its place for the whole step. With `early_release=True` two shards have room at a time, from arrival until
+    their update is through. None has any where devices step the optimizer at the end of a backward: none arrives.
+    """
+
+    def __init__(self, layout: ModelLayout, early_release: bool | str) -> None:
+        """early_release: as `ModelTask`'s."""
+        self.early_release = early_release
+        self.stays_on_device = False
         self.places: list[Tensor | None] = []  # by slot
         self._layout = layout
         self.storages: list[torch.UntypedStorage] = []  # the only one, or those that are lent
@@ -42,14 +39,20 @@ class Gradients:
         self._lent: dict[int, torch.UntypedStorage] = {}  # by shard
         self._host = HostMemory()
 
+    @property
+    def is_lent(self) -> bool:
+        return self.early_release is True and not self.stays_on_device
+
     def num_bytes(self, shards: Sequence[Shard]) -> int:
         """DRAM that they take when a model is cut into these shards."""
         return sum(self._sizes(shards))
 
     def _sizes(self, shards: Sequence[Shard]) -> list[int]:
-        if self.room is GradientRoom.ALL:
+        if self.stays_on_device:
+            return []
+        if not self.is_lent:
             return [self._layout.link_bytes[True]]
-        if self.room is GradientRoom.NONE or not shards:
+        if not shards:
             return []
         slots, aligned = self._layout.slots, self._layout.aligned
         largest = max(sum(aligned(slots[index].link_bytes) for index in shard.owned) for shard in shards)
@@ -60,7 +63,7 @@ class Gradients:
         self._host = host
         self.storages = [host.new(num_bytes) for num_bytes in self._sizes(shards)]
         self.places = [None] * len(self._layout.slots)
-        if self.room is GradientRoom.ALL:
+        if self.storages and not self.is_lent:
             for slot in self._layout.trainable_slots():
                 self.places[slot.index] = self._own_place(slot)
         else:
@@ -74,7 +77,7 @@ class Gradients:
 
     def lend(self, shard: Shard) -> None:
         """Make room for a shard's gradients: with early release, once an update before has given its own back."""
-        if self.room is not GradientRoom.LENT or not shard.owned or shard.index in self._lent:
+        if not self.is_lent or not shard.owned or shard.index in self._lent:
             return
         loan = self._lent[shard.index] = self._free.get()
         offset = 0
@@ -103,8 +106,8 @@ class Gradients:
         """Place for a gradient that arrives. Of one that autograd left as a view it keeps the address modulo 64."""
         place = self.of(slot)
         if gradient.device.type == "cpu" and residue(place) != residue(gradient):
-            is_lent = self.room is GradientRoom.LENT  # its place is made anew for each step
-            place = place_in_dram(gradient) if residue(gradient) or is_lent else self._own_place(slot)
+            is_new = residue(gradient) or self.is_lent  # lent room is cut anew for each step
+            place = place_in_dram(gradient) if is_new else self._own_place(slot)
             self.places[slot.index] = place
         return place
 
@@ -126,10 +129,8 @@ class HostPool:
     ) -> None:
         """early_release: as `ModelTask`'s."""
         self.layout = layout
-        self._early_release = early_release
         self._frozen = FrozenBlocks() if frozen is None else frozen
-        self._room = GradientRoom.LENT if early_release is True else GradientRoom.ALL  # while the host steps
-        self.gradients = Gradients(layout, self._room)
+        self.gradients = Gradients(layout, early_release)
         self.is_open = False
         self.splits = False
         self.masters: dict[int, SplitMaster] = {}  # by slot, of those that are split
@@ -137,12 +138,12 @@ class HostPool:
 
     def step_on_device(self, *, is_so: bool = True) -> None:
         """Let devices step the optimizer, or the host again. Called before `open`."""
-        self.gradients.room = GradientRoom.NONE if is_so else self._room
+        self.gradients.stays_on_device = is_so
 
     @property
     def early_release(self) -> bool | str:
         """Tell whether a shard is updated as soon as its backward is stored, and not after the commit; as the task."""
-        return self._early_release or self.gradients.room is GradientRoom.NONE
+        return self.gradients.early_release or self.gradients.stays_on_device
 
     @property
     def num_bytes(self) -> int:
@@ -153,7 +154,7 @@ class HostPool:
 
     def _split_slots(self) -> list[Slot]:
         """Trainable parameters of which halves are in DRAM; none where devices step the optimizer on masters."""
-        if not self.splits or self.gradients.room is GradientRoom.NONE:
+        if not self.splits or self.gradients.stays_on_device:
             return []
         kinds = torch.float32, torch.bfloat16
         return [slot for slot in self.layout.trainable_slots() if (slot.dtype, slot.link_dtype) == kinds]
@@ -169,7 +170,7 @@ class HostPool:
         assert not self.is_open
         self._host = host = HostMemory() if host is None else host
         # Beside casts, masters cross no link unless a device steps the optimizer.
-        crosses = self.layout.narrow is None or self.gradients.room is GradientRoom.NONE
+        crosses = self.layout.narrow is None or self.gradients.stays_on_device
         self._masters_host = host if crosses else PrivateMemory()
         self._weights = self._masters_host.new(self.layout.num_bytes[True])
         self.gradients.open(shards, host)

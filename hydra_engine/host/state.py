@@ -17,7 +17,7 @@ from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.measured import Count, Measured, UnitBytes
 from hydra_engine.host.optimizer import TaskOptimizer
-from hydra_engine.host.pool import GradientRoom, HostPool
+from hydra_engine.host.pool import HostPool
 from hydra_engine.host.staging import NormGroups, StepStaging
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Flow, Unit, evaluation_chain, training_chain
 from hydra_engine.system import HostMemory
@@ -207,7 +207,7 @@ class TaskState:
 
     @property
     def steps_on_device(self) -> bool:
-        return self.pool.gradients.room is GradientRoom.NONE
+        return self.pool.gradients.stays_on_device
 
     def step_on_device(self, *, is_so: bool = True) -> None:
         self.pool.step_on_device(is_so=is_so)
