@@ -17,28 +17,15 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
-import itertools
 import os
 import sys
 import sysconfig
+import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from types import (
-    BuiltinFunctionType,
-    ClassMethodDescriptorType,
-    CodeType,
-    FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodDescriptorType,
-    MethodType,
-    MethodWrapperType,
-    ModuleType,
-    WrapperDescriptorType,
-)
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -66,10 +53,10 @@ _TORCH_MODULE: Any = torch.nn.modules.module
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, frozenset, deque)
 # Made in C, and without anything that changes.
 _FIXED = (
-    ClassMethodDescriptorType,
-    MethodDescriptorType,
-    MethodWrapperType,
-    WrapperDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.MethodDescriptorType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
     np.ufunc,
     torch._ops.OpOverload,
     torch._ops.OpOverloadPacket,
@@ -78,6 +65,17 @@ _FIXED = (
     type(Held.path),
     type(Ellipsis),
     type(NotImplemented),
+)
+# By kind, the attributes that are all that an object is.
+_PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (types.BuiltinFunctionType, ("__name__", "__self__")),
+    (types.MethodType, ("__self__", "__func__")),
+    ((staticmethod, classmethod), ("__func__",)),
+    (property, ("fget", "fset", "fdel")),
+    (functools.cached_property, ("func",)),
+    (functools._lru_cache_wrapper, ("__wrapped__",)),
+    (functools.partial, ("func", "args", "keywords", "__dict__")),
+    (Enum, ("name", "value")),  # flags together have no name before Python 3.11
 )
 # A function that names one of these may read what its globals do not tell.
 _READS_ANYTHING = frozenset({"globals", "import_module", "__import__", "eval", "exec"})
@@ -93,19 +91,8 @@ _IS_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or as 
 _LEAST_BYTES, _POINTER_BYTES = object.__basicsize__, 8
 # Options of a task that its plan depends on, beside layers, loss and metrics.
 _OPTIONS = (
-    "partitioner",
-    "precision",
-    "accumulation_steps",
-    "max_device_batch",
-    "adapts",
-    "loss_reduction",
-    "split",
-    "grad_scaler",
-    "optimizer_scope",
-    "optimizer_device",
-    "early_release",
-    "may_veto",
-    "compile",
+    *("partitioner", "precision", "compile", "accumulation_steps", "max_device_batch", "adapts", "split"),
+    *("loss_reduction", "grad_scaler", "optimizer_scope", "optimizer_device", "early_release", "may_veto"),
 )
 
 
@@ -124,11 +111,7 @@ class Rehearsed:
 
     @classmethod
     def of(
-        cls,
-        state: TaskState,
-        input_bytes: list[int],
-        choice: CutChoice | None = None,
-        predicted: PredictedCut | None = None,
+        cls, state: TaskState, input_bytes: list[int], choice: CutChoice | None, predicted: PredictedCut | None
     ) -> Rehearsed:
         """Return it, apart from what the task goes on to find out."""
         return cls(
@@ -228,32 +211,18 @@ class _Walk:
             self._add_tensor(value)
         elif isinstance(value, type):
             self._add_class(value)
-        elif isinstance(value, FunctionType):
+        elif isinstance(value, types.FunctionType):
             self._add_function(value)
-        elif isinstance(value, ModuleType) or kind in _FIXED:
+        elif isinstance(value, types.ModuleType) or kind in _FIXED:
             self.tokens.append(_Is(value))
-        elif isinstance(value, CodeType):
+        elif isinstance(value, types.CodeType):
             self.tokens.append(value)
-        elif isinstance(value, (GetSetDescriptorType, MemberDescriptorType)):
+        elif isinstance(value, (types.GetSetDescriptorType, types.MemberDescriptorType)):
             self.tokens += (kind, value.__name__)
-        elif isinstance(value, BuiltinFunctionType):
-            self._add_all(kind, value.__name__, value.__self__)
-        elif isinstance(value, MethodType):
-            self._add_all(kind, value.__self__, value.__func__)
-        elif isinstance(value, (staticmethod, classmethod)):
-            self._add_all(kind, value.__func__)
-        elif isinstance(value, property):
-            self._add_all(kind, value.fget, value.fset, value.fdel)
-        elif isinstance(value, functools.cached_property):
-            self._add_all(kind, value.func)
-        elif isinstance(value, functools._lru_cache_wrapper):
-            self._add_all(kind, value.__wrapped__)
-        elif isinstance(value, functools.partial):
-            self._add_all(kind, value.func, value.args, value.keywords, vars(value))
+        elif parts := next((names for kinds, names in _PARTS if isinstance(value, kinds)), None):
+            self._add_all(kind, *(getattr(value, name) for name in parts))
         elif kind is weakref.ref and value.__callback__ is None:
             self._add_all(kind, value())
-        elif isinstance(value, Enum):
-            self._add_all(kind, value.name, value.value)  # flags together have no name before Python 3.11
         elif isinstance(value, np.ndarray):
             self._add_array(value)
         else:
@@ -278,7 +247,7 @@ class _Walk:
         kind = type(value)
         base = next((each for each in kind.__mro__ if each in _CONTAINERS), object)
         made = kind.__mro__[: kind.__mro__.index(base)]  # the classes in Python
-        slots = [name for each in made for name, slot in vars(each).items() if isinstance(slot, MemberDescriptorType)]
+        slots = [key for cls in made for key, slot in vars(cls).items() if isinstance(slot, types.MemberDescriptorType)]
         num_own = (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)  # else kept before the object
         most_bytes = _LEAST_BYTES + _POINTER_BYTES * (num_own + len(slots))
         if not all(each.__flags__ & _IS_HEAP_TYPE for each in made):
@@ -356,7 +325,7 @@ class _Walk:
             # Somebody may have put another function in its place.
             for each in kind.__mro__ if issubclass(kind, nn.Module) else ():
                 if each is kind or not self._is_again(id(each), each):
-                    self.tokens += (_Is(value) for value in vars(each).values() if isinstance(value, FunctionType))
+                    self.tokens += (_Is(own) for own in vars(each).values() if isinstance(own, types.FunctionType))
             return
         self.tokens += (kind.__module__, kind.__qualname__)
         self._add_all(type(kind), kind.__bases__)
@@ -364,13 +333,16 @@ class _Walk:
             if name not in _NO_BEHAVIOUR:
                 self._add_all(name, value)
 
-    def _add_function(self, function: FunctionType) -> None:
+    def _add_function(self, function: types.FunctionType) -> None:
         # functools.wraps gives a user's function the module of what it wraps, or a library's that of a user's.
         if _is_library(function.__module__) and _is_library(function.__globals__.get("__name__")):
             self.tokens.append(_Is(function))
             return
-        names = frozenset(_names(function.__code__))
-        if names & _READS_ANYTHING or not all(map(_is_library, _imported(function.__code__))):
+        codes = [*_codes(function.__code__)]
+        names = frozenset(name for code in codes for name in code.co_names)
+        calls = (each for code in codes for each in dis.get_instructions(code))
+        imported = (each.argval for each in calls if each.opname == "IMPORT_NAME")  # a relative one without its package
+        if names & _READS_ANYTHING or not all(map(_is_library, imported)):
             raise _Unjudged  # what it reads is not among the globals that it names
         self._add_all(function.__code__, function.__defaults__, function.__kwdefaults__)
         for cell in function.__closure__ or ():
@@ -386,7 +358,7 @@ class _Walk:
         for name in sorted(names & scope.keys()):
             value = scope[name]
             self._add_all(name, value)
-            if isinstance(value, ModuleType) and not self._is_again((id(value), names), value):
+            if isinstance(value, types.ModuleType) and not self._is_again((id(value), names), value):
                 self._add_named(vars(value), names)
 
 
@@ -397,17 +369,12 @@ def _is_library(module: str | None) -> bool:
     return root in _LIBRARIES or (file is not None and file.startswith(_INSTALLED))
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Names that a function's code looks up, and those of the functions in it."""
-    inside = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
-    return itertools.chain(code.co_names, *inside)
-
-
-def _imported(code: CodeType) -> Iterator[str]:
-    """Modules that a function imports as it runs, and functions in it; a relative one without its package."""
-    own = (each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME")
-    inside = (_imported(each) for each in code.co_consts if isinstance(each, CodeType))
-    return itertools.chain(own, *inside)
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of the functions in it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _codes(each)
 
 
 def _settings() -> Iterator[Hashable]:
