@@ -90,10 +90,9 @@ class TaskCost:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} of {self.name}: {value!r}, limit: a whole number, at least 1")
-        if not (_is_number(self.first_step_times) and 1 <= self.first_step_times < math.inf):
-            raise ValueError(
-                f"first_step_times of {self.name}: {self.first_step_times!r}, limit: a finite number, at least 1"
-            )
+        times = self.first_step_times
+        if not (_is_number(times) and 1 <= times < math.inf):
+            raise ValueError(f"first_step_times of {self.name}: {times!r}, limit: a finite number, at least 1")
         if not (_is_number(self.weight) and self.weight > 0):
             raise ValueError(f"weight of {self.name}: {self.weight!r}, limit: above 0")
         object.__setattr__(self, "ordered", frozenset(self.ordered))
@@ -203,10 +202,9 @@ def in_order(changes: Sequence[DeviceChange], num_devices: int) -> list[DeviceCh
     ordered = sorted((DeviceChange(*change) for change in changes), key=lambda change: change.at_s)
     for change in ordered:
         if is_in[change.device] == change.is_in:
-            state = (
-                "in already: let it go before it comes" if change.is_in else "out already: let it come before it goes"
-            )
-            raise ValueError(f"change at {change.at_s:g} s: device {change.device} is {state}; all are in at first")
+            state, first = ("in", "go before it comes") if change.is_in else ("out", "come before it goes")
+            text = f"device {change.device} is {state} already: let it {first}; all are in at first"
+            raise ValueError(f"change at {change.at_s:g} s: {text}")
         is_in[change.device] = change.is_in
     return ordered
 

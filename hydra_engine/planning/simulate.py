@@ -81,7 +81,10 @@ def simulate(
     host = host or HostCost()
     changes = in_order(changes, len(costs))
     _check_fit(tasks, costs)
-    spreads = [_spreads(task, tuple(costs), host) if may_spread(task, len(costs)) else (Spread(),) for task in tasks]
+    spreads = [
+        _known_spreads(alike(task), tuple(costs), host=host) if may_spread(task, len(costs)) else (Spread(),)
+        for task in tasks
+    ]
     world = World(tasks, spreads, costs, host, changes=changes, record=record, seed=seed)
     world.run(scheduler)
     return world.result(bound_s(tasks, costs, changes))
@@ -101,15 +104,6 @@ def num_spread_units(task: TaskCost, num_devices: int) -> int:
 def alike(task: TaskCost) -> TaskCost:
     """Return the cost of a step of a task, by which tasks are compared."""
     return replace(task, name="", num_steps=1, priority=0, weight=1.0)
-
-
-def _spreads(task: TaskCost, devices: tuple[DeviceCost, ...], host: HostCost) -> tuple[Spread, ...]:
-    return _known_spreads(alike(task), devices, host)
-
-
-@lru_cache(MOST_KNOWN)
-def _known_spreads(task: TaskCost, devices: tuple[DeviceCost, ...], host: HostCost) -> tuple[Spread, ...]:
-    return predict_spreads(task, devices, host=host)
 
 
 def _check_fit(tasks: Sequence[TaskCost], devices: Sequence[DeviceCost]) -> None:
@@ -230,6 +224,9 @@ def predict_spreads(
         best, best_s = (in_pieces, pieces_s) if pieces_s < WORTH_DRAM * sums_s else (in_sums, sums_s)
         spreads.append(best._replace(speedup=one_s / best_s if best_s > 0 else 1.0))
     return tuple(spreads)
+
+
+_known_spreads = lru_cache(MOST_KNOWN)(predict_spreads)
 
 
 def _alone_s(task: TaskCost, spreads: Sequence[Spread], devices: Sequence[DeviceCost], host: HostCost | None) -> float:

@@ -52,7 +52,6 @@ from hydra_engine.schedule import (
 # What of a boundary is kept on a device.
 VALUE, GRADIENT = "value", "gradient"
 
-
 Done: TypeAlias = "Callable[[], None]"
 
 
@@ -135,17 +134,12 @@ class _Cores:
 class _Queue:
     """Jobs that so many servers take in order."""
 
-    def __init__(self, start: Callable[[float, Done], None], num_servers: int = 1) -> None:
+    def __init__(self, start: Callable[[float, Done], None], num_servers: int) -> None:
         self._start = start  # (seconds, what to call then)
         self._num_free = num_servers
         self._waiting: deque[Callable[[], tuple[float, Done]]] = deque()
-        self.busy_s = 0.0
 
-    def submit(self, seconds: float, done: Done) -> None:
-        """Queue a job."""
-        self.submit_any(lambda: (seconds, done))
-
-    def submit_any(self, take: Callable[[], tuple[float, Done]]) -> None:
+    def submit(self, take: Callable[[], tuple[float, Done]]) -> None:
         """Queue a job that `take` chooses once it is its turn."""
         self._waiting.append(take)
         self._pump()
@@ -153,7 +147,6 @@ class _Queue:
     def _pump(self) -> None:
         while self._num_free and self._waiting:
             seconds, done = self._waiting.popleft()()
-            self.busy_s += seconds
             if seconds == 0:  # at once, and without an event of its own
                 done()
                 continue
@@ -342,8 +335,7 @@ class _Device:
         self.since_s: float | None = 0.0  # when the scheduler was told of it; None: it is released
         self.in_s = 0.0
         self.claims: dict[Unit, _UnitOnDevice] = {}
-        self.num_units = 0
-        self.compute_s = 0.0
+        self.num_units, self.compute_s = 0, 0.0
         self.loaded_bytes = self.stored_bytes = 0.0
 
     def clear(self) -> None:
@@ -570,20 +562,18 @@ class World:
     def _missing_bytes(self, device: _Device, task: _Task, claim: _UnitOnDevice) -> float:
         """What a unit starts from, as far as the device has not kept it; what it takes of memory is taken."""
         unit, cost, residents = claim.unit, task.cost, device.residents
-        share, num_bytes = task.share(unit), task.so_far_bytes(unit)
         value, gradient = cost.of_shard("boundary_bytes", unit.shard), 0.0
         if unit.kind == BACKWARD:
             gradient = cost.of_shard("boundary_bytes", unit.shard + 1)
-        if residents is None:
-            return num_bytes + share * (value + gradient)
-        if unit.kind == BACKWARD:
-            graph = ("graph", unit.task, unit.step, unit.shard, unit.part)
-            claim.graph = graph if residents.pin(graph, unit.task, lambda: math.inf) else None
-        if residents.take(_boundary(VALUE, unit, unit.shard)) or claim.graph is not None:
-            value = 0.0
-        if unit.kind == BACKWARD and residents.take(_boundary(GRADIENT, unit, unit.shard + 1)):
-            gradient = 0.0
-        return num_bytes + share * (value + gradient)
+        if residents is not None:
+            if unit.kind == BACKWARD:
+                graph = ("graph", unit.task, unit.step, unit.shard, unit.part)
+                claim.graph = graph if residents.pin(graph, unit.task, lambda: math.inf) else None
+            if residents.take(_boundary(VALUE, unit, unit.shard)) or claim.graph is not None:
+                value = 0.0
+            if unit.kind == BACKWARD and residents.take(_boundary(GRADIENT, unit, unit.shard + 1)):
+                gradient = 0.0
+        return task.so_far_bytes(unit) + task.share(unit) * (value + gradient)
 
     def _keep(self, device: _Device, task: _Task, claim: _UnitOnDevice) -> None:
         """What stays on a device of a unit that was computed: shard, graph and boundaries, as far as there is room."""
@@ -637,7 +627,7 @@ class World:
         unit = claim.unit
         device, task = self._devices[index], self._tasks[unit.task]
         left_bytes = task.gradient_bytes(unit)
-        left = _nothing
+        left: Done | None = None
         if device.residents is not None:
             held_bytes = min(claim.work_bytes, int(left_bytes))  # until they are in DRAM
             device.ledger.release(claim.work_bytes - held_bytes)
@@ -656,11 +646,11 @@ class World:
         device.stored_bytes += passed_bytes + left_bytes
 
         def stored() -> None:
-            left()
+            if left is not None:
+                left()
             self._stored(part, unit)
 
-        def send_gradients() -> None:
-            device.store.submit(left_bytes / rate if rate else 0.0, stored)
+        send_gradients = partial(device.store.submit, left_bytes / rate if rate else 0.0, stored)
 
         def passed() -> None:
             part.passed.open()
@@ -678,8 +668,7 @@ class World:
             self._events.append(Stored(first))
 
     def _read(self, instruction: Read) -> None:
-        name = instruction.task
-        task = self._tasks[name]
+        name, task = instruction.task, self._tasks[instruction.task]
         if task.num_read == task.cost.num_steps:
             self._events.append(DataEnded(name))
             return
@@ -691,9 +680,9 @@ class World:
             self.time.compute(task.cost.read_s, partial(self._events.append, event))
 
     def _commit(self, instruction: Commit) -> None:
-        self._tasks[instruction.task].num_commits += 1
-        event = StepCommitted(instruction.task, instruction.training)
         task = self._tasks[instruction.task]
+        task.num_commits += 1
+        event = StepCommitted(instruction.task, instruction.training)
         self._on_host(instruction, task.cost.commit_s, partial(self._events.append, event))
 
     def _update(self, instruction: Update) -> None:
@@ -704,7 +693,7 @@ class World:
         """Queue a job of a task. Tasks take turns; of a task's jobs the first in their own order goes first."""
         jobs = self._tasks[instruction.task].host_jobs
         heappush(jobs, (instruction.host_order, seconds, done))
-        self._host.submit_any(lambda: heappop(jobs)[1:])
+        self._host.submit(lambda: heappop(jobs)[1:])
 
     def _updated(self, task: _Task, shard: int) -> None:
         task.take_back(shard)
@@ -714,11 +703,7 @@ class World:
         def finished() -> None:
             self._finished_s[instruction.task] = self.time.now_s
 
-        self._host.submit(self._tasks[instruction.task].cost.end_s, finished)
-
-
-def _nothing() -> None:
-    """Do nothing."""
+        self._host.submit(lambda: (self._tasks[instruction.task].cost.end_s, finished))
 
 
 def _added(task: _Task) -> TaskAdded:
