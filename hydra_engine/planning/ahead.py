@@ -141,13 +141,12 @@ class AheadPlan:
     def task_cost(self, name: str, num_steps: int) -> TaskCost:
         """Return what the task takes in a simulation of so many steps."""
         budget, ends = self.machine.budget(self.num_micro_batches), [shard.last for shard in self.shards]
-        return cut_cost(name, self.costs, ends, budget, num_steps=num_steps)
+        return cut_cost(name, self.costs, ends, budget, None, num_steps)
 
     def limits(self) -> list[Limit]:
         """What bounds the devices together, with at least as many such tasks; the tightest first.
 
-        A task's step is on one device at a time, so devices and their links count as often as they are there, the host
-        once.
+        A task's step is on one device at a time, so devices and links count as often as they are there, the host once.
         """
         num, step = self.machine.num_devices, self.step
         seconds = {"devices": step.compute_s / num, "links": step.link_s / num, "host optimizer": step.update_s}
@@ -239,8 +238,7 @@ def resized(value: Any, size: int, wanted: int) -> Any:
     def of(leaf: Tensor) -> Tensor:
         if leaf.dim() == 0 or leaf.shape[0] != size or size == wanted:
             return leaf
-        shape = (wanted, *leaf.shape[1:])
-        return torch.empty(shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+        return torch.empty((wanted, *leaf.shape[1:]), dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
 
     return pytree.tree_map_only(Tensor, of, value)
 

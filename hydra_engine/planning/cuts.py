@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hydra_engine.host import Shard, TaskState
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.simulate import alike, bound_s, num_spread_units, simulate
-from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Policy, training_chain
+from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, training_chain
 from hydra_engine.tasks import duration
 from partitioners import Budget, LayerCost, forward_unit_bytes, shard_bytes, slab_bytes
 from partitioners.cost import accumulated_bytes
@@ -37,15 +37,12 @@ MOST_OTHERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RunAtHand:
-    """What a cut is chosen for: the tasks that share the devices, and what these and the host take.
-
-    Other tasks are taken to be like the one that is cut.
-    """
+    """What a cut is chosen for: the tasks that share the devices, and what these and the host take."""
 
     device: DeviceCost  # each of them
     host: HostCost = field(default_factory=HostCost)
     num_devices: int = 1
-    num_tasks: int = 1
+    num_tasks: int = 1  # all taken to be like the one that is cut
     double_buffer: bool = True
     state_bytes: float | None = None  # that an update on the device moves for each byte of gradients; None: on the host
     early_release: bool | str = False
@@ -94,10 +91,9 @@ class PredictedCut(NamedTuple):
 
     def __str__(self) -> str:
         """Say what is predicted, and why this cut was chosen."""
-        number = len(self.boundaries)
+        shards = "1 shard" if len(self.boundaries) == 1 else f"{len(self.boundaries)} shards"
         tasks = "" if self.num_tasks == 1 else f" of {self.num_tasks} such tasks on a device"
-        text = f"{number} {'shard' if number == 1 else 'shards'}: a step{tasks} takes {duration(self.step_s)} "
-        text += f"by prediction ({self.load})"
+        text = f"{shards}: a step{tasks} takes {duration(self.step_s)} by prediction ({self.load})"
         if self.is_together:
             text += "; chosen for all tasks together: the last one is predicted to end sooner"
         if self.num_cuts > 1:
@@ -118,7 +114,7 @@ class CutChoice:
 
     def cost(self, boundaries: Sequence[int], name: str = "", num_steps: int = 1) -> TaskCost:
         """Return what the task takes in a simulation, cut like this."""
-        return cut_cost(name, self.costs, boundaries, self.budget, self.run, num_steps=num_steps)
+        return cut_cost(name, self.costs, boundaries, self.budget, self.run, num_steps)
 
     def in_micro_batches(self, number: int) -> CutChoice:
         """Return the same for steps of so many micro-batches, which take seconds and bytes in proportion."""
@@ -139,16 +135,13 @@ class CutChoice:
         return self._predicted(task, boundaries, max(round_s(task, self.run), least_round_s(task, self.run)))
 
     def fastest(self) -> PredictedCut:
-        """Return the candidate whose steps take least time in a simulation, of equals the one with fewest shards.
-
-        A candidate is not simulated if its `least_round_s` is no less than what another one takes.
-        """
+        """Return the candidate whose steps take least time in a simulation, of equals the one with fewest shards."""
         tasks = [self.cost(ends) for ends in self.candidates]
         found: dict[int, float] = {}
         bounds = [least_round_s(task, self.run) for task in tasks]
         for k in sorted(range(len(tasks)), key=lambda k: (bounds[k], tasks[k].num_shards)):
             if found and bounds[k] >= min(found.values()):
-                break
+                break  # no schedule makes it, or those after it, better than one that was simulated
             # A few steps may be through before what they leave to a slow host is.
             found[k] = max(round_s(tasks[k], self.run), bounds[k])
         least_s = min(found.values())
@@ -179,9 +172,8 @@ def cut_cost(
     costs: Sequence[LayerCost],
     boundaries: Sequence[int],
     budget: Budget,
-    run: RunAtHand | None = None,
-    *,
-    num_steps: int = 1,
+    run: RunAtHand | None,
+    num_steps: int,
 ) -> TaskCost:
     """Return what a task takes in a simulation, cut at these cumulative end indices.
 
@@ -201,9 +193,9 @@ def cut_cost(
     works = [shard_bytes(costs, *shard, number) - slab for shard, slab in zip(shards, slabs, strict=True)]
     gradients = [float(sum(cost.grad_bytes for cost in held)) for held in layers]
     stepped = [sum(map(accumulated_bytes, held)) for held in layers]
-    on_device = run is not None and run.state_bytes is not None
-    if run is not None and run.state_bytes is not None:
-        gradients = [run.state_bytes * num_bytes for num_bytes in gradients]
+    state_bytes = None if run is None else run.state_bytes
+    if state_bytes is not None:
+        gradients = [state_bytes * num_bytes for num_bytes in gradients]
     task = TaskCost(
         name=name,
         num_steps=num_steps,
@@ -212,7 +204,7 @@ def cut_cost(
         load_bytes=slabs,
         boundary_bytes=[number * costs[first].input_bytes for first, _ in shards],
         gradient_bytes=gradients,
-        update_s=[0.0 if on_device else num_bytes / budget.update_bytes_per_s for num_bytes in stepped],
+        update_s=[num_bytes / budget.update_bytes_per_s if state_bytes is None else 0.0 for num_bytes in stepped],
         work_bytes=works,
         forward_bytes=[forward_unit_bytes(costs, *shard, number) for shard in shards],
         num_micro_batches=number,
@@ -223,9 +215,9 @@ def cut_cost(
         return task
     graphs = [number * sum(c.saved_bytes for c in held) if _may_keep(held, number) else None for held in layers]
     graphs[-1] = None
-    figures = [*map(_Figures, slabs, (a + b for a, b in zip(slabs, works, strict=True)), forward_s, graphs)]
-    room = _Room(run.device.memory_bytes, run.device.load_bytes_per_s or math.inf)
-    kept = _choose_kept(figures, lowest, sum(task.unit_s), sum(slabs[j] for _, j in chain), room)
+    free = run.device.memory_bytes - _most_bytes(task) - max(slabs)
+    rate = run.device.load_bytes_per_s or math.inf
+    kept = _choose_kept(slabs, graphs, forward_s, lowest, sum(task.unit_s), free, rate)
     return replace(task, graph_bytes=[(graphs[j] or 0) if j >= kept.keeps_from else 0 for j in range(num)])
 
 
@@ -298,28 +290,18 @@ def least_round_s(task: TaskCost, run: RunAtHand) -> float:
 
 
 def round_s(task: TaskCost, run: RunAtHand) -> float:
-    """Predict the seconds in which every task of a device takes a step, in the middle of a run.
-
-    One device is simulated, with its share of the host.
-    """
+    """Simulate one device, with its share of the host: seconds in which each of its tasks takes a step, amid a run."""
     task = replace(task, num_steps=CUT_STEPS, first_step_times=1.0, num_micro_batches=1)
     if run.num_busy > 1:
-        shares = [run.num_busy * task.of_shard("update_s", j) for j in range(task.num_shards)]
-        task = replace(task, update_s=shares)
-    cores, device = None if run.host.cores is None else run.host.cores / run.num_busy, run.device
+        task = replace(task, update_s=[run.num_busy * task.of_shard("update_s", j) for j in range(task.num_shards)])
+    device = run.device
     if device.memory_bytes is not None:  # what is counted is an upper bound, which a rehearsal may have found to fit
         device = replace(device, memory_bytes=max(device.memory_bytes, _most_bytes(task)))
-    found = simulate(
-        [replace(task, name=str(k)) for k in range(run.tasks_per_device)],
-        [device],
-        host=replace(run.host, cores=cores),
-        double_buffer=run.double_buffer,
-        record=True,
-    )
-    ends_s = [0.0] * CUT_STEPS
-    for placed in found.schedule:
-        ends_s[placed.unit.step] = max(ends_s[placed.unit.step], placed.end_s)
-    return (ends_s[-1] - ends_s[CUT_WARM_STEPS - 1]) / (CUT_STEPS - CUT_WARM_STEPS)
+    tasks = [replace(task, name=str(k)) for k in range(run.tasks_per_device)]
+    host = replace(run.host, cores=None if run.host.cores is None else run.host.cores / run.num_busy)
+    found = simulate(tasks, [device], host=host, double_buffer=run.double_buffer, record=True)
+    ends_s = {placed.unit.step: placed.end_s for placed in found.schedule}  # of each step, the last one's
+    return (ends_s[CUT_STEPS - 1] - ends_s[CUT_WARM_STEPS - 1]) / (CUT_STEPS - CUT_WARM_STEPS)
 
 
 class PredictedRun(NamedTuple):
@@ -341,7 +323,6 @@ class WholeRun:
     options: Sequence[Sequence[TaskCost]]  # by task, of each cut that it may have; the first is the one it has
     devices: Sequence[DeviceCost]
     host: HostCost = field(default_factory=HostCost)
-    policy: str | Policy = "sharded-lrtf"
     double_buffer: bool = True
     most_units: int = MOST_UNITS  # that `best` simulates
 
@@ -362,8 +343,7 @@ class WholeRun:
     def makespan_s(self, chosen: Sequence[int]) -> float:
         """Predict the makespan under these cuts, of a run with as many steps as are simulated."""
         tasks = [options[k] for options, k in zip(self._shortened, chosen, strict=True)]
-        found = simulate(tasks, self.devices, self.policy, host=self.host, double_buffer=self.double_buffer)
-        return found.makespan_s
+        return simulate(tasks, self.devices, host=self.host, double_buffer=self.double_buffer).makespan_s
 
     @cached_property
     def _shortened(self) -> list[list[TaskCost]]:
@@ -440,8 +420,7 @@ class _Search:
     """The best cuts of a run so far, and what may still be simulated."""
 
     def __init__(self, run: WholeRun, chosen: list[int]) -> None:
-        self._run = run
-        self.chosen = chosen
+        self._run, self.chosen = run, chosen
         self.least_s = run.makespan_s(chosen)
         self.num_simulated = 1
         self._spread = run.spread_units(chosen)  # known by now
@@ -470,20 +449,6 @@ class Kept(NamedTuple):
     step_s: float  # of the device or its link, whichever takes longer
 
 
-class _Figures(NamedTuple):
-    """What decides if a shard or its graph is kept."""
-
-    slab_bytes: int
-    needed_bytes: int  # slab and work
-    forward_s: float
-    graph_bytes: int | None  # None: its backward needs a forward of its own
-
-
-class _Room(NamedTuple):
-    memory_bytes: float
-    link_bytes_per_s: float
-
-
 def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) -> Kept:
     """Which graphs are worth keeping on a device, and what a step then takes.
 
@@ -492,50 +457,51 @@ def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) ->
     loading them, and the next ones their slabs alone, which takes less and saves loads. A step takes as long as what
     the device computes or what its link carries, whichever is more; of equals the fewest graphs.
     """
-    figures = [
-        _Figures(
-            shard.slab_bytes,
-            state.shard_bytes(shard),
-            state.measured.unit_s.get((FORWARD, shard.index), 0.0),
-            _graph_bytes(state, shard) if state.may_keep_graph(shard) else None,
-        )
-        for shard in state.cut.shards
-    ]
-    loaded = sum(figures[j].slab_bytes for _, j in state.cut.chains[True])
-    room = _Room(memory_bytes, link_bytes_per_s)
-    return _choose_kept(figures, state.cut.lowest_backward, _compute_s(state), loaded, room)
+    shards, unit_s = state.cut.shards, state.measured.unit_s
+    slabs = [shard.slab_bytes for shard in shards]
+    forward_s = [unit_s.get((FORWARD, shard.index), 0.0) for shard in shards]
+    graphs = [_graph_bytes(state, shard) if state.may_keep_graph(shard) else None for shard in shards]
+    free = memory_bytes - max(map(state.shard_bytes, shards)) - max(slabs)
+    lowest, compute_s = state.cut.lowest_backward, _compute_s(state)
+    return _choose_kept(slabs, graphs, forward_s, lowest, compute_s, free, link_bytes_per_s)
 
 
 def _choose_kept(
-    shards: Sequence[_Figures], lowest_backward: int, compute_s: float, loaded: float, room: _Room
+    slabs: Sequence[int],
+    graphs: Sequence[int | None],
+    forward_s: Sequence[float],
+    lowest: int,
+    compute_s: float,
+    free: float,
+    rate: float,
 ) -> Kept:
-    """As `choose_kept`; compute_s, loaded: seconds and bytes of a step that keeps nothing."""
-    free = room.memory_bytes - max(shard.needed_bytes for shard in shards) - max(shard.slab_bytes for shard in shards)
-    below = range(len(shards) - 2, lowest_backward - 1, -1)
-    best, lowest = Kept(len(shards), math.inf), len(shards)
+    """As `choose_kept`, from figures by shard.
+
+    graphs: None where a backward needs a forward of its own. lowest: that has a backward. compute_s: of a step that
+    keeps nothing. free: bytes beside two slabs and a unit's work. rate: of the link.
+    """
+    below, keeps_from = range(len(slabs) - 2, lowest - 1, -1), len(slabs)
+    best, loaded = Kept(keeps_from, math.inf), sum(slabs[j] for _, j in training_chain(len(slabs), lowest))
     for k in range(len(below) + 1):
-        others = _resident_bytes([shards[j].slab_bytes for j in below[k:]], free)
-        step_s = max(compute_s, (loaded - others) / room.link_bytes_per_s)
+        held = accumulate((slabs[j] for j in below[k:]), initial=0)
+        others = max((total for total in held if total <= free), default=0)
+        step_s = max(compute_s, (loaded - others) / rate)
         if step_s < best.step_s:
-            best = Kept(lowest, step_s)
-        shard = shards[below[k]] if k < len(below) else None
-        if shard is None or shard.graph_bytes is None or shard.slab_bytes + shard.graph_bytes > free:
+            best = Kept(keeps_from, step_s)
+        graph_bytes = graphs[below[k]] if k < len(below) else None
+        if graph_bytes is None or slabs[below[k]] + graph_bytes > free:
             break
-        lowest = below[k]
-        free -= shard.slab_bytes + shard.graph_bytes
-        compute_s -= shard.forward_s
-        loaded -= shard.slab_bytes
+        keeps_from = below[k]
+        free -= slabs[keeps_from] + graph_bytes
+        compute_s -= forward_s[keeps_from]
+        loaded -= slabs[keeps_from]
     return best
 
 
 def least_step_s(state: TaskState) -> float:
     """Seconds of a step on a device of any memory: no forward is run twice that need not be, and nothing loaded."""
-    again = sum(
-        state.measured.unit_s.get((FORWARD, shard.index), 0.0)
-        for shard in state.cut.shards
-        if state.may_keep_graph(shard)
-    )
-    return _compute_s(state) - again
+    kept = filter(state.may_keep_graph, state.cut.shards)
+    return _compute_s(state) - sum(state.measured.unit_s.get((FORWARD, shard.index), 0.0) for shard in kept)
 
 
 def _compute_s(state: TaskState) -> float:
@@ -550,11 +516,5 @@ def kept_bytes(state: TaskState, shard: Shard) -> int:
 
 def _graph_bytes(state: TaskState, shard: Shard) -> int | None:
     """The most that it was seen to take."""
-    return max(
-        (num_bytes for (j, _), num_bytes in state.measured.graph_bytes.items() if j == shard.index), default=None
-    )
-
-
-def _resident_bytes(sizes: Sequence[int], free: float) -> int:
-    """Of slabs, in order, as many as there is room for."""
-    return max((total for total in accumulate(sizes, initial=0) if total <= free), default=0)
+    seen = [num_bytes for (j, _), num_bytes in state.measured.graph_bytes.items() if j == shard.index]
+    return max(seen, default=None)
