@@ -80,9 +80,10 @@ LEAST_GAIN = 1.05
 # Of the DRAM that is free as an adaptive task begins, the share that batches larger than its first one may take.
 STAGING_SHARE = 0.5
 
-
 # Batches larger than the sample by so much find room on a device whose slabs have an arena.
 WORK_HEADROOM = 1.25
+
+FIRST_READ = "as the first batch of its loader was read"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,10 +153,7 @@ class Estimate:
         return rates if flops is None else replace(rates, flops_per_s=flops)
 
     def _update_bytes_per_s(self) -> float:
-        """Of parameters, that the host updates: as measured on one that a cache holds, and no more than DRAM moves.
-
-        Weights are read and written, gradients read, states read and written.
-        """
+        """Of parameters, that the host updates: as measured on one that a cache holds, and no more than DRAM moves."""
         if self._update_rate is None:
             with installed(Stream(capture())):  # the factory is user code
                 self._update_rate = update_bytes_per_s(self._state.task)
@@ -164,13 +162,13 @@ class Estimate:
         if self.known is None or self.known.dram_bytes_per_s is None or not num_bytes:
             return rate
         state_bytes = sum(self._state.measured.state_bytes.values())
+        # Weights are read and written, gradients read, states read and written.
         return min(rate, self.known.dram_bytes_per_s / (3 + 2 * state_bytes / num_bytes))
 
     def budget(self, budget: Budget, device: DeviceSpec) -> Budget:
         """The budget of a device with its rates, for partitioners that weigh times."""
-        task = self._state.task
         budget = replace(budget, link_bytes_per_s=self.rates(device).link_bytes_per_s, unit_s=UNIT_S)
-        if task.purpose is not Purpose.TRAIN:
+        if self._state.task.purpose is not Purpose.TRAIN:
             return budget
         return replace(budget, update_bytes_per_s=self._update_bytes_per_s())
 
@@ -197,10 +195,14 @@ class Estimate:
         )
 
     def state_bytes(self) -> float:
-        """Bytes that an update on a device moves for each byte of gradients."""
-        layout, state = self._state.layout, self._state
+        """Bytes that an update on a device moves, each way, for each byte of gradients."""
+        return self._moved_bytes / max(1, self._state.layout.link_bytes[True])
+
+    @property
+    def _moved_bytes(self) -> int:
+        layout = self._state.layout
         masters = 0 if layout.narrow is None else layout.num_bytes[True]
-        return (masters + sum(state.measured.state_bytes.values())) / max(1, layout.link_bytes[True])
+        return masters + sum(self._state.measured.state_bytes.values())
 
     @property
     def may_step_anywhere(self) -> bool:
@@ -216,14 +218,10 @@ class Estimate:
         and down; its own update is taken to cost nothing beside that.
         """
         task, layout = self._state.task, self._state.layout
-        if self._state.pool.splits or task.moments != "float32":
-            return False
         if self.may_step_anywhere:
             link = self.rates(device)
             host_s = layout.num_bytes[True] / self._update_bytes_per_s()
-            masters = 0 if layout.narrow is None else layout.num_bytes[True]
-            moved = masters + sum(self._state.measured.state_bytes.values())
-            device_s = moved / link.up_bytes_per_s + moved / link.down_bytes_per_s
+            device_s = self._moved_bytes / link.up_bytes_per_s + self._moved_bytes / link.down_bytes_per_s
             return device_s < host_s + layout.link_bytes[True] / link.down_bytes_per_s
         if task.optimizer_device == "device":
             check_no_hooks(self._state.name, layout)
@@ -358,10 +356,10 @@ class DramLimit:
             return
         own = sum(sum(each.dram.values()) for each in planned)
         raise HostOutOfMemory(
-            f"{', '.join(each.name for each in planned)}: {format_bytes(own)} ({own} bytes) of DRAM for weights, "
-            f"gradients, optimizer state and a step, with other tasks {format_bytes(held)} ({held} bytes), limit: "
-            f"dram={format_bytes(limit)} ({limit} bytes); raise dram, train fewer tasks at once, forget those that are "
-            f"over (forget_task), freeze layers, or choose an optimizer with less state (SGD)"
+            f"{', '.join(each.name for each in planned)}: {_size(own)} of DRAM for weights, gradients, optimizer state "
+            f"and a step, with other tasks {_size(held)}, limit: dram={_size(limit)}; raise dram, train fewer tasks at "
+            f"once, forget those that are over (forget_task), freeze layers, "
+            f"or choose an optimizer with less state (SGD)"
         )
 
 
@@ -395,11 +393,9 @@ class PlannedTask:
         self.saved = saved
         self.saves = keeps_positions
         max_devices = max_devices if saved is None or saved.max_devices is None else saved.max_devices
-        self.report = (
-            TaskReport(name=name, seed=task.seed, hparams=dict(task.hparams))
-            if saved is None
-            else saved.report(task, goes_on=True)
-        )
+        self.report = TaskReport(name=name, seed=task.seed, hparams=dict(task.hparams))
+        if saved is not None:
+            self.report = saved.report(task, goes_on=True)
         self._stopping: list[StopTask | PauseTask] = []  # what a callback raised before it is begun
         self.is_paused = False  # it is saved and at rest: another one of its name may go on from there
         self.pause_wanted = False  # once it has joined others
@@ -420,21 +416,22 @@ class PlannedTask:
                 f"before ModelTask(...)"
             )
         self.speedups: tuple[float, ...] = ()  # of an adaptive task, on 1, 2, ... devices, as measured
+        # Not a method: the two would hold each other.
+        begin_epoch = partial(_begin_epoch, task, self.report, self._stopping, self.callbacks_drew)
         self.reader = Reader(
             task,
             name,
             adaptation=self.adaptation,
             keeps_positions=keeps_positions,
             start=None if saved is None else saved.position,
-            # Not a method: the two would hold each other.
-            begin_epoch=partial(_begin_epoch, task, self.report, self._stopping, self.callbacks_drew)
-            if begin_epochs(task.callbacks)
-            else None,
+            begin_epoch=begin_epoch if begin_epochs(task.callbacks) else None,
             max_devices=max_devices,
         )
         self.rehearsals = Rehearsals() if rehearsals is None else rehearsals
         if task.model.is_pending or (task.model.has_own_forward and not self._is_chain(alignment_bytes)):
-            self._convert()
+            # By the first batch, which the reader keeps for the first step.
+            with _noting(name, "as its model was made into layers by its first batch"):
+                task.model.convert(self._inputs())
         self.layout = layout_of(task, alignment_bytes)
         if task.moments != "float32":
             self.doubts.append(
@@ -450,8 +447,7 @@ class PlannedTask:
         self.frozen.plan(self.layout)
         self._limit = DramLimit() if limit is None else limit
         own_pool = HostPool if task.purpose is Purpose.TRAIN else BorrowedPool
-        early_release = task.early_release if task.purpose is Purpose.TRAIN else False
-        pool = own_pool(self.layout, early_release=early_release, frozen=self.frozen)
+        pool = own_pool(self.layout, early_release=task.early_release, frozen=self.frozen)
         self.state = state = TaskState(task, name, self.layout, pool, max_devices)
         self.reader.num_micro_batches = lambda: state.cut.num_micro_batches
         self.estimate = Estimate(self.state)
@@ -490,22 +486,9 @@ class PlannedTask:
             pass
         return True
 
-    def _convert(self) -> None:
-        """Make layers of the model by the first batch, which the reader keeps for the first step."""
-        try:
-            self.task.model.convert(self._inputs())
-        except Exception as error:  # of user code, too: its errors name no task
-            if not names(error, self.name):
-                noted(error, f"task {self.name}, as its model was made into layers by its first batch")
-            raise
-
     def _inputs(self) -> Any:
-        try:
+        with _noting(self.name, FIRST_READ):
             return self.reader.sample_inputs
-        except Exception as error:  # of the user's loader
-            if not names(error, self.name):
-                noted(error, f"task {self.name}, as the first batch of its loader was read")
-            raise
 
     @property
     def stopping(self) -> StopTask | PauseTask | None:
@@ -532,16 +515,13 @@ class PlannedTask:
         Raises ShardDoesNotFit where the task does not fit, or not in the way that was chosen for all tasks together.
         """
         self.estimate = Estimate(self.state)
-        try:
-            plan = Planner(self, target).plan()
+        with _noting(self.name, "as its plan was made"):  # an error of a partitioner, say
+            try:
+                plan = Planner(self, target).plan()
+            except LayerFault as error:
+                raise ValueError(f"{self.name}: {error}") from error
             self.as_planned = None if self.choice is None else self._of_task(self.choice.cost(plan.boundaries))
             return plan
-        except LayerFault as error:
-            raise ValueError(f"{self.name}: {error}") from error
-        except Exception as error:  # a partitioner's or a loader's
-            if not names(error, self.name):
-                noted(error, f"task {self.name}, as its plan was made")
-            raise
 
     def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int) -> None:
         """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
@@ -554,19 +534,8 @@ class PlannedTask:
         self._most_devices = len(devices)
 
     def least_bytes(self, device: DeviceSpec) -> LeastBytes:
-        """Return the least memory of a device on which the task runs.
-
-        Shards are as fine as the partitioner makes them. Counted as a plan is begun, without a rehearsal.
-        """
-        budget = Budget(memory_bytes=2**62)
-        target = Target(device=device, budget=budget, num_threads=1)
-        return Planner(self, target).least_bytes()
-
-    def split_first(self, number: int) -> None:
-        """Split the first batch of an adaptive task into so many micro-batches, and let none be larger."""
-        assert self.adaptation is not None
-        self.adaptation.limit(-(-self.task.adaptive_loader.batch_size // number))
-        self.reader.split_sample(number)
+        """Return the least memory of a device on which the task runs, counted without a rehearsal."""
+        return Planner(self, Target(device=device, budget=Budget(memory_bytes=2**62), num_threads=1)).least_bytes()
 
     def can_be_wider(self, num_devices: int) -> bool:
         """Return True if its steps may be spread over so many devices, and it is not known yet how."""
@@ -643,8 +612,7 @@ class PlannedTask:
     @property
     def way(self) -> Way:
         """Return how it is to be trained as it is planned now."""
-        cut = self.state.cut
-        return Way(tuple(cut.boundaries), cut.num_micro_batches, self.state.steps_on_device)
+        return Way(tuple(self.state.cut.boundaries), self.state.cut.num_micro_batches, self.state.steps_on_device)
 
     def rehearsed_cost(self) -> TaskCost:
         """Return what it takes in a simulation, by its rehearsal."""
@@ -664,8 +632,11 @@ class PlannedTask:
             return [(own, self._of_task(choice.cost(own.boundaries)))]
         cuts = [own.boundaries, *(ends for ends in map(tuple, choice.candidates) if ends != own.boundaries)]
         found = [(own._replace(boundaries=ends), choice.cost(ends)) for ends in cuts]
-        for on_device in self._places(own):
-            elsewhere = replace(choice, run=replace(choice.run, **self._run_of(on_device=on_device)))
+        places = (own.steps_on_device, not own.steps_on_device) if self.estimate.may_step_anywhere else own[2:]
+        for on_device in places:
+            state_bytes = self.estimate.state_bytes() if on_device else None
+            early = on_device or self.task.early_release
+            elsewhere = replace(choice, run=replace(choice.run, state_bytes=state_bytes, early_release=early))
             for number in (own.num_micro_batches, *self._numbers(own, choice.run.num_devices)):
                 if (number, on_device) != own[1:]:
                     likeliest = elsewhere.in_micro_batches(number).likeliest()
@@ -677,14 +648,6 @@ class PlannedTask:
         task, spreads = self.task, not self.state.observed.runs_backward
         number = cost.num_micro_batches if spreads and not task.adapts else 1
         return replace(cost, name=self.name, num_micro_batches=number, priority=task.priority, weight=task.weight)
-
-    def _places(self, own: Way) -> tuple[bool, ...]:
-        return (own.steps_on_device, not own.steps_on_device) if self.estimate.may_step_anywhere else own[2:]
-
-    def _run_of(self, *, on_device: bool) -> dict[str, Any]:
-        """What of the run at hand goes by where the optimizer steps."""
-        early = on_device or self.task.early_release
-        return {"state_bytes": self.estimate.state_bytes() if on_device else None, "early_release": early}
 
     def _numbers(self, own: Way, num_devices: int) -> list[int]:
         """Larger numbers of micro-batches, for steps that are spread over more devices."""
@@ -723,8 +686,7 @@ class Planner:
         beside = None if structure is None else self._beside()
         found = rehearsals.get(structure, beside)
         if found is not None and self._adopt(found):
-            number = state.cut.num_micro_batches
-            return replace(self._as_plan(number), adopted_from=None if found.task == state.name else found.task)
+            return replace(self._as_plan(), adopted_from=None if found.task == state.name else found.task)
         if state.place.type != "cpu":
             self._estimate.rates(device)  # layers are not timed there, but counted against them
         for training in (True, False) if self._validates else (self._trains,):
@@ -749,12 +711,11 @@ class Planner:
         together = self._target.together
         if together is not None and is_open:  # any other number is the user's, and with it the bits
             number = together.num_micro_batches
-        state.step_on_device(
-            is_so=self._estimate.steps_on_device(device) if together is None else together.steps_on_device
-        )
+        is_so = self._estimate.steps_on_device(device) if together is None else together.steps_on_device
+        state.step_on_device(is_so=is_so)
         # A validation computes such a batch in parts, and so do evaluations and predictions.
-        adapts = task.adapts and not task.replay
-        may_split = is_auto or adapts if self._trains else True
+        adaptation = None if task.replay else self._planned.adaptation
+        may_split = is_auto or adaptation is not None or not self._trains
         while True:
             try:
                 self.cut(number)
@@ -763,24 +724,24 @@ class Planner:
                 if not may_split or number >= num_samples or together is not None:
                     raise ShardDoesNotFit(f"{self._planned.name}: {self._remedied(error)}") from error
                 number *= 2
-                if adapts:
-                    self._planned.split_first(min(number, num_samples))
+                if adaptation is not None:  # the first batch is split, and none may be larger than its parts
+                    num_parts = min(number, num_samples)
+                    adaptation.limit(-(-task.adaptive_loader.batch_size // num_parts))
+                    self._planned.reader.split_sample(num_parts)
         step_s = self.decide()
         if is_open and self._trains and together is None:
-            number = self._raised(number, step_s)
+            self._raise_number(step_s)
         choice, predicted = self._planned.choice, self._planned.predicted
         rehearsals.put(structure, beside, Rehearsed.of(state, self._estimate.input_bytes, choice, predicted))
-        return self._as_plan(number)
+        return self._as_plan()
 
     def least_bytes(self) -> LeastBytes:
-        """Return the least memory of a device on which the task runs; of the user's shards, where these are fixed."""
+        """As `PlannedTask.least_bytes`: with shards as fine as the partitioner makes them, or the user's fixed ones."""
         task, self.state.place = self._task, self._target.device.torch_device
         number = self._sample().num_samples if task.accumulation_steps == "auto" or not self._trains else 1
         number = task.accumulation_steps if isinstance(task.accumulation_steps, int) and self._trains else number
         if task.max_device_batch is not None or task.adapts:
             number = len(self._sample().micro_batches)
-        if not self._trains:
-            self._evaluated_parts, number = number, 1
         costs = self._costs(number)
         number = len(self._sample().micro_batches)
         budget = self._target.budget.with_micro_batches(number)
@@ -832,13 +793,13 @@ class Planner:
         self._planned.spread_over(self._target.spread_devices, number)
         return step_s / max(spread.speedup for spread in self._planned.spreading.spreads[: self._target.share])
 
-    def _raised(self, number: int, step_s: float) -> int:
-        """More micro-batches, while a step is predicted to be shorter for it; the state is as for that number.
+    def _raise_number(self, step_s: float) -> None:
+        """Cut into more micro-batches, while a step is predicted to be shorter for it.
 
         Smaller ones leave room to keep more, and can be spread over devices that have no other task.
         """
         most, share = self._sample().num_samples, self._target.share
-        best = tried = number
+        best = tried = self.state.cut.num_micro_batches
         while step_s > LEAST_GAIN * least_step_s(self.state) / share:
             tried *= share if tried == 1 and share > 1 else 2
             if tried > most:
@@ -854,7 +815,6 @@ class Planner:
         if self.state.cut.num_micro_batches != best:
             self.cut(best)
             self.decide()
-        return best
 
     def _remedied(self, error: LayerTooLarge | ShardDoesNotFit) -> str:
         """What a partitioner says of a lone layer; an evaluation has no micro-batches to make smaller."""
@@ -862,29 +822,21 @@ class Planner:
             return str(error).replace("raise accumulation_steps", "lower max_device_batch")
         if self._trains or not isinstance(error, LayerTooLarge):
             return str(error)
-        needed, available = error.needed_bytes, error.available_bytes
         return (
-            f"layer {error.layer} needs {format_bytes(needed)} ({needed} bytes) alone on a device, available: "
-            f"{format_bytes(available)} ({available} bytes); give smaller batches, or use a device with more memory"
+            f"layer {error.layer} needs {_size(error.needed_bytes)} alone on a device, available: "
+            f"{_size(error.available_bytes)}; give smaller batches, or use a device with more memory"
         )
 
     def _read(self, *, training: bool) -> Batch:
-        try:
+        with _noting(self._planned.name, FIRST_READ):
             return self._planned.reader.sample(training=training)
-        except Exception as error:  # of the user's loader, whose errors name no task
-            if not names(error, self._planned.name):
-                noted(error, f"task {self._planned.name}, as the first batch of its loader was read")
-            raise
 
     def _sample(self) -> Batch:
-        reader, number = self._planned.reader, self._evaluated_parts
-        sample = self._read(training=self._trains)
-        return sample if number == 1 else reader.split_again(sample, number)
+        sample, number = self._read(training=self._trains), self._evaluated_parts
+        return sample if number == 1 else self._planned.reader.split_again(sample, number)
 
     def cut(self, number: int) -> None:
         """Cut and rehearse the task in so many micro-batches, finer where it does not fit."""
-        if not self._trains:
-            self._evaluated_parts, number = number, 1
         costs, batch = self._costs(number), self._sample()
         evaluation = self._read(training=False) if self._validates else None
         self._estimate.input_bytes = [len(batch.micro_batches) * cost.input_bytes for cost in costs]
@@ -913,11 +865,10 @@ class Planner:
                     first, last = self.state.cut.shards[error.shard].first, self.state.cut.shards[error.shard].last
                     needed = max(shard_bytes(costs, first, last, budget.num_micro_batches), error.needed_bytes)
                     raise ShardDoesNotFit(
-                        f"shard {error.shard} (layers {first} to {last - 1}) needs "
-                        f"{format_bytes(needed)} ({needed} bytes) on a device, available: "
-                        f"{format_bytes(budget.memory_bytes)} ({budget.memory_bytes} bytes); cut it smaller (Pilot "
-                        f"does), {'raise accumulation_steps' if self._trains else 'give smaller batches'}, or use a "
-                        f"device with more memory"
+                        f"shard {error.shard} (layers {first} to {last - 1}) needs {_size(needed)} on a device, "
+                        f"available: {_size(budget.memory_bytes)}; cut it smaller (Pilot does), "
+                        f"{'raise accumulation_steps' if self._trains else 'give smaller batches'}, or use a device "
+                        f"with more memory"
                     ) from error
             boundaries = finer
 
@@ -961,8 +912,7 @@ class Planner:
                 budget=budget,
                 run=self._estimate.run_at_hand(self._target),
             )
-            together = self._target.together
-            beside = self._target.beside
+            together, beside = self._target.together, self._target.beside
             if together is None:
                 own = planned.predicted = planned.choice.fastest()
                 if beside:
@@ -989,6 +939,8 @@ class Planner:
     def _costs(self, number: int) -> list[LayerCost]:
         """Costs of the layers for the first of so many micro-batches."""
         task, place = self._task, self.state.place
+        if not self._trains:
+            self._evaluated_parts, number = number, 1
         self.state.split_into(number)
         inputs, target, _ = self._sample().micro_batches[0]
         with installed(Stream(capture())), _naming(self._planned.name, task.purpose):
@@ -1007,7 +959,7 @@ class Planner:
             loss_fn = None if task.purpose is Purpose.PREDICT else task.loss_fn
             return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision)
 
-    def _as_plan(self, number: int) -> TaskPlan:
+    def _as_plan(self) -> TaskPlan:
         state, spreading, known = self.state, self._planned.spreading, self._estimate.known
         timings = state.measured.timings.values()
         device_s = sum(timing.device_s for timing in timings)
@@ -1018,7 +970,7 @@ class Planner:
             shard_bytes=[state.shard_bytes(shard) for shard in state.cut.shards],
             dram=self._planned.dram,
             optimizer_device="device" if state.steps_on_device else "host",
-            accumulation_steps=number if self._trains else 1,
+            accumulation_steps=state.cut.num_micro_batches,
             step_s=sum(state.measured.unit_s.values()),
             speedups=[spread.speedup for spread in spreading.spreads],
             shares_cores=state.place.type == "cpu",
@@ -1030,6 +982,21 @@ class Planner:
             predicted_s=None if predicted is None else predicted.step_s,
             cut_because="" if predicted is None else str(predicted),
         )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{format_bytes(num_bytes)} ({num_bytes} bytes)"
+
+
+@contextmanager
+def _noting(name: str, when: str) -> Iterator[None]:
+    """Note when it came on an error that names no task, as those of user code."""
+    try:
+        yield
+    except Exception as error:
+        if not names(error, name):
+            noted(error, f"task {name}, {when}")
+        raise
 
 
 @contextmanager
@@ -1118,13 +1085,8 @@ def check_dram(planned: list[PlannedTask]) -> None:
     """Refuse tasks whose gradients and optimizer states do not fit beside the weights, which are in DRAM already."""
     for each in planned:
         # Before anything large is touched. The factory is user code, and what it draws is none of the run's.
-        try:
-            with installed(Stream(capture())):
-                found = trial_state_bytes(each.task, each.name, each.layout, saves=each.saves)
-        except Exception as error:
-            if not names(error, each.name):
-                noted(error, f"task {each.name}, as a step of its optimizer was tried")
-            raise
+        with _noting(each.name, "as a step of its optimizer was tried"), installed(Stream(capture())):
+            found = trial_state_bytes(each.task, each.name, each.layout, saves=each.saves)
         each.state.measured.state_bytes = found
         each.state.pool.splits = bool(each.task.split_weights)
         against = _against_split(each) if each.task.split_weights else None
@@ -1137,10 +1099,9 @@ def check_dram(planned: list[PlannedTask]) -> None:
         needed = sum(each.training_bytes for each in planned)
     if needed > available:
         raise HostOutOfMemory(
-            f"{', '.join(each.name for each in planned)}: training needs {format_bytes(needed)} ({needed} bytes) of "
-            f"DRAM for gradients and optimizer state, available: {format_bytes(available)} ({available} bytes); train "
-            f"fewer tasks at once, freeze layers, choose an optimizer with less state (SGD), or use a machine with "
-            f"more DRAM"
+            f"{', '.join(each.name for each in planned)}: training needs {_size(needed)} of DRAM for gradients and "
+            f"optimizer state, available: {_size(available)}; train fewer tasks at once, freeze layers, choose an "
+            f"optimizer with less state (SGD), or use a machine with more DRAM"
         )
 
 
@@ -1182,17 +1143,15 @@ def arena_bytes(planned: Sequence[PlannedTask], memory_bytes: int) -> int:
     All of them, if there is room beside the largest unit, larger batches than the sample, and what plans keep of
     forwards; else as many as there is, but two of the largest, one that computes and one that is loaded.
     """
+    shards = [(each, shard) for each in planned for shard in each.state.cut.shards]
     # Where a step is spread, with the sums of other parts.
     work = max(
-        each.state.work_bytes(shard) + (len(each.spreads) > 1) * each.state.sum_bytes(shard)
-        for each in planned
-        for shard in each.state.cut.shards
+        each.state.work_bytes(shard) + (len(each.spreads) > 1) * each.state.sum_bytes(shard) for each, shard in shards
     )
     largest = max(each.largest_slab_bytes for each in planned)
     if largest > memory_bytes - work:  # a part that does not fit is found out as it runs, and then none is spread
         work = max(each.work_bytes for each in planned)
-    shards = [(each.state, shard) for each in planned for shard in each.state.cut.shards]
-    kept = sum(kept_bytes(state, shard) for state, shard in shards)
+    kept = sum(kept_bytes(each.state, shard) for each, shard in shards)
     total, two = sum(shard.slab_bytes for _, shard in shards), 2 * largest
     wanted = min(total, max(two, memory_bytes - int(work * WORK_HEADROOM) - kept))
     return min(wanted, memory_bytes - work)
@@ -1208,14 +1167,11 @@ def check_arena(planned: Sequence[PlannedTask], memory_bytes: int) -> None:
     for each in planned:
         if not fits_arena(each, planned, memory_bytes):
             other = max(planned, key=lambda task: task.work_bytes)
-            slab, work = each.largest_slab_bytes, other.work_bytes
             by_size = other.task.max_device_batch is not None
-            smaller = (
-                f"lower {other.name}'s max_device_batch" if by_size else f"raise {other.name}'s accumulation_steps"
-            )
+            change, option = ("lower", "max_device_batch") if by_size else ("raise", "accumulation_steps")
             raise ShardDoesNotFit(
-                f"{each.name}: its largest shard has {format_bytes(slab)} ({slab} bytes) of parameters, and units of "
-                f"{other.name} take {format_bytes(work)} ({work} bytes) beside theirs, together at most: "
-                f"{format_bytes(memory_bytes)} ({memory_bytes} bytes); cut {each.name} smaller, {smaller}, "
-                f"train them in two calls, or use a device with more memory"
+                f"{each.name}: its largest shard has {_size(each.largest_slab_bytes)} of parameters, and units of "
+                f"{other.name} take {_size(other.work_bytes)} beside theirs, together at most: {_size(memory_bytes)}; "
+                f"cut {each.name} smaller, {change} {other.name}'s {option}, train them in two calls, or use a device "
+                f"with more memory"
             )
