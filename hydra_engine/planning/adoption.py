@@ -53,21 +53,13 @@ _TORCH_MODULE: Any = torch.nn.modules.module
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, frozenset, deque)
 # Made in C, and without anything that changes.
 _FIXED = (
-    types.ClassMethodDescriptorType,
-    types.MethodDescriptorType,
-    types.MethodWrapperType,
-    types.WrapperDescriptorType,
-    np.ufunc,
-    torch._ops.OpOverload,
-    torch._ops.OpOverloadPacket,
-    torch.layout,
-    torch.memory_format,
-    type(Held.path),
-    type(Ellipsis),
-    type(NotImplemented),
+    *(types.ClassMethodDescriptorType, types.MethodDescriptorType, types.MethodWrapperType),
+    *(types.WrapperDescriptorType, type(Held.path), type(Ellipsis), type(NotImplemented)),
+    *(np.ufunc, torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.layout, torch.memory_format),
 )
 # By kind, the attributes that are all that an object is.
 _PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    ((types.GetSetDescriptorType, types.MemberDescriptorType), ("__name__",)),
     (types.BuiltinFunctionType, ("__name__", "__self__")),
     (types.MethodType, ("__self__", "__func__")),
     ((staticmethod, classmethod), ("__func__",)),
@@ -217,8 +209,6 @@ class _Walk:
             self.tokens.append(_Is(value))
         elif isinstance(value, types.CodeType):
             self.tokens.append(value)
-        elif isinstance(value, (types.GetSetDescriptorType, types.MemberDescriptorType)):
-            self.tokens += (kind, value.__name__)
         elif parts := next((names for kinds, names in _PARTS if isinstance(value, kinds)), None):
             self._add_all(kind, *(getattr(value, name) for name in parts))
         elif kind is weakref.ref and value.__callback__ is None:
@@ -250,9 +240,8 @@ class _Walk:
         slots = [key for cls in made for key, slot in vars(cls).items() if isinstance(slot, types.MemberDescriptorType)]
         num_own = (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)  # else kept before the object
         most_bytes = _LEAST_BYTES + _POINTER_BYTES * (num_own + len(slots))
-        if not all(each.__flags__ & _IS_HEAP_TYPE for each in made):
-            raise _Unjudged
-        if base is object and kind.__basicsize__ > most_bytes:
+        holds_more = base is object and kind.__basicsize__ > most_bytes
+        if holds_more or not all(each.__flags__ & _IS_HEAP_TYPE for each in made):
             raise _Unjudged
         self.add(kind)
         if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
@@ -288,20 +277,11 @@ class _Walk:
 
     def _add_tensor(self, value: Tensor) -> None:
         slot = self._slots.get(id(value))
-        if (
-            value.layout != torch.strided
-            or not value.is_leaf
-            or value._backward_hooks
-            or type(value) not in (Tensor, nn.Parameter, nn.Buffer)
-        ):
+        is_plain = value.layout == torch.strided and value.is_leaf and not value._backward_hooks
+        if not is_plain or type(value) not in (Tensor, nn.Parameter, nn.Buffer):
             raise _Unjudged
         self.tokens += (
-            type(value),
-            value.shape,
-            value.stride(),
-            value.dtype,
-            value.device,
-            value.requires_grad,
+            *(type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad),
             None if slot is None else (slot.index, slot.offset, slot.link_dtype),
             residue(value) if self._keeps_residues else 0,
         )

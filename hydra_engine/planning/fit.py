@@ -38,13 +38,7 @@ class Misfit(NamedTuple):
 
 
 def refit(
-    state: TaskState,
-    reader: Reader,
-    batch: Batch,
-    room: Room,
-    *,
-    misfit: Misfit | None = None,
-    may_split: bool = True,
+    state: TaskState, reader: Reader, batch: Batch, room: Room, *, misfit: Misfit | None = None, may_split: bool = True
 ) -> Batch:
     """Cut the task so that this batch fits a device; returns the batch, split as it then has to be.
 
@@ -192,12 +186,11 @@ def largest_micro_batch(state: TaskState, batch: Batch, room: Room, most: int) -
 def _of_samples(value: Any, size: int, num_samples: int) -> Any:
     """Micro-batch of another number of samples, whose tensors nobody fills: they take no memory."""
 
-    def other(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size:
-            return leaf.new_empty((num_samples, *leaf.shape[1:]))
-        return leaf
+    def other(leaf: Tensor) -> Tensor:
+        is_of_samples = leaf.dim() > 0 and leaf.shape[0] == size
+        return leaf.new_empty((num_samples, *leaf.shape[1:])) if is_of_samples else leaf
 
-    return pytree.tree_map(other, value)
+    return pytree.tree_map_only(Tensor, other, value)
 
 
 def _measure(state: TaskState, batch: Batch) -> Sequence[LayerCost] | None:
@@ -228,9 +221,8 @@ def _why_not_split(state: TaskState, batch: Batch, may_split: bool) -> tuple[str
     if not batch.training:
         return None
     if batch.choice is not None:
-        if batch.choice.step < len(state.task.replay):
-            return "replay= fixes the number of micro-batches", ""
-        return None
+        is_fixed = batch.choice.step < len(state.task.replay)
+        return ("replay= fixes the number of micro-batches", "") if is_fixed else None
     if state.observed.draws_outside_torch:
         return "a layer draws from `random` or `numpy.random`, which micro-batches would do in another order", ""
     if state.shares_changed_buffer():

@@ -146,12 +146,8 @@ def check_converted(
     modules = [*source.modules(), *(module for layer in model._modules.values() if layer for module in layer.modules())]
     attributes = [(module, dict(vars(module))) for module in modules]
     # Hooks, buffers, records: a forward that is the model's first may add some.
-    held = [
-        (value, copy.copy(value))
-        for _, named in attributes
-        for value in named.values()
-        if isinstance(value, (dict, list, set))
-    ]
+    values = (value for _, named in attributes for value in named.values())
+    held = [(value, copy.copy(value)) for value in values if isinstance(value, (dict, list, set))]
     buffers = [(buffer, buffer.clone()) for buffer in source.buffers()]
     mode = "training" if training else "evaluation"
     # Not the state of now, in which a forward that seeds the generators may have left them as it was recorded.

@@ -72,9 +72,7 @@ def check_apart(what: str, loader: object, planned: Sequence[PlannedTask]) -> No
 def _moved_by_reading(loader: object) -> Iterator[object]:
     """What a reading of a loader leaves otherwise than it found it, as far as one can see from outside."""
     for holder in (loader, getattr(loader, "sampler", None)):
-        generator = getattr(holder, "generator", None)
-        if generator is not None:
+        if (generator := getattr(holder, "generator", None)) is not None:
             yield generator
-    keeps_place = isinstance(loader, (AdaptiveDataLoader, Iterator))
-    if getattr(loader, "persistent_workers", False) or keeps_place:
+    if getattr(loader, "persistent_workers", False) or isinstance(loader, (AdaptiveDataLoader, Iterator)):
         yield loader
