@@ -483,7 +483,7 @@ def _choose_kept(
     below, keeps_from = range(len(slabs) - 2, lowest - 1, -1), len(slabs)
     best, loaded = Kept(keeps_from, math.inf), sum(slabs[j] for _, j in training_chain(len(slabs), lowest))
     for k in range(len(below) + 1):
-        held = accumulate((slabs[j] for j in below[k:]), initial=0)
+        held = accumulate((slabs[j] for j in below[k:]), initial=0)  # in order, as far as there is room
         others = max((total for total in held if total <= free), default=0)
         step_s = max(compute_s, (loaded - others) / rate)
         if step_s < best.step_s:
