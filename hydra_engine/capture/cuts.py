@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hydra_engine.capture.tape import Call
+from hydra_engine.capture.tape import Call, Values
 
 # A range of layers with more calls that have weights than this is cut again where each side gets a fair share.
 MOST_CALLS = 4
@@ -59,8 +59,7 @@ def choose_cuts(
     calls: Sequence[Call],
     lives: Lives,
     weight: Callable[[Call], int],
-    storage: Callable[[int], int],
-    num_bytes: Callable[[int], int],
+    values: Values,
     is_embedding: Callable[[Any], bool],
     may_cut: Callable[[Call], bool],
 ) -> list[int]:
@@ -73,39 +72,33 @@ def choose_cuts(
     atoms = [p for p, each in enumerate(weights) if each]
     if len(atoms) < 2:
         return []
-    ranks, count = [], 0  # by position, how many of them lie below
-    for p in range(len(calls) + 1):
-        ranks.append(count)
-        if p < len(calls) and weights[p]:
-            count += 1
+    ranks = list(itertools.accumulate(map(bool, weights), initial=0))  # by position, how many of them lie below
     crossing = lives.crossing(1, len(calls) - 1)
-    entangled = lives.entangled(calls, storage)
+    entangled = lives.entangled(calls, values.storage)
 
-    def cost(p: int) -> tuple[int, int] | None:
+    def cost(p: int) -> tuple[int, int, int] | None:
+        """Return how many values cross a cut before a call, their bytes, and -p: of equals the last is the least."""
         if p in entangled or not may_cut(calls[p]):
             return None
-        own: set[int] = set()
-        for number in crossing[p]:
-            place = storage(number)
-            span = ranks[min(lives.end[number], len(calls))] - ranks[lives.begin[number]]
-            if lives.begin[number] > 0 and span <= LONG:
-                own.add(place)
-        return len(own), sum(num_bytes(number) for number in crossing[p])
+        near = [
+            number
+            for number in crossing[p]
+            if lives.begin[number] > 0 and ranks[lives.end[number]] - ranks[lives.begin[number]] <= LONG
+        ]
+        return len(set(map(values.storage, near))), sum(map(values.num_bytes, crossing[p])), -p
 
-    gaps: list[tuple[tuple[int, int], int, int] | None] = []  # (cost, position, atoms below it)
-    for k, (below, above) in enumerate(itertools.pairwise(atoms), start=1):
-        found = [(cost(p), -p) for p in range(below + 1, above + 1)]
-        fit = [(each, -p) for each, p in found if each is not None]
-        gaps.append((*min(fit, key=lambda each: (each[0], -each[1])), k) if fit else None)
-
+    gaps = [  # between two atoms, the least cost
+        min(filter(None, map(cost, range(below + 1, above + 1))), default=None)
+        for below, above in itertools.pairwise(atoms)
+    ]
+    counts = [None if gap is None else gap[0] for gap in gaps]
     chosen: set[int] = set()
-    counts = [None if gap is None else gap[0][0] for gap in gaps]
     for k, gap in enumerate(gaps):
         if gap is None:
             continue
-        left = next((c for c in reversed(counts[:k]) if c is not None and c != counts[k]), None)
-        right = next((c for c in counts[k + 1 :] if c is not None and c != counts[k]), None)
-        is_least = all(c is None or c > gap[0][0] for c in (left, right))
+        left = next((c for c in reversed(counts[:k]) if c is not None and c != gap[0]), None)
+        right = next((c for c in counts[k + 1 :] if c is not None and c != gap[0]), None)
+        is_least = all(c is None or c > gap[0] for c in (left, right))
         is_after_embedding = is_embedding(calls[atoms[k]].func) and not is_embedding(calls[atoms[k + 1]].func)
         if is_least or is_after_embedding or k == len(gaps) - 1:
             chosen.add(k)
@@ -114,27 +107,18 @@ def choose_cuts(
         """Cut the atoms [first, last) again while they are many."""
         if last - first <= MOST_CALLS:
             return
-        total = sum(weights[atoms[k]] for k in range(first, last))
-        best: tuple[tuple[bool, int, int], int] | None = None
-        below = 0
-        for k in range(first, last - 1):
-            below += weights[atoms[k]]
-            gap = gaps[k]
-            if gap is None:
-                continue
-            share = min(below, total - below)
-            key = (share < LEAST_SHARE * total, gap[0][0], -share)
-            if best is None or key < best[0]:
-                best = key, k
-        if best is None:
-            return
-        chosen.add(best[1])
-        split(first, best[1] + 1)
-        split(best[1] + 1, last)
+        sums = list(itertools.accumulate(weights[p] for p in atoms[first:last]))
+        fit = []
+        for k, below in enumerate(sums[:-1], start=first):
+            if (gap := gaps[k]) is not None:
+                share = min(below, sums[-1] - below)
+                fit.append((share < LEAST_SHARE * sums[-1], gap[0], -share, k))
+        if fit:
+            *_, best = min(fit)
+            chosen.add(best)
+            split(first, best + 1)
+            split(best + 1, last)
 
-    ends = [*(k + 1 for k in sorted(chosen)), len(atoms)]
-    first = 0
-    for end in ends:
+    for first, end in itertools.pairwise([0, *(k + 1 for k in sorted(chosen)), len(atoms)]):
         split(first, end)
-        first = end
-    return sorted(gaps[k][1] for k in chosen)  # type: ignore[index]
+    return sorted(-gaps[k][2] for k in chosen)  # type: ignore[index]

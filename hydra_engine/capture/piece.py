@@ -76,7 +76,6 @@ class _Writer:
         self._by_id: dict[int, str] = {}
         self._lines = [f"[{', '.join(map(self._value, inputs))}] = values"]
         self._is_in_no_grad = False
-        self._inputs = inputs
 
     def call(self, call: Call, dead: Sequence[int]) -> None:
         if call.with_grad == self._is_in_no_grad:
@@ -103,12 +102,9 @@ class _Writer:
 
     def text(self, outputs: Sequence[int]) -> str:
         returned = "".join(f"{self._value(number)}, " for number in outputs)
-        lines = [f"{name} = held[{k}]" for k, name in enumerate(self._held_names())]
+        lines = [f"p{k} = held[{k}]" for k in range(len(self.held))]
         body = "\n    ".join([*lines, *self._lines, f"return ({returned})"])
         return f"def piece(here, held, values):\n    {body}\n"
-
-    def _held_names(self) -> list[str]:
-        return [f"p{k}" for k in self.held.values()]
 
     def _held(self, name: str) -> str:
         return f"p{self.held.setdefault(name, len(self.held))}"
@@ -130,9 +126,8 @@ class _Writer:
             return self._constant(self._tensors[value.number])
         if value is HERE:
             return "here"
-        if value is None or value is Ellipsis or type(value) in (bool, int, str):
-            return repr(value)
-        if type(value) is float and math.isfinite(value):
+        is_plain = value is None or value is Ellipsis or type(value) in (bool, int, str)
+        if is_plain or (type(value) is float and math.isfinite(value)):
             return repr(value)
         if type(value) is tuple:
             return f"({''.join(self._shown(each) + ', ' for each in value)})"

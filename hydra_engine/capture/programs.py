@@ -279,8 +279,7 @@ class Programs(Shared):
                 calls,
                 lives,
                 lambda call: sum(self._weights.of(name) for name in call.held),
-                tape.values.storage,
-                tape.values.num_bytes,
+                tape.values,
                 lambda func: isinstance(func, Held) and isinstance(self._named.get(func.name), nn.Embedding),
                 lambda call: self._sites is None or call.site in self._sites,
             )
