@@ -22,7 +22,6 @@ from hydra_engine.capture.piece import Piece
 from hydra_engine.capture.shadow import Shadow, caches_apart
 from hydra_engine.capture.tape import (
     HERE,
-    Answers,
     Asked,
     Call,
     Constant,
@@ -33,6 +32,7 @@ from hydra_engine.capture.tape import (
     Value,
     is_leaf,
     name_of,
+    replaced,
 )
 from partitioners.reach import Shared
 
@@ -97,15 +97,14 @@ class Programs(Shared):
         self._lock = threading.RLock()
         self._named = dict(model.named_modules())
         self._kept: set[str] = set()
-        self._left: dict[
-            torch.dtype | None, Shadow
-        ] = {}  # by `narrow`: one in whose attributes forwards left something
+        # By `narrow`: one in whose attributes forwards left something.
+        self._left: dict[torch.dtype | None, Shadow] = {}
         self._roots: dict[Form, _Node] = {}
         self._by_name: dict[str, Program] = {}
         self._cuts: list[Site] | None = None
         self._sites: set[Site] | None = None  # at which the other mode may be cut as well, if it is known
         self._usual: list[Any] = []  # answers for the first batch: also where values are not to be had
-        self._weights = _Weights(model)
+        self._weights = _weights(model)
         self._dtypes = {name: each.dtype for name, each in model.named_parameters(remove_duplicate=False)}
         self.is_settled = False  # its layers are made, and hold what they hold
         self.holdings: list[set[str]] = []  # by layer, names of the parameters, buffers and modules that it needs
@@ -131,26 +130,21 @@ class Programs(Shared):
 
         Raises ValueError for a batch for which the forward cannot be cut as it was for the first one.
         """
-        form, batch, here = self._look(inputs, flags, narrow)
-        tensors = batch.tensors
+        form, batch = self._look(inputs, flags, narrow)
         node = self._roots.get(form)
         while node is not None and node.program is None:
             assert node.asked is not None
             answer = batch.answer(node.asked)
             node = node.children.get(repr(answer)) if answer is not _ANY else next(iter(node.children.values()), None)
         if node is not None and node.program is not None:
-            return node.program, tensors
+            return node.program, batch.tensors
         with self._lock, _disable_current_modes():
-            return self._recorded(form, inputs, batch, here), tensors
+            return self._made(form, batch), batch.tensors
 
-    def _look(
-        self, inputs: Any, flags: tuple[bool, ...], narrow: torch.dtype | None = None
-    ) -> tuple[Form, _Batch, torch.device]:
+    def _look(self, inputs: Any, flags: tuple[bool, ...], narrow: torch.dtype | None = None) -> tuple[Form, _Batch]:
         leaves, spec = pytree.tree_flatten(inputs)
-        tensors = [each for each in leaves if isinstance(each, Tensor)]
-        here = tensors[0].device if tensors else torch.device("cpu")
-        here = torch.device("cpu") if here.type == "meta" else here
-        return Form(str(spec), tuple(map(_form, leaves)), flags, here.type, narrow), _Batch(tensors, self._usual), here
+        batch = _Batch(inputs, [each for each in leaves if isinstance(each, Tensor)], self._usual)
+        return Form(str(spec), tuple(map(_form, leaves)), flags, batch.here.type, narrow), batch
 
     def narrow(self, held: nn.Module) -> torch.dtype | None:
         """Return what the parameters of a device's copy of a layer were cast to."""
@@ -161,16 +155,13 @@ class Programs(Shared):
 
     def foresee(self, inputs: Any, flags: tuple[bool, ...]) -> None:
         """Note where the forward may be cut in another mode than the first batch's: there it is cut as well."""
-        form, batch, here = self._look(inputs, flags)
-        tape, numbers, output, _ = self._record(form, inputs, batch, here)
+        tape, numbers, output, _ = self._record(*self._look(inputs, flags))
         lives = Lives(tape.calls, numbers, [leaf.number for leaf in output if isinstance(leaf, Value)])
         entangled = lives.entangled(tape.calls, tape.values.storage)
         self._sites = {call.site for p, call in enumerate(tape.calls) if p not in entangled}
 
-    def _recorded(self, form: Form, inputs: Any, batch: _Batch, here: torch.device) -> Program:
-        tape, numbers, output, spec = self._record(form, inputs, batch, here)
-        _check_output(output)
-        program = self._cut(tape, numbers, output, spec)
+    def _made(self, form: Form, batch: _Batch) -> Program:
+        program = self._cut(*self._record(form, batch))
         node = self._roots.setdefault(form, _Node())
         for asked, answer in batch.asked:
             node.asked = asked
@@ -180,30 +171,30 @@ class Programs(Shared):
             self._usual.extend(answer for _, answer in batch.asked)
         return program
 
-    def _record(self, form: Form, inputs: Any, batch: _Batch, here: torch.device) -> _Recorded:
+    def _record(self, form: Form, batch: _Batch) -> _Recorded:
         while True:
             # A new one each time: the first forward of a model may add hooks to it.
             shadow = Shadow(self.model, form.narrow)
             try:
                 with shadow.apart():
-                    return self._settled(shadow, form, inputs, batch, here)
+                    return self._settled(shadow, form, batch)
             except Unknown as unknown:
                 self._keep(unknown)
 
-    def _settled(self, shadow: Shadow, form: Form, inputs: Any, batch: _Batch, here: torch.device) -> _Recorded:
+    def _settled(self, shadow: Shadow, form: Form, batch: _Batch) -> _Recorded:
         """Record the forward, and see that no call of it depends on what those before have left."""
 
         def left() -> dict[str, str]:
             return shadow.left(lambda path: path in self._kept or is_leaf(self._named[path]))
 
         before = left()
-        recorded, asked = self._run(shadow, form, inputs, batch, here), list(batch.asked)
+        recorded, asked = self._run(shadow, form, batch), list(batch.asked)
         for path in shadow.rebound():
             if not any(each == path or path.startswith(f"{each}.") for each in self._kept):
                 raise self._depends(path, "replaces a parameter or a buffer (write into it: copy_)")
         if changed := _difference(before, after := left()):
             owner, named = shadow.owner(changed), _shown(changed)
-            text = self._run(shadow, form, inputs, batch, here).text()
+            text = self._run(shadow, form, batch).text()
             if text != recorded.text():
                 raise self._depends(owner, f"changes {named}, which its next call depends on")
             if again := _difference(after, left()):
@@ -212,7 +203,7 @@ class Programs(Shared):
                 )
             # Nor on what batches of another form have left.
             other = self._left.setdefault(form.narrow, shadow)
-            if other is not shadow and self._run(other, form, inputs, batch, here).text() != text:
+            if other is not shadow and self._run(other, form, batch).text() != text:
                 raise self._depends(owner, f"changes {named}, which calls for other batches depend on")
             batch.asked[:] = asked
         return recorded
@@ -223,15 +214,15 @@ class Programs(Shared):
         where = "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}: "
         return Unknown(path, f"{where}{type(self._named[path]).__name__}.forward", why)
 
-    def _run(self, shadow: Shadow, form: Form, inputs: Any, batch: _Batch, here: torch.device) -> _Recorded:
+    def _run(self, shadow: Shadow, form: Form, batch: _Batch) -> _Recorded:
         """Run the shadow's forward, and record it."""
         batch.asked.clear()
-        tape = Tape(shadow, here, frozenset(self._kept), batch)
-        check_call(self.model, inputs)
-        args, kwargs = called_with(pytree.tree_map_only(Tensor, tape.input, inputs))
+        tape = Tape(shadow, batch.here, frozenset(self._kept), batch.recorded)
+        check_call(self.model, batch.inputs)
+        args, kwargs = called_with(pytree.tree_map_only(Tensor, tape.input, batch.inputs))
         numbers = list(range(len(tape.values)))
         shadow.set_modes(dict(zip(self._named, form.flags, strict=True)))
-        shadow.recorder = tape
+        shadow.recorder = tape.module
         try:
             with caches_apart(), tape.recording():
                 out = without_caches(shadow.model(*args, **kwargs))
@@ -251,8 +242,8 @@ class Programs(Shared):
             path = path.rpartition(".")[0]
         module = self._named[path]
         is_split = any(next(child.parameters(), None) is not None for child in module.children())
-        total = self._weights.total
-        if not path or (is_split and self._weights.of(path) > MOST_KEPT * total) or self._cuts is not None:
+        is_most = self._weights[path] > MOST_KEPT * self._weights[""]
+        if not path or (is_split and is_most) or self._cuts is not None:
             kind = Branch if not path and _ASKS in unknown.why else ValueError
             raise kind(
                 f"the model's own forward ({type(self.model).__name__}) cannot be made layers: {unknown.line} "
@@ -262,23 +253,27 @@ class Programs(Shared):
         self._kept.add(path)
 
     def _cut(self, tape: Tape, inputs: list[int], output: list[Any], spec: Any) -> Program:
-        calls, number = tape.calls, 0
-        returned: list[int] = []
+        calls, returned = tape.calls, list[int]()
         for k, leaf in enumerate(output):
-            if isinstance(leaf, (Value, Held, Constant)):
-                if not isinstance(leaf, Value):
-                    raise ValueError(
-                        "the model's own forward returns a parameter, a buffer or a constant as it is, limit: what it "
-                        "computes; clone it"
-                    )
+            if isinstance(leaf, Value):
+                output[k] = Value(len(returned))
                 returned.append(leaf.number)
-                output[k], number = Value(number), number + 1
+            elif isinstance(leaf, (Held, Constant)):
+                raise ValueError(
+                    "the model's own forward returns a parameter, a buffer or a constant as it is, limit: what it "
+                    "computes; clone it"
+                )
+            elif not (leaf is None or isinstance(leaf, (bool, int, float, str))):
+                raise ValueError(
+                    f"the model's own forward returns a {type(leaf).__name__}, limit: tensors, numbers, and tuples, "
+                    f"lists and dicts of them; return what is in it, or leave it out (use_cache=False)"
+                )
         lives = Lives(calls, inputs, returned)
         if self._cuts is None:
             positions = choose_cuts(
                 calls,
                 lives,
-                lambda call: sum(self._weights.of(name) for name in call.held),
+                lambda call: sum(self._weights.get(name, 0) for name in call.held),
                 tape.values,
                 lambda func: isinstance(func, Held) and isinstance(self._named.get(func.name), nn.Embedding),
                 lambda call: self._sites is None or call.site in self._sites,
@@ -287,17 +282,14 @@ class Programs(Shared):
             self.holdings = [set() for _ in range(len(positions) + 1)]
         else:
             positions = self._placed(calls, lives.entangled(calls, tape.values.storage))
-        ends = [0, *positions, len(calls)]
         pieces = []
         entering = inputs
         crossing = lives.crossing(0, len(calls))
-        for k, (first, last) in enumerate(itertools.pairwise(ends)):
+        for k, (first, last) in enumerate(itertools.pairwise([0, *positions, len(calls)])):
             leaving = returned if last == len(calls) else sorted(crossing[last])
-            piece = Piece(calls[first:last], entering, leaving, tape.values.constants)
-            pieces.append(piece)
+            pieces.append(Piece(calls[first:last], entering, leaving, tape.values.constants))
             entering = leaving
-            needed = {".".join(path) for path in piece.held}
-            self.holdings[k] |= needed
+            self.holdings[k].update(map(".".join, pieces[k].held))
         program = Program(f"p{len(self._by_name)}", pieces, output, spec)
         self._by_name[program.name] = program
         return program
@@ -357,20 +349,18 @@ def _shown(where: str) -> str:
     return where.replace("__globals__.", "").replace("__class__.", "")
 
 
-class _Any:
-    """Stands for an answer that nobody has."""
+_ANY = object()  # stands for an answer that nobody has
 
 
-_ANY = _Any()
-
-
-class _Batch(Answers):
+class _Batch:
     """Answers what a forward asks from the values of a batch; where it has none, as for the first batch."""
 
-    def __init__(self, tensors: Sequence[Tensor], usual: Sequence[Any]) -> None:
-        self.tensors = list(tensors)
-        self._usual = usual
-        self._has_values = not any(isinstance(each, FakeTensor) or each.device.type == "meta" for each in tensors)
+    def __init__(self, inputs: Any, tensors: list[Tensor], usual: Sequence[Any]) -> None:
+        """`tensors`: of `inputs`. usual: answers for the first batch."""
+        self.inputs, self.tensors, self._usual = inputs, tensors, usual
+        has_place = tensors and not tensors[0].is_meta
+        self.here = tensors[0].device if has_place else torch.device("cpu")
+        self._has_values = not any(isinstance(each, FakeTensor) or each.is_meta for each in tensors)
         self.asked: list[tuple[Asked, Any]] = []
 
     def answer(self, asked: Asked) -> Any:
@@ -391,54 +381,38 @@ class _Batch(Answers):
         return answer
 
     def _computed(self, asked: Asked, extreme: float) -> Any:
-        needs_values = any(call.reads for call in asked.calls) or _reads(asked)
+        asks = pytree.tree_leaves((asked.args, asked.kwargs))
+        needs_values = any(call.reads for call in asked.calls) or any(isinstance(each, Value) for each in asks)
         if needs_values and not self._has_values:
             return _ANY
         known: dict[int, Any] = dict(enumerate(self.tensors))
-        here = self.tensors[0].device if self.tensors else torch.device("cpu")
+
+        def resolved(leaf: Any) -> Any:
+            return known[leaf.number] if isinstance(leaf, Value) else self.here if leaf is HERE else leaf
+
+        def run(call: Call | Asked) -> Any:
+            args, kwargs = replaced((call.args, call.kwargs), resolved)
+            return call.func(*args, **kwargs)
+
         with torch.no_grad():
             for call in asked.calls:
-                _run(call, known, here, extreme)
-            return asked.func(*_resolved(asked.args, known, here), **_resolved(asked.kwargs, known, here))
+                found = run(call)
+                if call.draws:
+                    if call.func not in _RANDOM_NUMBERS:
+                        raise Unknown("", call.line, "draws what a decision depends on")
+                    found = torch.full_like(found, extreme)
+                for ref, value in zip(pytree.tree_leaves(call.result), pytree.tree_leaves(found), strict=True):
+                    if isinstance(ref, Value):
+                        known[ref.number] = value
+            return run(asked)
 
 
-def _reads(asked: Asked) -> bool:
-    return any(isinstance(each, Value) for each in pytree.tree_leaves((asked.args, asked.kwargs)))
-
-
-def _run(call: Call, known: dict[int, Any], here: torch.device, extreme: float) -> None:
-    found = call.func(*_resolved(call.args, known, here), **_resolved(call.kwargs, known, here))
-    if call.draws:
-        if call.func not in _RANDOM_NUMBERS:
-            raise Unknown("", call.line, "draws what a decision depends on")
-        found = torch.full_like(found, extreme)
-    for ref, value in zip(pytree.tree_leaves(call.result), pytree.tree_leaves(found), strict=True):
-        if isinstance(ref, Value):
-            known[ref.number] = value
-
-
-def _resolved(tree: Any, known: Mapping[int, Any], here: torch.device) -> Any:
-    def of(leaf: Any) -> Any:
-        if isinstance(leaf, Value):
-            return known[leaf.number]
-        if isinstance(leaf, slice):
-            return slice(*map(of, (leaf.start, leaf.stop, leaf.step)))
-        return here if leaf is HERE else leaf
-
-    return pytree.tree_map(of, tree)
-
-
-class _Weights:
-    """Bytes of parameters by the name of a parameter or of a module that holds them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._bytes = {name: each.nbytes for name, each in model.named_parameters(remove_duplicate=False)}
-        for path, module in model.named_modules(remove_duplicate=False):
-            self._bytes[path] = sum(each.nbytes for each in module.parameters())
-        self.total = self._bytes[""]
-
-    def of(self, name: str) -> int:
-        return self._bytes.get(name, 0)
+def _weights(model: nn.Module) -> dict[str, int]:
+    """Return bytes of parameters by the name of a parameter or of a module that holds them."""
+    found = {name: each.nbytes for name, each in model.named_parameters(remove_duplicate=False)}
+    for path, module in model.named_modules(remove_duplicate=False):
+        found[path] = sum(each.nbytes for each in module.parameters())
+    return found
 
 
 def called_with(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -480,13 +454,3 @@ def _form(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
     return type(leaf), repr(leaf)
-
-
-def _check_output(output: Sequence[Any]) -> None:
-    for leaf in output:
-        if isinstance(leaf, (Value, Held, Constant)) or leaf is None or isinstance(leaf, (bool, int, float, str)):
-            continue
-        raise ValueError(
-            f"the model's own forward returns a {type(leaf).__name__}, limit: tensors, numbers, and tuples, lists and "
-            f"dicts of them; return what is in it, or leave it out (use_cache=False)"
-        )

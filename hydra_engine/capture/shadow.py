@@ -7,7 +7,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,15 +20,8 @@ _CACHE = type(lru_cache(len))  # no public name
 _NOT_OF_MODELS = ("torch", "hydra_engine", "partitioners")
 
 
-class Recorder(Protocol):
-    """Runs the modules of a shadow."""
-
-    def module(self, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module, which `call` does."""
-
-
 class Shadow:
-    """A copy of a model on meta, whose modules tell a recorder when they are called."""
+    """A copy of a model on meta, whose modules call a recorder, where there is one."""
 
     def __init__(self, model: nn.Module, narrow: torch.dtype | None = None) -> None:
         """`narrow`: what its parameters are cast to for devices. Raises TypeError for what cannot be copied."""
@@ -42,12 +35,12 @@ class Shadow:
         self.originals = {id(each): name for name, each in (*model.named_parameters(), *model.named_buffers())}
         kept = kept_parameters(model) if narrow is not None else set()
         for parameter in model.parameters():
-            stand_in = _on_meta(parameter)
+            stand_in = on_meta(parameter)
             if narrow is not None and id(parameter) not in kept:
                 stand_in = stand_in.to(narrow)
             memo[id(parameter)] = nn.Parameter(stand_in, parameter.requires_grad)
         for buffer in model.buffers():
-            memo.setdefault(id(buffer), _on_meta(buffer))
+            memo.setdefault(id(buffer), on_meta(buffer))
         try:
             self.model = copy.deepcopy(model, memo)
         except Exception as error:
@@ -57,7 +50,8 @@ class Shadow:
             ) from error
         if narrow is not None:
             compute_norms_in_float32(self.model, narrow)
-        self.recorder: Recorder | None = None
+        # Runs a module of this copy, which `call` does: of (module, call, args, kwargs).
+        self.recorder: Callable[[nn.Module, Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
         self._paths = dict(self.model.named_modules())
         classes: dict[type, type] = {}
         for module in self._paths.values():
@@ -71,7 +65,7 @@ class Shadow:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             call = partial(own.__call__, module)
             recorder = self.recorder
-            return call(*args, **kwargs) if recorder is None else recorder.module(module, call, args, kwargs)
+            return call(*args, **kwargs) if recorder is None else recorder(module, call, args, kwargs)
 
         names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "is_shadow": True, "__call__": called}
         return type(own.__name__, (own,), names)
@@ -169,5 +163,5 @@ def with_zeros(module: nn.Module) -> Iterator[None]:
             holder[name] = tensor
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
+def on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
-from hydra_engine.capture.shadow import Shadow, with_zeros
+from hydra_engine.capture.shadow import Shadow, on_meta, with_zeros
 from partitioners.precision import is_norm
 
 META = torch.device("meta")
@@ -260,13 +260,18 @@ class Values:
 class Tape(TorchFunctionMode):
     """Records a run of a model's forward."""
 
-    def __init__(self, shadow: Shadow, here: torch.device, kept: frozenset[str], answers: Answers) -> None:
-        """`shadow`: a copy of the model on meta. kept: paths of modules to call as a whole. answers: to questions."""
+    def __init__(
+        self, shadow: Shadow, here: torch.device, kept: frozenset[str], answer: Callable[[Asked], Any]
+    ) -> None:
+        """Make one for a copy of the model on meta, which runs its modules.
+
+        kept: paths of modules to call as a whole. answer: tells what Python asks for, or raises `Unknown`.
+        """
         super().__init__()
         self.here = here
         self.calls: list[Call] = []
         self.values = Values(shadow.model)
-        self._answers = answers
+        self._answer = answer
         self._kept = kept
         self._frames: list[_Frame] = [_Frame("", "")]
         self._occurrences: dict[str, int] = {}
@@ -290,7 +295,7 @@ class Tape(TorchFunctionMode):
         """Return what stands for a tensor in the record."""
         found = self.values.ref(tensor)
         if found is None:
-            if tensor.device.type == "meta":
+            if tensor.is_meta:
                 raise self._unknown("uses a tensor that no call of torch's Python functions made")
             if id(tensor) in self._originals:
                 raise self._unknown(
@@ -339,46 +344,43 @@ class Tape(TorchFunctionMode):
             return self._ask(func, args, kwargs)
         if func in (Tensor.__repr__, Tensor.__str__, Tensor.__format__):
             return func(*args, **kwargs)
-        return self.record(func, func, args, kwargs)
+        return self._record(func, args, kwargs)
 
     def _attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
         attribute, tensor = func.__self__.__name__, args[0]
-        if tensor.device.type == "meta":
+        if tensor.is_meta:
             if attribute == "device":
                 return self.here
             if attribute in ("is_meta", "is_cpu", "is_cuda"):
                 return attribute == f"is_{self.here.type}"
         found = func(*args)
-        if not isinstance(found, Tensor) or tensor.device.type != "meta":
+        if not isinstance(found, Tensor) or not tensor.is_meta:
             return found
         if attribute == "data":
-            found = tensor.detach()
-            return self._noted(Tensor.detach, (tensor,), {}, found)
+            return self._noted(Tensor.detach, (tensor,), {}, tensor.detach())
         return self._noted(getattr, (tensor, attribute), {}, found)
 
-    def record(self, func: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call on meta and note it."""
-        tensors = [each for each in _leaves((args, kwargs)) if isinstance(each, Tensor)]
-        has_values = bool(tensors) and not any(each.device.type == "meta" for each in tensors)
-        makes_nothing = not tensors and func not in _CONSTRUCTORS and not _takes_device(kwargs)
+        tensors = _tensors((args, kwargs))
+        has_values = bool(tensors) and not any(each.is_meta for each in tensors)
+        makes_nothing = not tensors and func not in _CONSTRUCTORS and kwargs.get("device") is None
         if has_values or makes_nothing:
-            return run(*args, **kwargs)  # of tensors that have values: the result is a constant
+            return func(*args, **kwargs)  # of tensors that have values: the result is a constant
         refs = [self.described(each) for each in tensors]
-        if any(isinstance(each, torch.Generator) for each in _leaves((args, kwargs))):
+        if any(isinstance(each, torch.Generator) for each in pytree.tree_leaves((args, kwargs))):
             raise self._unknown("draws from a generator of its own")
         before = {id(each): each._version for each in tensors if not each.is_inference()}
-        on_meta = _moved((args, kwargs), self.here)
-        options = on_meta[1]
+        moved, options = _moved((args, kwargs), self.here)
         if func in _CONSTRUCTORS and options.get("device") is None:
-            options = {**options, "device": META}
+            options["device"] = META
         try:
-            found = _STAND_INS.get(func, run)(*on_meta[0], **options)
+            found = _STAND_INS.get(func, func)(*moved, **options)
         except Unknown:
             raise
         except Exception as error:
             found = self._with_values(func, args, kwargs, error)
-        on_meta_tensors = [each for each in _leaves(on_meta) if isinstance(each, Tensor)]
-        for ref, each in zip(refs, on_meta_tensors, strict=False):
+        for ref, each in zip(refs, _tensors((moved, options)), strict=True):
             if isinstance(ref, Constant) and each._version:  # just made
                 raise self._unknown("writes to a tensor that is no buffer; keep it in one (register_buffer)")
         writes = {id(each) for each in tensors if not each.is_inference() and each._version != before.get(id(each))}
@@ -392,25 +394,20 @@ class Tape(TorchFunctionMode):
         return self._noted(func, args, kwargs, found, writes)
 
     def _noted(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        found: Any,
-        writes: Collection[int] = (),
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any, writes: Collection[int] = ()
     ) -> Any:
-        made = [each for each in _leaves(found) if isinstance(each, Tensor)]
+        made = _tensors(found)
         if not made and not writes:
             return found
         if (now := _settings(self.here)) != self._settings:
             changed = next(name for name, value in now.items() if value != self._settings[name])
             raise self._unknown(f"runs with {changed} set otherwise than around the model")
-        entering = [each for each in _leaves((args, kwargs)) if isinstance(each, Tensor)]
+        entering = _tensors((args, kwargs))
         written = frozenset(_storage(each) for each in entering if id(each) in writes)
-        described = _replaced((args, kwargs), self._describe)
+        described = replaced((args, kwargs), self._describe)
         refs = [self.described(each) for each in entering]
         for each in made:
-            if each.device.type != "meta":
+            if not each.is_meta:
                 raise self._unknown(f"mixes tensors with values and without in {name_of(func)}")
         frame, line = self._frames[-1], _line()
         numbers = [self.values.add(each, (frame.path, line)) for each in made]
@@ -420,7 +417,7 @@ class Tape(TorchFunctionMode):
                 func=func,
                 args=described[0],
                 kwargs=described[1],
-                result=_replaced(found, self._describe),
+                result=replaced(found, self._describe),
                 reads=frozenset(ref.number for ref in refs if isinstance(ref, Value)),
                 makes=tuple(numbers),
                 writes=written,
@@ -467,12 +464,12 @@ class Tape(TorchFunctionMode):
         self, module: nn.Module, path: str, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
     ) -> Any:
         own = path in self._kept
-        on_meta = _moved((args, kwargs), self.here)
+        moved, options = _moved((args, kwargs), self.here)
         # Where a run within needs another module to be kept, that one is this.
         with self._in_frame(path, name):
             self._is_whole = True
             try:
-                found = _with_zeros(module, call, *on_meta) if own else call(*on_meta[0], **on_meta[1])
+                found = _with_zeros(module, call, moved, options) if own else call(*moved, **options)
             except Unknown:
                 raise
             except Exception as error:
@@ -496,29 +493,28 @@ class Tape(TorchFunctionMode):
     # Values that Python asks for
 
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [each for each in _leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if not any(each.device.type == "meta" for each in tensors):
+        if not any(each.is_meta for each in _tensors((args, kwargs))):
             return func(*args, **kwargs)
-        return self._answers.recorded(self._asked(func, args, kwargs))
+        return self._answer(self._asked(func, args, kwargs))
 
     def _with_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """Return the result of a call whose sizes depend on values, on meta, if they are those of the batch."""
         if isinstance(func, Held):
             raise error
-        spec, leaves = self._answers.recorded(self._asked(_Sizes(func), args, kwargs, error))
+        spec, leaves = self._answer(self._asked(_Sizes(func), args, kwargs, error))
         made = [
             torch.empty_strided(*each[1:3], dtype=each[3], device=META) if isinstance(each, tuple) else each
             for each in leaves
         ]
-        return pytree.tree_unflatten(made, spec.spec)
+        return pytree.tree_unflatten(made, spec)
 
     def _asked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None = None) -> Asked:
-        wanted = [self.described(each) for each in _leaves((args, kwargs)) if isinstance(each, Tensor)]
+        wanted = [self.described(each) for each in _tensors((args, kwargs))]
         why = f"asks for the value of a tensor ({name_of(func)})"
         if error is not None:
             why = f"makes a tensor whose size depends on values, or fails ({type(error).__name__}: {error})"
         calls = self._slice(wanted, why)
-        described = _replaced((args, kwargs), self._describe)
+        described = replaced((args, kwargs), self._describe)
         return Asked(tuple(calls), func, described[0], described[1], _line())
 
     def _slice(self, wanted: Sequence[Value | Held | Constant], why: str) -> list[Call]:
@@ -548,33 +544,11 @@ class _Sizes:
         self.__name__ = name_of(func)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        found = self.func(*args, **kwargs)
-        leaves, spec = pytree.tree_flatten(found)
-        return _Spec(spec), tuple(
+        leaves, spec = pytree.tree_flatten(self.func(*args, **kwargs))
+        return spec, tuple(
             ("tensor", tuple(each.shape), each.stride(), each.dtype) if isinstance(each, Tensor) else each
             for each in leaves
         )
-
-
-class _Spec:
-    """A tree's shape as a key."""
-
-    def __init__(self, spec: Any) -> None:
-        self.spec = spec
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Spec) and self.spec == other.spec
-
-    def __hash__(self) -> int:
-        return hash(str(self.spec))
-
-
-class Answers:
-    """Answers what Python asks for while a forward is recorded; see `programs`."""
-
-    def recorded(self, asked: Asked) -> Any:
-        """Return the answer; raises `Unknown` where chance decides."""
-        raise NotImplementedError
 
 
 @dataclass
@@ -616,11 +590,11 @@ def _settings(here: torch.device) -> dict[str, Any]:
     }
 
 
-def _leaves(tree: Any) -> list[Any]:
-    return pytree.tree_leaves(tree)
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(tree) if isinstance(each, Tensor)]
 
 
-def _replaced(tree: Any, replace: Callable[[Any], Any]) -> Any:
+def replaced(tree: Any, replace: Callable[[Any], Any]) -> Any:
     """Return a tree with other leaves; slices are looked into as well."""
 
     def of(leaf: Any) -> Any:
@@ -636,10 +610,10 @@ def _moved(tree: Any, here: torch.device) -> Any:
 
     def of(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf if leaf.device.type == "meta" else _on_meta(leaf)
+            return leaf if leaf.is_meta else _on_meta(leaf)
         return META if isinstance(leaf, torch.device) or _is_device(leaf, "cpu", here.type) else leaf
 
-    return _replaced(tree, of)
+    return replaced(tree, of)
 
 
 def _is_device(leaf: Any, *types: str) -> bool:
@@ -657,13 +631,8 @@ def _line() -> str:
     return f"{Path(summary.filename).name}:{summary.lineno}: {(summary.line or '').strip()}"
 
 
-def _takes_device(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("device") is not None
-
-
 def _on_meta(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
-    return made.requires_grad_(tensor.requires_grad) if tensor.requires_grad else made
+    return on_meta(tensor).requires_grad_(tensor.requires_grad)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -697,7 +666,7 @@ def _with_zeros(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: 
     except Exception:  # it asks for values
         pass
     with with_zeros(module), torch.random.fork_rng(devices=[]):
-        zeros = _replaced((args, kwargs), _zeros)
+        zeros = replaced((args, kwargs), _zeros)
         found = call(*zeros[0], **zeros[1])
     return pytree.tree_map_only(Tensor, _on_meta, found)
 
