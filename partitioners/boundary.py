@@ -51,24 +51,20 @@ class UnfitTensor(TypeError):
 
 def check_fit(where: str, tensor: Tensor) -> None:
     """Raise UnfitTensor for a tensor that is sparse, nested, quantized or of a class of its own."""
-    kind = unusual_kind(tensor)
-    if kind is not None:
-        raise UnfitTensor(
-            f"{where} is a {kind}, limit: plain strided tensors, which are copied from layer to layer; give what it "
-            f"consists of as plain tensors, and put it together in the layer that uses it"
-        )
-
-
-def unusual_kind(tensor: Tensor) -> str | None:
-    """A name for a tensor that is more than strided memory; None for a plain one."""
     if tensor.is_nested:
-        return "nested tensor"
-    if tensor.layout != torch.strided:
-        return f"tensor of layout {tensor.layout}"
-    if tensor.is_quantized:
-        return "quantized tensor"
-    plain = type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, FakeTensor)
-    return None if plain else f"tensor of class {type(tensor).__name__}"
+        kind = "nested tensor"
+    elif tensor.layout != torch.strided:
+        kind = f"tensor of layout {tensor.layout}"
+    elif tensor.is_quantized:
+        kind = "quantized tensor"
+    elif type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, FakeTensor):
+        return
+    else:
+        kind = f"tensor of class {type(tensor).__name__}"
+    raise UnfitTensor(
+        f"{where} is a {kind}, limit: plain strided tensors, which are copied from layer to layer; give what it "
+        f"consists of as plain tensors, and put it together in the layer that uses it"
+    )
 
 
 class _Slot(NamedTuple):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,13 +76,6 @@ _LOSSES = (
 _workspaces: dict[Any, int] = {}
 
 
-def as_on_cpu(func: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return the operation; for fake tensors, one whose results have the memory that the CPU's kernel gives them."""
-    if func in _CORRECTED and isinstance(args[0], FakeTensor):
-        return _CORRECTED[func]
-    return func  # type: ignore[no-any-return]
-
-
 def _rnn(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """Add the workspace for backward. Only the kernel knows its size, so it runs once on tensors of these shapes."""
     key = tuple((arg.shape, arg.stride(), arg.dtype) if isinstance(arg, Tensor) else str(arg) for arg in args)
@@ -113,6 +105,7 @@ def _loss(func: Any) -> Callable[..., Tensor]:
     return run
 
 
+# For fake tensors: the results have the memory that the CPU's kernel gives them.
 _CORRECTED: dict[Any, Callable[..., Any]] = {_RNN: _rnn, _RNN_BACKWARD: _rnn_backward} | {f: _loss(f) for f in _LOSSES}
 
 
@@ -140,29 +133,27 @@ def draws_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
     The operation's tag says only that it may draw: attention if it has dropout, some activations in training.
     """
-    if not _may_draw(func):
+    switches = _switches(func)
+    if switches is None:
         return False
     given = given_generators(args, kwargs)
     if given and generator_key(torch.default_generator) not in given:
         return False
-    for position, name, default in _switches(func):
+    for position, name, default in switches:
         value = args[position] if position < len(args) else kwargs.get(name, default)
         if value is not None and not value:  # a probability of 0, or not in training
             return False
     return True
 
 
-@functools.cache
-def _may_draw(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags  # asked for each operation that a layer runs
-
-
-@functools.cache
-def _switches(func: Any) -> tuple[tuple[int, str, Any], ...]:
-    """Names of a seeded operation's arguments that keep it from drawing if they are 0 or False.
+@functools.cache  # asked for each operation that a layer runs
+def _switches(func: Any) -> tuple[tuple[int, str, Any], ...] | None:
+    """Names of a seeded operation's arguments that keep it from drawing if they are 0 or False; None: it never draws.
 
     The probability of `native_dropout` is not among them: it draws all the same.
     """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
     return tuple(
         (position, argument.name, argument.default_value)
         for position, argument in enumerate(func._schema.arguments)
@@ -181,16 +172,16 @@ class Work:
         arriving: Mapping[str, Boundary] | None = None,
     ) -> None:
         self._arriving = arriving or {}
-        self._frame = Frame({})
+        self.frame = Frame({})  # of the last run: the values that it put and got
         self.target = Boundary.of_layer(target if loss_fn else None).detached()
-        self.layer, self._loss_fn = layer, loss_fn
-        self._modules = nn.ModuleList(part for part in (layer, loss_fn) if isinstance(part, nn.Module))
+        self.layer, self.loss_fn = layer, loss_fn
+        self.modules = nn.ModuleList(part for part in (layer, loss_fn) if isinstance(part, nn.Module))
         self._ran = 0  # of the layer and the loss, so many have returned in the last run
 
     @property
     def blamed(self) -> tuple[bool, bool]:
         """Whether what was raised last may come from the layer, and from the loss: from either in a backward."""
-        return self._ran != 1, self._loss_fn is not None and self._ran > 0
+        return self._ran != 1, self.loss_fn is not None and self._ran > 0
 
     def arguments(self, handed: Boundary) -> tuple[Any, Any, dict[str, Any]]:
         """Return the arguments of one run on `handed`: the target and arriving values of `Skips` in new tensors."""
@@ -199,11 +190,11 @@ class Work:
 
     def __call__(self, value: Any, target: Any, arriving: Mapping[str, Any]) -> Any:
         self._ran = 0
-        with Frame(arriving) as self._frame:
+        with Frame(arriving) as self.frame:
             output = self.layer(value)
-        if self._loss_fn is not None:
+        if self.loss_fn is not None:
             self._ran = 1
-            loss = _scalar(self._loss_fn(output, target))
+            loss = _scalar(self.loss_fn(output, target))
             self._ran = 2
             return loss
         if not Boundary.of_layer(output).tensors:
@@ -213,74 +204,53 @@ class Work:
             )
         return output
 
-    def eval(self) -> None:
-        """Put its modules, which are copies, into evaluation mode."""
-        self._modules.eval()
-
     @property
     def leaving(self) -> dict[str, Boundary]:
         """What the last run has put for layers further up."""
-        return {name: Boundary.of_layer(value) for name, value in self._frame.values.items()}
-
-    @property
-    def gotten(self) -> tuple[str, ...]:
-        """Return the names of arrived values that the last run got."""
-        return tuple(self._frame.gotten)
-
-    def replayed(self) -> Frame:
-        """Run the backward of the last run."""
-        return self._frame.replayed()
+        return {name: Boundary.of_layer(value) for name, value in self.frame.values.items()}
 
     def forget(self) -> None:
         """Drop the values that the last run put."""
-        self._frame = Frame({})
-
-    @property
-    def ends_in_loss(self) -> bool:
-        return self._loss_fn is not None
+        self.frame = Frame({})
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._modules.named_parameters())
+        return dict(self.modules.named_parameters())
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        return dict(self._modules.named_buffers())
+        return dict(self.modules.named_buffers())
 
 
-class _Handed:
-    """One counted run: what it is handed, and how that and the layer's own state are before it."""
+def _counted(
+    work: Work, boundary: Boundary, rates: Rates, run: Callable[[Any, _Watch], Boundary]
+) -> tuple[dict[str, Any], Boundary, _Watch]:
+    """Run a layer, and return fields of a LayerCost that both kinds of runs have, what leaves it, and the watch.
 
-    def __init__(self, work: Work, boundary: Boundary) -> None:
-        self._work = work
-        self._buffers = _versions(work.buffers())
-        self._sizes = _sizes(work.parameters(), work.buffers())
-        self._input, self._input_bytes = boundary.copied(), boundary.num_bytes
-        self._before = [tensor._version for tensor in self._input.tensors]
-        self._generators = _host_generators()
-        self.arguments = work.arguments(self._input)
-
-    @property
-    def drew_outside_torch(self) -> bool:
-        return self._generators != _host_generators()
-
-    def fields(self, watch: _Watch, output: Boundary) -> dict[str, Any]:
-        """Return fields of a LayerCost, after the run."""
-        return self._sizes | {
-            "input_bytes": self._input_bytes,
-            "output_bytes": output.num_bytes,
-            "held_bytes": output.storage_bytes,
-            "target_bytes": self._work.target.num_bytes,
-            "forward_flops": watch.flops[0],
-            "backward_flops": watch.flops[1],
-            "forward_s": watch.seconds[0],
-            "backward_s": watch.seconds[1],
-            "timed": False,
-            "draws_random": watch.drew_in_forward,
-            "draws_globally": watch.drew_in_backward or self.drew_outside_torch,
-            "changes_input": self._before != [tensor._version for tensor in self._input.tensors],
-            "changes_buffers": _changed(self._buffers, self._work.buffers()),
-            "puts": tuple((name, value.num_bytes) for name, value in self._work.leaving.items()),
-            "gets": self._work.gotten,
-        }
+    run: a function of the arguments of `work` and of the watch, which is on meanwhile.
+    """
+    buffers, sizes = _versions(work.buffers()), _sizes(work.parameters(), work.buffers())
+    entered = boundary.copied()
+    before, generators = [tensor._version for tensor in entered.tensors], _host_generators()
+    arguments = work.arguments(entered)
+    with _Watch(rates) as watch:
+        output = run(arguments, watch)
+    fields = sizes | {
+        "input_bytes": boundary.num_bytes,
+        "output_bytes": output.num_bytes,
+        "held_bytes": output.storage_bytes,
+        "target_bytes": work.target.num_bytes,
+        "forward_flops": watch.flops[0],
+        "backward_flops": watch.flops[1],
+        "forward_s": watch.seconds[0],
+        "backward_s": watch.seconds[1],
+        "timed": False,
+        "draws_random": watch.drew_in_forward,
+        "draws_globally": watch.drew_in_backward or generators != _host_generators(),
+        "changes_input": before != [tensor._version for tensor in entered.tensors],
+        "changes_buffers": _changed(buffers, work.buffers()),
+        "puts": tuple((name, value.num_bytes) for name, value in work.leaving.items()),
+        "gets": tuple(work.frame.gotten),
+    }
+    return fields, output, watch
 
 
 def count(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any], Boundary]:
@@ -288,10 +258,8 @@ def count(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any],
 
     Works on fake tensors as on real ones. Seconds are estimates: operations divided by `rates`.
     """
-    parameters, handed = _versions(work.parameters()), _Handed(work, boundary)
-    with _Watch(rates) as watch:
-        run = run_once(work, handed.arguments, watch)
-    fields = handed.fields(watch, run.output)
+    parameters, generators = _versions(work.parameters()), _host_generators()
+    fields, output, watch = _counted(work, boundary, rates, lambda given, watch: run_once(work, given, watch)[0])
     _check_unchanged(parameters, work.parameters())
     work.forget()
     arguments = work.arguments(boundary.copied())
@@ -307,24 +275,25 @@ def count(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any],
         # autograd goes another way.
         "peak_bytes": watch.peak_bytes + watch.viewed_bytes,
         "forward_peak_bytes": forward_peak_bytes,
-        "draws_globally": watch.drew_in_backward or handed.drew_outside_torch,
+        "draws_globally": watch.drew_in_backward or generators != _host_generators(),
     }
-    return fields, run.output
+    return fields, output
 
 
 def count_evaluation(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any], Boundary]:
     """Return the same for an evaluation: a forward in eval() under no_grad, which saves nothing."""
-    work.eval()
-    handed = _Handed(work, boundary)
-    with torch.no_grad(), _Watch(rates) as watch:
-        output = Boundary.of_layer(work(*handed.arguments)).detached()
+
+    @torch.no_grad()
+    def run(arguments: Any, _: _Watch) -> Boundary:
+        return Boundary.of_layer(work(*arguments)).detached()
+
+    work.modules.eval()  # which are copies
+    fields, output, watch = _counted(work, boundary, rates, run)
     peak_bytes = {"saved_bytes": 0, "peak_bytes": watch.peak_bytes, "forward_peak_bytes": watch.peak_bytes}
-    return handed.fields(watch, output) | {"grad_bytes": 0, "accumulated_bytes": 0} | peak_bytes, output
+    return fields | {"grad_bytes": 0, "accumulated_bytes": 0} | peak_bytes, output
 
 
-def timed(
-    work: Work, boundary: Boundary, synchronize: Callable[[], None] = lambda: None
-) -> tuple[dict[str, Any], Boundary]:
+def timed(work: Work, boundary: Boundary, synchronize: Callable[[], None]) -> tuple[dict[str, Any], Boundary]:
     """Return the layer's seconds, as fields of a LayerCost, and the boundary that leaves it."""
     buffers = _versions(work.buffers())
     values = {name: buffer.clone() for name, buffer in work.buffers().items()}
@@ -348,44 +317,38 @@ def timed(
     return fields, output
 
 
-class Run(NamedTuple):
-    output: Boundary
-    forward_s: float
-    backward_s: float
-
-
 def run_once(
     work: Work,
     arguments: tuple[Any, Any, dict[str, Any]],
     watch: _Watch | None = None,
     synchronize: Callable[[], None] = lambda: None,
-) -> Run:
-    """Run forward and backward; drop the gradients and the graph."""
+) -> tuple[Boundary, float, float]:
+    """Run forward and backward; drop the gradients and the graph. Return the output, and the seconds of each."""
     begin_s = time.perf_counter()
     output = Boundary.of_layer(work(*arguments))
     synchronize()
     forward_s = time.perf_counter() - begin_s
     if watch is not None:
-        watch.forward_ends()
+        watch.saved_bytes = watch.current_bytes  # alive now: saved for backward, or the output
     leaving = output.detached()
     leaving_tensors = [tensor for boundary in work.leaving.values() for tensor in boundary.tensors]
     unique = {id(tensor): tensor for tensor in (*output.tensors, *leaving_tensors)}.values()
     roots = [tensor for tensor in unique if tensor.requires_grad]
-    # The meter leaves out what comes from the layer above.
-    with contextlib.nullcontext() if watch is None or work.ends_in_loss else watch.paused():
-        grads = [torch.ones_like(root) for root in roots]
     if watch is not None:
-        watch.backward_begins()
+        watch.is_paused = work.loss_fn is None  # what comes from the layer above is left out
+    grads = [torch.ones_like(root) for root in roots]
+    if watch is not None:
+        watch.is_paused, watch.is_in_backward = False, True
     synchronize()
     begin_s = time.perf_counter()
     if roots:
-        with work.replayed():
+        with work.frame.replayed():
             torch.autograd.backward(roots, grads)
     synchronize()
     backward_s = time.perf_counter() - begin_s
     for parameter in work.parameters().values():
         parameter.grad = None  # the copies outlive the run: the whole model's gradients would pile up
-    return Run(output=leaving, forward_s=forward_s, backward_s=backward_s)
+    return leaving, forward_s, backward_s
 
 
 class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -400,33 +363,17 @@ class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subcla
         self.seconds = [0.0, 0.0]
         self.viewed_bytes = 0  # of the largest storage of which a view was written to
         self._rates = rates
-        self._in_backward = False
-        self._is_paused = False
-
-    def forward_ends(self) -> None:
-        """Note the bytes that are alive now: saved for backward, or the output."""
-        self.saved_bytes = self.current_bytes
-
-    def backward_begins(self) -> None:
-        self._in_backward = True
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out what is created meanwhile."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
+        self.is_in_backward = False
+        self.is_paused = False  # what is created meanwhile is left out
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused or func is _DEVICE:
+        if self.is_paused or func is _DEVICE:
             return func(*args, **kwargs)
         draws = draws_random(func, args, kwargs)
-        if self._in_backward:
+        if self.is_in_backward:
             # Grad mode in backward means a checkpointed layer runs its forward again. It winds the process-wide
             # generator back and forth for that, also if nothing is drawn: another thread's draws would be repeated.
             self.drew_in_backward |= draws or torch.is_grad_enabled()
@@ -434,10 +381,11 @@ class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subcla
             self.drew_in_forward |= draws
             if func._schema.is_mutable and isinstance(args[0], FakeTensor) and args[0]._is_view():
                 self.viewed_bytes = max(self.viewed_bytes, args[0].untyped_storage().nbytes())
-        result = super().__torch_dispatch__(as_on_cpu(func, args), types, args, kwargs)
+        run = _CORRECTED[func] if func in _CORRECTED and isinstance(args[0], FakeTensor) else func
+        result = super().__torch_dispatch__(run, types, args, kwargs)
         flops = _flops(func, args, kwargs, result)
-        self.flops[self._in_backward] += flops
-        self.seconds[self._in_backward] += self._rates.seconds(flops, _traffic_bytes(func, args, kwargs, result))
+        self.flops[self.is_in_backward] += flops
+        self.seconds[self.is_in_backward] += self._rates.seconds(flops, _traffic_bytes(func, args, kwargs, result))
         return result
 
 

@@ -17,7 +17,6 @@ from partitioners.cost import (
     ShardTable,
     fewest_shards,
     shard_bytes,
-    slab_bytes,
     too_large,
 )
 from partitioners.steptime import Seconds, StepModel
@@ -28,13 +27,30 @@ class _Fixed:
         """Return None: the user has fixed it."""
 
 
+def halved(boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
+    """Return the partition with ``shard`` cut in two where the bytes of its halves differ least; None for one layer.
+
+    Without ``costs``, halves are compared by their layers.
+    """
+    if not 0 <= shard < len(boundaries):
+        raise ValueError(f"shard: {shard}, limit: 0 <= shard < {len(boundaries)}; name a shard of the partition")
+    first, last = boundaries[shard - 1] if shard else 0, boundaries[shard]
+    if last - first == 1:
+        return None
+
+    def difference(cut: int) -> int:
+        if not costs:
+            return abs((cut - first) - (last - cut))
+        return abs(shard_bytes(costs, first, cut) - shard_bytes(costs, cut, last))
+
+    return [*boundaries[:shard], min(range(first + 1, last), key=difference), *boundaries[shard:]]
+
+
 class _Halving:
+    revise = staticmethod(halved)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
-
-    def revise(self, boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
-        """Cut ``shard`` in two where the bytes of its halves differ least (its layers, without ``costs``)."""
-        return halved(boundaries, shard, costs)
 
 
 class Presharded(_Fixed):
@@ -76,38 +92,20 @@ class Pilot(_Halving):
         Packing may end at a layer that does not fit alone, but fits in a larger shard, which keeps its huge output on
         the device. Then it is the partition with the fewest shards that each fit.
         """
-        boundaries: list[int] = []
-        first = 0
-        while first < len(costs):
-            if shard_bytes(costs, first, first + 1, budget.num_micro_batches) > budget.memory_bytes:
-                found = fewest_shards(_fitting(costs, ShardTable.of(costs, budget.num_micro_batches), budget))
+        table = ShardTable.of(costs, budget.num_micro_batches)
+        packed = _beside_buffer(table, budget)
+        ends = [0]
+        while ends[-1] < len(costs):
+            first = ends[-1]
+            if table.full[first, first + 1] > budget.memory_bytes:
+                found = fewest_shards(_fitting(costs, table, budget))
                 assert found is not None
                 return found
             last = first + 1
-            while last < len(costs) and _fits(costs, first, last + 1, budget):
+            while last < len(costs) and packed[first, last + 1]:
                 last += 1
-            boundaries.append(last)
-            first = last
-        return boundaries
-
-
-def halved(boundaries: Sequence[int], shard: int, costs: Sequence[LayerCost] = ()) -> list[int] | None:
-    """Return the partition with ``shard`` cut in two where the bytes of its halves differ least; None for one layer.
-
-    Without ``costs``, halves are compared by their layers.
-    """
-    if not 0 <= shard < len(boundaries):
-        raise ValueError(f"shard: {shard}, limit: 0 <= shard < {len(boundaries)}; name a shard of the partition")
-    first, last = boundaries[shard - 1] if shard else 0, boundaries[shard]
-    if last - first == 1:
-        return None
-
-    def difference(cut: int) -> int:
-        if not costs:
-            return abs((cut - first) - (last - cut))
-        return abs(shard_bytes(costs, first, cut) - shard_bytes(costs, cut, last))
-
-    return [*boundaries[:shard], min(range(first + 1, last), key=difference), *boundaries[shard:]]
+            ends.append(last)
+        return ends[1:]
 
 
 def _fitting(costs: Sequence[LayerCost], table: ShardTable, budget: Budget) -> Flags:
@@ -118,16 +116,12 @@ def _fitting(costs: Sequence[LayerCost], table: ShardTable, budget: Budget) -> F
     return table.fits(budget.memory_bytes)
 
 
-def _fits(costs: Sequence[LayerCost], first: int, last: int, budget: Budget) -> bool:
-    needed_bytes = shard_bytes(costs, first, last, budget.num_micro_batches)
-    return needed_bytes + _buffer_bytes(costs, first, last, budget) <= budget.memory_bytes
-
-
-def _buffer_bytes(costs: Sequence[LayerCost], first: int, last: int, budget: Budget) -> int:
-    """Bytes to keep free for the slab that is loaded while this shard computes."""
-    if not budget.double_buffer:
-        return 0
-    return slab_bytes(costs, first, last) if budget.buffer_bytes is None else budget.buffer_bytes
+def _beside_buffer(table: ShardTable, budget: Budget) -> Flags:
+    """Return flags of the shards that leave room for the slab that is loaded while they compute."""
+    buffer_bytes = budget.buffer_bytes if budget.double_buffer else 0
+    if buffer_bytes is None:  # as much as the shard's own slab
+        return table.full + table.slab <= budget.memory_bytes
+    return table.fits(budget.memory_bytes - buffer_bytes)
 
 
 LOADS = ("time", "bytes")
@@ -248,7 +242,7 @@ class Optimal(_Halving):
         return found
 
     def _best(self, model: StepModel, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
-        num, fits = len(costs), _wanted(model.table, budget, _fitting(costs, model.table, budget))
+        num, fits = len(costs), _wanted(costs, model.table, budget)
         # By (first, last): least seconds of layers [0, last) whose last shard is [first, last), and where the shard
         # before it begins.
         least = np.full((num + 1, num + 1), np.inf)
@@ -288,7 +282,7 @@ class Fastest(_Halving):
         model = StepModel(costs, budget)
         if not any(cost.grad_bytes for cost in costs) and model.table.full[0, len(costs)] <= budget.memory_bytes:
             return [len(costs)]
-        return min(self._candidates(model.table, costs, budget), key=lambda ends: model.predict(ends).total_s)
+        return min(self.candidates(costs, budget), key=lambda ends: model.predict(ends).total_s)
 
     def candidates(self, costs: Sequence[LayerCost], budget: Budget) -> list[list[int]]:
         """Return cuts worth predicting, each once, those with fewer shards first.
@@ -302,10 +296,8 @@ class Fastest(_Halving):
 
         Raises LayerTooLarge when no partition fits the device.
         """
-        return self._candidates(ShardTable.of(costs, budget.num_micro_batches), costs, budget)
-
-    def _candidates(self, table: ShardTable, costs: Sequence[LayerCost], budget: Budget) -> list[list[int]]:
-        num, fits = len(costs), _wanted(table, budget, _fitting(costs, table, budget))
+        table = ShardTable.of(costs, budget.num_micro_batches)
+        num, fits = len(costs), _wanted(costs, table, budget)
         fewest = fewest_shards(fits)
         assert fewest is not None
         numbers = _numbers(len(fewest), num)
@@ -337,8 +329,9 @@ def _numbers(fewest: int, num_layers: int) -> list[int]:
     return sorted({fewest + (most - fewest) * k // MOST_SHARDS for k in range(MOST_SHARDS + 1)})
 
 
-def _wanted(table: ShardTable, budget: Budget, fits: Flags) -> Flags:
-    """Shards that fit, and leave free the buffer that the user asked for as far as a partition can."""
+def _wanted(costs: Sequence[LayerCost], table: ShardTable, budget: Budget) -> Flags:
+    """Return flags of the shards that fit, and leave free the buffer that the user asked for as far as they can."""
+    fits = _fitting(costs, table, budget)
     if not budget.buffer_bytes or not budget.double_buffer:
         return fits
     roomy = table.fits(budget.memory_bytes - budget.buffer_bytes)

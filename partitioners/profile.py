@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import random
 import re
@@ -40,11 +41,7 @@ class GpuKernels(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
@@ -98,10 +95,8 @@ def profile(
     if precision not in DTYPES:
         raise ValueError(f"precision: {precision!r}, known: {', '.join(map(repr, DTYPES))}")
     layers = named_layers(model)
-    rates = rates or STATED_RATES[place.type, precision]
     can_run = _can_run(place, [layers, loss_fn, inputs, target])
-
-    profiler = _Profiler(place, precision, rates, layers, loss_fn)
+    profiler = _Profiler(place, precision, layers, loss_fn, rates)
     with _generators_kept(), torch.enable_grad():
         if time_layers or not can_run:
             return profiler.costs(inputs, target, runs=can_run)
@@ -125,8 +120,7 @@ def profile_shapes(
 
     Leaves the process-wide generators alone, also where a layer draws from `random` or `numpy`. Raises DependsOnValues.
     """
-    place = _place(device)
-    profiler = _Profiler(place, precision, STATED_RATES[place.type, precision], named_layers(model), loss_fn)
+    profiler = _Profiler(_place(device), precision, named_layers(model), loss_fn)
     with torch.enable_grad():
         return profiler.costs(inputs, target, runs=False)
 
@@ -149,8 +143,7 @@ def profile_evaluation(
         layer's own exception comes out. The process-wide generators are then left alone: for use while other threads
         draw.
     """
-    rates = STATED_RATES["cpu", precision]
-    profiler = _Profiler(torch.device("cpu"), precision, rates, named_layers(model), loss_fn, evaluates=True)
+    profiler = _Profiler(torch.device("cpu"), precision, named_layers(model), loss_fn, evaluates=True)
     if not may_run:
         return profiler.costs(inputs, target, runs=False)
     with _generators_kept():
@@ -190,13 +183,13 @@ class _Profiler:
         self,
         place: torch.device,
         precision: str,
-        rates: Rates,
         layers: Sequence[tuple[str, nn.Module]],
         loss_fn: Any,
+        rates: Rates | None = None,
         *,
         evaluates: bool = False,
     ) -> None:
-        self._place, self._rates = place, rates
+        self._place, self._rates = place, rates or STATED_RATES[place.type, precision]
         self._layers, self._loss_fn = layers, loss_fn
         self._evaluates = evaluates
         self._last: Work | None = None  # of the layer at hand
@@ -218,9 +211,16 @@ class _Profiler:
         costs = []
         for index, (name, layer) in enumerate(self._layers):
             loss_fn = self._loss_fn if index == len(model) - 1 else None
-            self._last = None
-            with _naming(f"layer {index} ({name})", self._blamed):
+            self._last, where = None, f"layer {index} ({name})"
+            try:
                 fields = self._layer(layer, loss_fn)
+            except UnfitTensor as error:
+                raise UnfitTensor(f"{where}: {error}") from error
+            except Exception as error:
+                blamed = (True, False) if self._last is None else self._last.blamed
+                named = itertools.compress((where, "loss_fn"), blamed)
+                noted(error, f"in {' or '.join(named)}, while it was profiled")
+                raise
             # A copy: layers of equal structure were counted once, and lie at other addresses.
             fields = fields | {
                 "shares_with": shares[index],
@@ -297,9 +297,6 @@ class _Profiler:
         self._last = Work(copies.layer(layer), copies.loss(loss_fn), target, self._skips)
         return self._last
 
-    def _blamed(self) -> tuple[bool, bool]:
-        return (True, False) if self._last is None else self._last.blamed
-
     def _synchronize(self) -> None:
         if self._place.type != "cpu":
             torch.accelerator.synchronize(self._place)
@@ -351,19 +348,6 @@ def _can_run(place: torch.device, parts: Any) -> bool:
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     tensors += [t for module in modules for t in (*module.parameters(), *module.buffers())]
     return not any(tensor.is_meta for tensor in tensors)
-
-
-@contextlib.contextmanager
-def _naming(layer: str, blamed: Callable[[], tuple[bool, bool]]) -> Iterator[None]:
-    """Add the layer, the loss, or both to an exception's text, as they are to be blamed, and raise it on."""
-    try:
-        yield
-    except UnfitTensor as error:
-        raise UnfitTensor(f"{layer}: {error}") from error
-    except Exception as error:
-        named = [each for each, is_blamed in zip((layer, "loss_fn"), blamed(), strict=True) if is_blamed]
-        noted(error, f"in {' or '.join(named)}, while it was profiled")
-        raise
 
 
 def noted(error: BaseException, note: str) -> BaseException:
@@ -427,9 +411,8 @@ def layer_peaks(
                 run_once(work, arguments)
             allocated_bytes, boundary = _allocated(work, boundary)
             skips |= {name: value.detached() for name, value in work.leaving.items()}
-            peaks.append(
-                LayerPeak(index=index, name=name, metered_bytes=meter.peak_bytes, allocated_bytes=allocated_bytes)
-            )
+            figures = {"metered_bytes": meter.peak_bytes, "allocated_bytes": allocated_bytes}
+            peaks.append(LayerPeak(index=index, name=name, **figures))
     return peaks
 
 
@@ -439,11 +422,7 @@ def _allocated(work: Work, boundary: Boundary) -> tuple[int, Boundary]:
     arguments = work.arguments(boundary.copied())
     # There is one cycle of events. torch 2.11 warns that it keeps no others, unless it is asked to.
     with profiler(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
-        output = run_once(work, arguments).output
+        output, *_ = run_once(work, arguments)
     events = trace.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == _MEMORY_EVENT)
-    current = most = 0
-    for _, num_bytes in changes:
-        current += num_bytes
-        most = max(most, current)
-    return most, output
+    return max(itertools.accumulate((num_bytes for _, num_bytes in changes), initial=0)), output
