@@ -50,11 +50,13 @@ class Copies:
                     )
                 if isinstance(tensor, nn.Parameter):
                     dtype = self.dtype if narrow and id(tensor) not in kept else tensor.dtype
-                    memo[id(tensor)] = nn.Parameter(self._parameter(tensor, dtype), tensor.requires_grad)
-                    vars(memo[id(tensor)]).update(vars(tensor))  # what a user has set on it
-                elif not tensor.requires_grad:
-                    memo[id(tensor)] = self._tensor(tensor)
-                    vars(memo[id(tensor)]).update(vars(tensor))
+                    made: Tensor = nn.Parameter(self._parameter(tensor, dtype), tensor.requires_grad)
+                elif tensor.requires_grad:
+                    continue
+                else:
+                    made = self._tensor(tensor)
+                vars(made).update(vars(tensor))  # what a user has set on it
+                memo[id(tensor)] = made
         for _, value, _ in reach(("", part), copied_only=True):
             # Made by an earlier forward, which deepcopy refuses: the weight that torch's weight_norm recomputes.
             if isinstance(value, Tensor) and not value.is_leaf and id(value) not in memo:
@@ -142,9 +144,7 @@ def copy_of_function(function: Any, modules: Iterable[nn.Module] = ()) -> Any:
     globals that a function names. Not copied are `modules`, what is in them, and the parameters of any module. What
     cannot be copied is shared.
     """
-    held = [module for each in modules for module in each.modules()]
-    memo: dict[int, Any] = {id(module): module for module in held}
-    return _copied(function, memo)
+    return _copied(function, {id(module): module for each in modules for module in each.modules()})
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -237,15 +237,13 @@ class _Profiler:
             return fields
         work = self._work(self._reals, layer, loss_fn)
         fields, output = self._count_work(work, self._real, self._rates)
-        if self._evaluates:
-            self._real = output
-            self._leave(work.leaving)
-            return fields
-        seconds, self._real = timed(work, self._real, self._synchronize)
-        self._reals.check_unchanged(layer, work.layer)
+        if not self._evaluates:
+            seconds, output = timed(work, self._real, self._synchronize)
+            self._reals.check_unchanged(layer, work.layer)
+            fields |= seconds | {name: fields[name] or seconds[name] for name in ("draws_globally", "changes_buffers")}
+        self._real = output
         self._leave(work.leaving)
-        flags = {name: fields[name] or seconds[name] for name in ("draws_globally", "changes_buffers")}
-        return fields | seconds | flags
+        return fields
 
     def _count(self, layer: nn.Module, loss_fn: Any) -> tuple[dict[str, Any], Boundary]:
         arriving = tuple((name, boundary.fingerprint) for name, boundary in self._skips.items())

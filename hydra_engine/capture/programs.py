@@ -64,19 +64,19 @@ class Form(NamedTuple):
 _GATHERING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
+@dataclass(frozen=True, eq=False)
 class Program:
     """The calls that a forward makes on inputs of one form, cut into pieces."""
 
-    def __init__(self, name: str, pieces: Sequence[Piece], output: Any, spec: Any) -> None:
-        self.name = name
-        self.pieces = tuple(pieces)
-        self._output = output
-        self._spec = spec
+    name: str
+    pieces: Sequence[Piece]
+    output: Sequence[Any]  # leaves of what the forward returns
+    spec: Any
 
     def build(self, values: Sequence[Any]) -> Any:
         """Return what the forward returns, around the values that the last piece gave."""
-        leaves = [values[leaf.number] if isinstance(leaf, Value) else leaf for leaf in self._output]
-        return pytree.tree_unflatten(leaves, self._spec)
+        leaves = [values[leaf.number] if isinstance(leaf, Value) else leaf for leaf in self.output]
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from hydra_engine.capture.tape import is_leaf
 from partitioners.reach import Shared
 
 
+@dataclass(eq=False)
 class _Place(Shared):
     """The place of a layer in its model: equal layers differ in nothing else."""
 
-    def __init__(self, programs: Programs, index: int, last: int) -> None:
-        self.programs = programs
-        self.index = index
-        self.last = last
+    programs: Programs
+    index: int
+    last: int
 
     def __reduce__(self) -> Any:
         return _Place, (None, self.index, self.last)  # code and locks are not saved: the model is recorded anew

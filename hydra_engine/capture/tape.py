@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,14 +58,7 @@ class Constant:
     number: int
 
 
-class Here:
-    """Stands for the device that the model runs on."""
-
-    def __repr__(self) -> str:
-        return "here"
-
-
-HERE = Here()
+HERE = object()  # stands for the device that the model runs on
 
 
 class Site(NamedTuple):
@@ -501,7 +495,7 @@ class Tape(TorchFunctionMode):
         """Return the result of a call whose sizes depend on values, on meta, if they are those of the batch."""
         if isinstance(func, Held):
             raise error
-        spec, leaves = self._answer(self._asked(_Sizes(func), args, kwargs, error))
+        spec, leaves = self._answer(self._asked(partial(_sizes, func), args, kwargs, error))
         made = [
             torch.empty_strided(*each[1:3], dtype=each[3], device=META) if isinstance(each, tuple) else each
             for each in leaves
@@ -536,19 +530,13 @@ class Tape(TorchFunctionMode):
         return HERE if is_here else leaf
 
 
-class _Sizes:
-    """Calls a function and returns the sizes of its result."""
-
-    def __init__(self, func: Any) -> None:
-        self.func = func
-        self.__name__ = name_of(func)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten(self.func(*args, **kwargs))
-        return spec, tuple(
-            ("tensor", tuple(each.shape), each.stride(), each.dtype) if isinstance(each, Tensor) else each
-            for each in leaves
-        )
+def _sizes(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function and return the sizes of its result."""
+    leaves, spec = pytree.tree_flatten(func(*args, **kwargs))
+    return spec, tuple(
+        ("tensor", tuple(each.shape), each.stride(), each.dtype) if isinstance(each, Tensor) else each
+        for each in leaves
+    )
 
 
 @dataclass

@@ -18,7 +18,7 @@ import sys
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
@@ -103,14 +103,9 @@ class TooLarge(Exception):
         self.needed_bytes = needed_bytes
 
 
-@contextmanager
-def own_device(spec: DeviceSpec, num_threads: int, arena_bytes: int) -> Iterator[OpenDevice]:
-    """Open a device for a rehearsal alone."""
-    device = spec.for_rehearsal().open(0, Trace(), num_threads, arena_bytes)
-    try:
-        yield device
-    finally:
-        device.close()
+def own_device(spec: DeviceSpec, num_threads: int, arena_bytes: int) -> AbstractContextManager[OpenDevice]:
+    """Open a device for a rehearsal alone, which ends with the context."""
+    return closing(spec.for_rehearsal().open(0, Trace(), num_threads, arena_bytes))
 
 
 def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: Opened) -> dict[tuple[str, int], float]:
@@ -122,35 +117,31 @@ def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: O
     if state.steps_on_device:  # before anything is open: the factories are user code
         with installed(Stream(capture())):
             state.stepper = TaskOptimizer(state.task, state.layout, commits=False)
-    with opened(max(shard.slab_bytes for shard in state.cut.shards)) as device, _Rehearsal(state, device) as rehearsal:
-        return _tried(rehearsal, batch, evaluation)
-
-
-def _tried(rehearsal: _Rehearsal, batch: Batch, evaluation: Batch | None) -> dict[tuple[str, int], float]:
-    state = rehearsal.state
-    checks = _Checks(rehearsal)
-    seconds, seen = rehearsal.run(batch)
-    checks.check_batch(batch, seen)
-    state.observed.changed_buffers = frozenset(state.staging.buffers)
-    state.measured.staging_bytes = state.staging.num_bytes
-    state.check_buffers()
-    state.check_draws()
-    checks.check_repeats(batch, seen)
-    state.observed.draws = not state.is_split and not state.end_of_forward().same_as(batch.main)
-    state.observed.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
-    state.check_draws()
-    if state.task.compile:
-        rehearsal.modes.pop()  # what compiles looks at modes of functions, too
-        rehearsal.run(batch)  # its units are known by now: what cannot be compiled is refused here
-    if not rehearsal.repeats_bits:
-        # The first run has loaded kernels, and was metered: it says nothing of the seconds of others.
-        seconds, _ = rehearsal.run(batch)
-    if evaluation is not None:
-        _, seen = rehearsal.run(evaluation)
-        checks.check_batch(evaluation, seen)
-        checks.check_repeats(evaluation, seen)
-        state.observed.draws |= not state.end_of_forward().same_as(evaluation.main)
-    return seconds
+    slab_bytes = max(shard.slab_bytes for shard in state.cut.shards)
+    with opened(slab_bytes) as device, closing(_Rehearsal(state, device)) as rehearsal:
+        checks = _Checks(rehearsal)
+        seconds, seen = rehearsal.run(batch)
+        checks.check_batch(batch, seen)
+        state.observed.changed_buffers = frozenset(state.staging.buffers)
+        state.measured.staging_bytes = state.staging.num_bytes
+        state.check_buffers()
+        state.check_draws()
+        checks.check_repeats(batch, seen)
+        state.observed.draws = not state.is_split and not state.end_of_forward().same_as(batch.main)
+        state.observed.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
+        state.check_draws()
+        if state.task.compile:
+            rehearsal.modes.pop()  # what compiles looks at modes of functions, too
+            rehearsal.run(batch)  # its units are known by now: what cannot be compiled is refused here
+        if not rehearsal.repeats_bits:
+            # The first run has loaded kernels, and was metered: it says nothing of the seconds of others.
+            seconds, _ = rehearsal.run(batch)
+        if evaluation is not None:
+            _, seen = rehearsal.run(evaluation)
+            checks.check_batch(evaluation, seen)
+            checks.check_repeats(evaluation, seen)
+            state.observed.draws |= not state.end_of_forward().same_as(evaluation.main)
+        return seconds
 
 
 class _Refused(Exception):
@@ -166,7 +157,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
     def __init__(self, state: TaskState, executor: Executor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._layout = state.layout
-        self._executor = executor  # which knows the layer that runs
+        self.executor = executor  # which knows the layer that runs
         originals = [*(slot.parameter.data for slot in state.layout.slots), *state.layout.buffers]
         self._originals = {_address(tensor) for tensor in originals}
         self._anothers: dict[int, str] = {}  # tensors of other shards, by id, and their names
@@ -180,17 +171,13 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         self.batch: dict[int, tuple[Part, Tensor]] = {}  # by address: copies of the batch that a unit has
         self.written: dict[Part, tuple[str, Tensor]] = {}  # those that were worked on in place, and by which layer
 
-    @property
-    def current(self) -> str:
-        return self._executor.current
-
     def forget(self) -> None:
         """A step begins: what was made before it is everybody's."""
         self._made.clear()
 
     def begin(self, shard: int, views: Mapping[int, Tensor]) -> None:
         self._shard = shard
-        self._anothers = self._executor.structure.unbound()
+        self._anothers = self.executor.structure.unbound()
         self._views, self._slabs = views, {_address(view) for view in views.values()} - {0}
 
     def enter(self, tensors: Iterable[Tensor]) -> None:
@@ -236,11 +223,11 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 address = _address(tensor)
                 if address and address not in taken:
                     reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-                    self._made[address] = self._shard, self.current, reference
+                    self._made[address] = self._shard, self.executor.current, reference
         return result
 
     def _check_made(self, address: int) -> None:
-        shard, layer, reference = self._made[address]
+        (shard, layer, reference), current = self._made[address], self.executor.current
         if reference.expired():  # type: ignore[no-untyped-call]
             del self._made[address]
         elif shard != self._shard:
@@ -248,8 +235,8 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 f"takes a tensor that layer {layer} has left outside its output, which crosses no shards; return it, "
                 f"or pass it with Skips"
             )
-        elif address not in self._entered and torch._C._current_graph_task_id() == -1 and layer != self.current:
-            self.coupled.add((layer, self.current))
+        elif address not in self._entered and torch._C._current_graph_task_id() == -1 and layer != current:
+            self.coupled.add((layer, current))
 
     def _check_written(self, func: Any, schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if func.overloadpacket is torch.ops.aten.set_:  # elsewhere, with the same values: an LSTM's on a GPU
@@ -261,7 +248,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
             for tensor in _tensors(value):
                 part, copied = self.batch.get(_address(tensor), (None, None))
                 if part is not None and copied is not None:
-                    self.written.setdefault(part, (self.current, copied))
+                    self.written.setdefault(part, (self.executor.current, copied))
                 if _address(tensor) in self._slabs and tensor.numel():
                     raise _Refused(_writes(self._layout.slots[self._slot_at(tensor.data_ptr())].name))
 
@@ -367,7 +354,7 @@ class _Onlooker:
     def enters_layer(self, value: Any, frame: Frame, target: Any = None) -> None:
         self._note_rearranged()
         self._guard.enter_layer(_tensors((value, frame.values, frame.arriving)))
-        self._layer = self._guard.current
+        self._layer = self._guard.executor.current
         if self._starts:
             self._given.append((0, self._m, value, *pytree.tree_flatten(value)))
             self._starts = False
@@ -451,12 +438,6 @@ class _Rehearsal:
             self.close()
             raise
 
-    def __enter__(self) -> _Rehearsal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Give the model back; nothing waits for the cyclic collector, nor for who keeps the error."""
         self._worker.leave()
@@ -482,7 +463,9 @@ class _Rehearsal:
             unit = Unit(state.name, kind, shard, batch.step)
             with self._limit.watched() if shard == 0 else nullcontext(), self._nobodys() if apart else nullcontext():
                 outcome = self._unit(unit)
-                if isinstance(outcome, Failed) and kind == FORWARD and _may_differentiate(outcome.error):
+                error = outcome.error if isinstance(outcome, Failed) and kind == FORWARD else None
+                if isinstance(error, (RuntimeError, TypeError)) and not isinstance(error, DeviceOutOfMemory):
+                    # It may come from autograd missing what the forward saved.
                     state.cut = replace(state.cut, keep_saved=state.cut.keep_saved | {shard})
                     outcome = self._unit(unit)
             state.observed.index_limit = self._limit.found
@@ -587,7 +570,12 @@ class _Checks:
         self._guard, self._onlooker = rehearsal.guard, rehearsal.onlooker
         layout, loss_fn = self._state.layout, self._state.task.loss_fn
         self._roots = _rooted(layout.names, self._executor.structure.layers, self._executor.loss_fn)
-        self._shared = set(_of_one(_rooted(layout.names, layout.layers, loss_fn)))
+        # Objects that may be one for all copies, as their class has it: what they count is outside of a layer.
+        self._shared = {
+            id(value)
+            for _, value, _ in reach(*_rooted(layout.names, layout.layers, loss_fn))
+            if not isinstance(value, (Tensor, np.ndarray, nn.Module)) and hasattr(type(value), "__deepcopy__")
+        }
         self._begun = self._plain_state()
 
     def check_batch(self, batch: Batch, seen: Seen) -> None:
@@ -820,13 +808,6 @@ def _rooted(names: Iterable[str], layers: Iterable[nn.Module], loss_fn: Any) -> 
     return roots if isinstance(loss_fn, nn.Module) else [*roots, (LOSS, loss_fn)]
 
 
-def _of_one(roots: Iterable[tuple[str, object]]) -> Iterator[int]:
-    """Ids of objects that may be one for all copies, as their class has it: what they count is outside of a layer."""
-    for _, value, _ in reach(*roots):
-        if not isinstance(value, (Tensor, np.ndarray, nn.Module)) and hasattr(type(value), "__deepcopy__"):
-            yield id(value)
-
-
 def _with(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     """Another batch, of the same numbers where these differ."""
 
@@ -892,11 +873,6 @@ def _differences(seen: Seen, again: Seen) -> list[tuple[int, str]]:
     """(shard, what) that differ between two runs, in the order in which they came about: a later one may follow."""
     found = [(j, what) for j, what, m in {**seen, **again} if seen.get((j, what, m)) != again.get((j, what, m))]
     return list(dict.fromkeys(found))
-
-
-def _may_differentiate(error: BaseException) -> bool:
-    """Whether what a forward raised may come from autograd missing what it saved."""
-    return isinstance(error, (RuntimeError, TypeError)) and not isinstance(error, DeviceOutOfMemory)
 
 
 def _digest(tensors: Iterable[Tensor | None]) -> bytes:
