@@ -26,25 +26,19 @@ def parse_bytes(value: int | str, field: str) -> int:
 
     Raises ValueError, naming ``field``, for anything but a positive size.
     """
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    unit = match[2].lower() if match else ""
     if isinstance(value, int) and not isinstance(value, bool):
         num_bytes = value
-    elif isinstance(value, str):
-        num_bytes = _parse(value, field)
-    else:
+    # "16G" and "512k" are refused rather than guessed: half the tools that take them mean 1000, the others 1024.
+    elif match is None or (unit and unit not in _UNITS) or (unit in ("", "b") and "." in match[1]):
         raise ValueError(f"{field}: {value!r} is not a size; {_EXAMPLES}")
+    else:
+        # Through a fraction: 1.1 * 10**15 in floating point is already a few bytes off.
+        num_bytes = int(Fraction(match[1]) * _UNITS.get(unit, 1))
     if num_bytes <= 0:
         raise ValueError(f"{field}: {value!r} is {num_bytes} bytes, a size is at least 1 byte; {_EXAMPLES}")
     return num_bytes
-
-
-def _parse(text: str, field: str) -> int:
-    match = _SIZE.fullmatch(text)
-    unit = match[2].lower() if match else ""
-    # "16G" and "512k" are refused rather than guessed: half the tools that take them mean 1000, the others 1024.
-    if match is None or (unit and unit not in _UNITS) or (unit in ("", "b") and "." in match[1]):
-        raise ValueError(f"{field}: {text!r} is not a size; {_EXAMPLES}")
-    # Through a fraction: 1.1 * 10**15 in floating point is already a few bytes off.
-    return int(Fraction(match[1]) * _UNITS.get(unit, 1))
 
 
 def format_bytes(n: int) -> str:

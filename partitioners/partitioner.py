@@ -19,7 +19,7 @@ from partitioners.cost import (
     shard_bytes,
     too_large,
 )
-from partitioners.steptime import Seconds, StepModel
+from partitioners.steptime import Seconds, StepModel, between
 
 
 class _Fixed:
@@ -172,8 +172,7 @@ class Balanced(_Fixed):
 
 def _seconds(costs: Sequence[LayerCost]) -> Seconds:
     """Seconds of forward, recomputed forward and backward, of every shard."""
-    seconds = np.concatenate([[0.0], np.cumsum([2 * c.forward_s + c.backward_s for c in costs])])
-    return np.asarray(seconds[None, :] - seconds[:, None])
+    return between([2 * c.forward_s + c.backward_s for c in costs])
 
 
 class _BalancedCuts:

@@ -10,13 +10,8 @@ from torch.utils import _pytree as pytree
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_NORMS = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    nn.LocalResponseNorm,
-    nn.modules.batchnorm._NormBase,  # BatchNorm and InstanceNorm
-)
+# The last is of BatchNorm and InstanceNorm.
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
 
 
 def is_norm(module: nn.Module) -> bool:

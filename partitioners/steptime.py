@@ -59,19 +59,17 @@ class StepModel:
         self.num_layers = num = len(costs)
         self.table = table = ShardTable.of(costs, budget.num_micro_batches)
         n, link = budget.num_micro_batches, budget.link_bytes_per_s
-        forward, backward = _sums([c.forward_s for c in costs]), _sums([c.backward_s for c in costs])
-        trainable = [k for k, c in enumerate(costs) if c.grad_bytes]
-        self._lowest = trainable[0] if trainable else num  # below this layer nothing runs backward
+        self._lowest = next((k for k, c in enumerate(costs) if c.grad_bytes), num)  # below, nothing runs backward
         inputs = np.array([float(c.input_bytes) for c in costs])
         outputs = np.array([float(c.output_bytes) for c in costs])
         target = float(costs[-1].target_bytes)
         above = np.arange(num) > self._lowest  # a gradient leaves through the input of such a layer
 
         self.load = np.where(table.full < 2**60, table.slab, 0) / link
-        self.update = _between(_sums([float(accumulated_bytes(c)) for c in costs])) / budget.update_bytes_per_s
-        self._grads = _between(_sums([float(c.grad_bytes) for c in costs])) / link
-        self.forward_s = _between(forward)
-        self.backward_s = _between(forward) + _between(backward)
+        self.update = between([accumulated_bytes(c) for c in costs]) / budget.update_bytes_per_s
+        self._grads = between([c.grad_bytes for c in costs]) / link
+        self.forward_s = between([c.forward_s for c in costs])
+        self.backward_s = self.forward_s + between([c.backward_s for c in costs])
 
         enters = np.zeros((num + 1, num + 1))
         leaves, returns, entry_back = enters.copy(), enters.copy(), enters.copy()
@@ -163,9 +161,7 @@ def _pipeline(n: int, compute: Seconds, enters: Seconds, leaves: Seconds) -> Sec
     return np.asarray(enters + n * compute + leaves + (n - 1) * (np.maximum(enters, leaves) - compute).clip(min=0))
 
 
-def _sums(values: Sequence[float]) -> Seconds:
-    return np.concatenate([np.zeros(1), np.cumsum(np.asarray(values, dtype=np.float64))])
-
-
-def _between(sums: Seconds) -> Seconds:
+def between(values: Sequence[float]) -> Seconds:
+    """Return the sums of the values of layers ``[first, last)``, by (first, last)."""
+    sums: Seconds = np.concatenate([np.zeros(1), np.cumsum(np.asarray(values, dtype=np.float64))])
     return (sums[None, :] - sums[:, None]).clip(min=0)

@@ -20,24 +20,15 @@ class Lives:
 
     def __init__(self, calls: Sequence[Call], inputs: Sequence[int], outputs: Sequence[int]) -> None:
         """`inputs`, `outputs`: numbers of the values that enter the forward, and of those that it returns."""
-        self.begin: dict[int, int] = dict.fromkeys(inputs, 0)
-        self.end: dict[int, int] = {}
-        for p, call in enumerate(calls):
-            for number in call.reads:
-                self.end[number] = p
-            for number in call.makes:
-                self.begin[number] = p + 1
-        for number in outputs:
-            self.end[number] = len(calls)
+        self.begin = dict.fromkeys(inputs, 0) | {n: p for p, call in enumerate(calls, start=1) for n in call.makes}
+        self.end = {n: p for p, call in enumerate(calls) for n in call.reads} | dict.fromkeys(outputs, len(calls))
 
     def entangled(self, calls: Sequence[Call], storage: Callable[[int], int]) -> set[int]:
         """Return the positions at which two values cross that share memory which is written to later.
 
         Past a cut they are two tensors, of which such a write would reach one.
         """
-        last_write: dict[int, int] = {}
-        for p, call in enumerate(calls):
-            last_write.update(dict.fromkeys(call.writes, p))
+        last_write = {place: p for p, call in enumerate(calls) for place in call.writes}
         found = set()
         for p, numbers in self.crossing(1, len(calls) - 1).items():
             places = [storage(number) for number in numbers]

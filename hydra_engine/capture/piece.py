@@ -55,9 +55,7 @@ def _compiled(text: str) -> CodeType:
 
 def _last_uses(calls: Sequence[Call], outputs: Sequence[int]) -> dict[int, list[int]]:
     """Return, by call, the values that nobody needs after it."""
-    last: dict[int, int] = {}
-    for p, call in enumerate(calls):
-        last.update(dict.fromkeys((*call.reads, *call.makes), p))
+    last = {number: p for p, call in enumerate(calls) for number in (*call.reads, *call.makes)}
     found: dict[int, list[int]] = {}
     for number, p in last.items():
         if number not in set(outputs):

@@ -123,15 +123,14 @@ def caches_apart() -> Iterator[None]:
     The model's own forward would take it from there, for batches that have values.
     """
     caches = [
-        each
+        (each, each.cache_info().misses)
         for each in gc.get_objects()
         if type(each) is _CACHE and str(each.__module__).partition(".")[0] not in _NOT_OF_MODELS
     ]
-    before = [each.cache_info().misses for each in caches]
     try:
         yield
     finally:
-        for each, misses in zip(caches, before, strict=True):
+        for each, misses in caches:
             if each.cache_info().misses != misses:
                 each.cache_clear()
 

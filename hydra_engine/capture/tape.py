@@ -14,6 +14,7 @@ numbers and builds the same graph.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -110,22 +111,9 @@ class Unknown(Exception):
 
 # Functions that give Python a number, a list or an array in place of a tensor.
 _ASKS = {
-    Tensor.__bool__,
-    Tensor.__int__,
-    Tensor.__float__,
-    Tensor.__index__,
-    Tensor.__complex__,
-    Tensor.__contains__,
-    Tensor.item,
-    Tensor.tolist,
-    Tensor.numpy,
-    Tensor.__array__,
-    Tensor.is_nonzero,
-    Tensor.equal,
-    Tensor.allclose,
-    torch.equal,
-    torch.allclose,
-    torch.is_nonzero,
+    *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__, Tensor.__contains__),
+    *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.is_nonzero, Tensor.equal, Tensor.allclose),
+    *(torch.equal, torch.allclose, torch.is_nonzero),
 }
 # What a recorded run cannot follow.
 _REFUSED = {
@@ -141,16 +129,10 @@ _REFUSED = {
 }
 
 
-def _ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int = 0,
-    reduction: str = "mean",
-    zero_infinity: bool = False,
-) -> Tensor:
-    return log_probs.sum((0, 2)) if reduction == "none" else log_probs.sum()
+def _ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
+    given = inspect.signature(functional.ctc_loss).bind(*args, **kwargs).arguments
+    log_probs: Tensor = given["log_probs"]
+    return log_probs.sum((0, 2)) if given.get("reduction") == "none" else log_probs.sum()
 
 
 # By function that does not run on meta: one that gives a result of the same size.
@@ -398,7 +380,7 @@ class Tape(TorchFunctionMode):
             raise self._unknown(f"runs with {changed} set otherwise than around the model")
         entering = _tensors((args, kwargs))
         written = frozenset(_storage(each) for each in entering if id(each) in writes)
-        described = replaced((args, kwargs), self._describe)
+        described_args, described_kwargs = replaced((args, kwargs), self._describe)
         refs = [self.described(each) for each in entering]
         for each in made:
             if not each.is_meta:
@@ -409,8 +391,8 @@ class Tape(TorchFunctionMode):
         self.calls.append(
             Call(
                 func=func,
-                args=described[0],
-                kwargs=described[1],
+                args=described_args,
+                kwargs=described_kwargs,
                 result=replaced(found, self._describe),
                 reads=frozenset(ref.number for ref in refs if isinstance(ref, Value)),
                 makes=tuple(numbers),
@@ -503,22 +485,17 @@ class Tape(TorchFunctionMode):
         return pytree.tree_unflatten(made, spec)
 
     def _asked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception | None = None) -> Asked:
+        """Return what to compute for it, if the values that go in come from the batch alone."""
         wanted = [self.described(each) for each in _tensors((args, kwargs))]
         why = f"asks for the value of a tensor ({name_of(func)})"
         if error is not None:
             why = f"makes a tensor whose size depends on values, or fails ({type(error).__name__}: {error})"
-        calls = self._slice(wanted, why)
+        calls = self.values.origin(self.calls, [each.number for each in wanted if isinstance(each, Value)])
+        held = {each.name for each in wanted if isinstance(each, Held)}.union(*(call.held for call in calls))
+        if held:
+            raise self._unknown(f"{why} that depends on the model's own ({', '.join(sorted(held)[:2])})")
         described = replaced((args, kwargs), self._describe)
         return Asked(tuple(calls), func, described[0], described[1], _line())
-
-    def _slice(self, wanted: Sequence[Value | Held | Constant], why: str) -> list[Call]:
-        """Return the calls that some values come from, if these take nothing but the batch."""
-        found = self.values.origin(self.calls, [each.number for each in wanted if isinstance(each, Value)])
-        held = {each.name for each in wanted if isinstance(each, Held)}.union(*(call.held for call in found))
-        if held:
-            of = ", ".join(sorted(held)[:2])
-            raise self._unknown(f"{why} that depends on the model's own ({of})")
-        return found
 
     def _unknown(self, why: str) -> Unknown:
         return Unknown(self._frames[-1].path, _line(), why)

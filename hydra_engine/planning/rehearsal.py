@@ -246,15 +246,13 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 continue
             value = args[k] if k < len(args) else kwargs.get(argument.name)
             for tensor in _tensors(value):
-                part, copied = self.batch.get(_address(tensor), (None, None))
-                if part is not None and copied is not None:
+                if (found := self.batch.get(_address(tensor))) is not None:
+                    part, copied = found
                     self.written.setdefault(part, (self.executor.current, copied))
                 if _address(tensor) in self._slabs and tensor.numel():
-                    raise _Refused(_writes(self._layout.slots[self._slot_at(tensor.data_ptr())].name))
-
-    def _slot_at(self, address: int) -> int:
-        below = [(view.data_ptr(), index) for index, view in self._views.items() if view.data_ptr() <= address]
-        return max(below)[1]
+                    starts = ((view.data_ptr(), index) for index, view in self._views.items())
+                    _, index = max(each for each in starts if each[0] <= tensor.data_ptr())
+                    raise _Refused(_writes(self._layout.slots[index].name))
 
 
 class _NoGradients(TorchFunctionMode):

@@ -345,16 +345,15 @@ class _Trial:
             )
 
     def _state_bytes(self, plain: _Copy) -> dict[int, int]:
-        found = {}
-        for slot, parameter in zip(self._slots, plain.parameters, strict=True):
-            state = plain.optimizer.state.get(parameter, {})
-            tensors = [value for value in state.values() if isinstance(value, Tensor)]
-            narrows = self._task.moments != "float32"
-            found[slot.index] = sum(
+        narrows = self._task.moments != "float32"
+        return {
+            slot.index: sum(
                 _grown_bytes(value, parameter, slot.shape) // (2 if narrows and is_moment(value, parameter) else 1)
-                for value in tensors
+                for value in plain.optimizer.state.get(parameter, {}).values()
+                if isinstance(value, Tensor)
             )
-        return found
+            for slot, parameter in zip(self._slots, plain.parameters, strict=True)
+        }
 
     def _refused(self, why: str) -> ValueError:
         return ValueError(
