@@ -302,11 +302,10 @@ class _Profiler:
 
 def named_layers(model: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Return the layers in order, named by their key in the model, or by their class if the key is a mere number."""
-    children: Iterable[tuple[str, Any]]
-    # Not named_children(): that leaves out a layer's second place in the model.
-    children = model._modules.items() if isinstance(model, nn.Module) else ((str(i), x) for i, x in enumerate(model))
     layers = []
-    for key, layer in children:
+    # Not named_children(): that leaves out a layer's second place in the model.
+    children = model._modules if isinstance(model, nn.Module) else {str(i): layer for i, layer in enumerate(model)}
+    for key, layer in children.items():
         if not isinstance(layer, nn.Module):
             raise TypeError(f"model: layer {key} is a {type(layer).__name__}, limit: nn.Module; wrap it in a module")
         layers.append((type(layer).__name__ if key.isdigit() else key, layer))

@@ -100,7 +100,7 @@ class Programs(Shared):
         # By `narrow`: one in whose attributes forwards left something.
         self._left: dict[torch.dtype | None, Shadow] = {}
         self._roots: dict[Form, _Node] = {}
-        self._by_name: dict[str, Program] = {}
+        self.by_name: dict[str, Program] = {}
         self._cuts: list[Site] | None = None
         self._sites: set[Site] | None = None  # at which the other mode may be cut as well, if it is known
         self._usual: list[Any] = []  # answers for the first batch: also where values are not to be had
@@ -114,9 +114,6 @@ class Programs(Shared):
         made = copy.copy(self)
         made.model, made._named = model, dict(model.named_modules())
         return made
-
-    def named(self, name: str) -> Program:
-        return self._by_name[name]
 
     def flags(self, forced: bool | None) -> tuple[bool, ...]:
         """Return which modules are in training mode; `forced`: all, or none."""
@@ -290,8 +287,8 @@ class Programs(Shared):
             pieces.append(Piece(calls[first:last], entering, leaving, tape.values.constants))
             entering = leaving
             self.holdings[k].update(map(".".join, pieces[k].held))
-        program = Program(f"p{len(self._by_name)}", pieces, output, spec)
-        self._by_name[program.name] = program
+        program = Program(f"p{len(self.by_name)}", pieces, output, spec)
+        self.by_name[program.name] = program
         return program
 
     def _placed(self, calls: Sequence[Call], entangled: set[int]) -> list[int]:

@@ -77,7 +77,7 @@ class Segment(Holder):
         if place.index == 0:
             program, values = place.programs.find(state, place.programs.flags(self.mode), place.programs.narrow(self))
         else:
-            program, values = place.programs.named(state[0]), state[1:]
+            program, values = place.programs.by_name[state[0]], state[1:]
         here = next((each.device for each in values if isinstance(each, Tensor)), torch.device("cpu"))
         found = program.pieces[place.index].run(self, here, values)
         return program.build(found) if place.index == place.last else (program.name, *found)
