@@ -118,10 +118,9 @@ class Boundary(NamedTuple):
                 leaves.append(leaf)
                 continue
             check_fit(where, leaf)
-            if id(leaf) not in numbers:
-                numbers[id(leaf)] = len(tensors)
+            leaves.append(_Slot(numbers.setdefault(id(leaf), len(numbers))))
+            if len(numbers) > len(tensors):
                 tensors.append(leaf)
-            leaves.append(_Slot(numbers[id(leaf)]))
         places = [_place(tensor) for tensor in tensors if tensor.numel()]  # what is empty lies nowhere
         return cls(
             tuple(tensors),

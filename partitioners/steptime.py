@@ -62,8 +62,6 @@ class StepModel:
         self._lowest = next((k for k, c in enumerate(costs) if c.grad_bytes), num)  # below, nothing runs backward
         inputs = np.array([float(c.input_bytes) for c in costs])
         outputs = np.array([float(c.output_bytes) for c in costs])
-        target = float(costs[-1].target_bytes)
-        above = np.arange(num) > self._lowest  # a gradient leaves through the input of such a layer
 
         self.load = np.where(table.full < 2**60, table.slab, 0) / link
         self.update = between([accumulated_bytes(c) for c in costs]) / budget.update_bytes_per_s
@@ -71,13 +69,12 @@ class StepModel:
         self.forward_s = between([c.forward_s for c in costs])
         self.backward_s = self.forward_s + between([c.backward_s for c in costs])
 
-        enters = np.zeros((num + 1, num + 1))
-        leaves, returns, entry_back = enters.copy(), enters.copy(), enters.copy()
+        enters, leaves, returns = np.zeros((3, num + 1, num + 1))
         enters[:-1, 1:] = inputs[:, None]
-        leaves[:-1, 1:] = outputs[None, :]
-        entry_back[:-1, 1:] = inputs[:, None] + outputs[None, :]
-        entry_back[:-1, num] = inputs + target  # the last shard ends in the loss
-        returns[:-1, 1:] = np.where(above, inputs, 0.0)[:, None]
+        leaves[:-1, 1:] = outputs
+        returns[:-1, 1:] = np.where(np.arange(num) > self._lowest, inputs, 0.0)[:, None]  # gradients, from there on
+        entry_back = enters + leaves
+        entry_back[:-1, num] = inputs + costs[-1].target_bytes  # the last shard ends in the loss
         self._moves = {"f": (enters / link, leaves / link), "b": (entry_back / link, returns / link)}
         self.forward_span = _pipeline(n, self.forward_s, *self._moves["f"])
         self.backward_span = _pipeline(n, self.backward_s, *self._moves["b"]) + self._grads
