@@ -7,18 +7,13 @@ import traceback
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from hydra_engine.errors import PauseTask, StopTask
 from hydra_engine.schedule import DataFailed, Failed
 from hydra_engine.system import DRAM_REMEDY, is_out_of_dram
 from hydra_engine.tasks import FAILED, FINISHED, PAUSED, STOPPED, TaskReport
 from partitioners.profile import names, noted
 
 INTERRUPTED = "the run was interrupted"
-
-
-def raised(where: str, error: BaseException) -> str:
-    """Return the reason of who has ended a task by an exception, with its text, if it has one."""
-    text = f"{where} raised {type(error).__name__}"
-    return f"{text}: {error}" if str(error) else text
 
 
 def readable(error: BaseException) -> BaseException:
@@ -96,6 +91,14 @@ class TaskEnd:
     def pause(self, reason: str, *, at_once: bool) -> None:
         """End the task at a commit, to go on some other time; at_once: at its last one, where that is possible."""
         self._add(Ending(EndKind.PAUSED, reason=reason, commits=self._releases_early or not at_once))
+
+    def obey(self, order: StopTask | PauseTask, where: str) -> None:
+        """A callback has ended the task at its last commit, PauseTask: to go on some other time."""
+        reason = f"{where} raised {type(order).__name__}" + (f": {order}" if str(order) else "")
+        if isinstance(order, PauseTask):
+            self.pause(reason, at_once=True)
+        else:
+            self.stop(reason)
 
     def fail(self, event: Failed | DataFailed, *, commits: bool = True) -> None:
         """Something of the task has raised; commits: what was computed before is committed."""

@@ -11,13 +11,13 @@ from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from hydra_engine.adaptive import Adaptation, AdaScale, rule_for
-from hydra_engine.data import Batch, CallbackDraws
+from hydra_engine.data import CallbackDraws
 from hydra_engine.devices import DeviceSpec, OpenDevice, Promise, host_memory
 from hydra_engine.elastic import Quotas
-from hydra_engine.errors import DeviceLost, LoaderTimeout, PauseTask
+from hydra_engine.errors import DeviceLost, LoaderTimeout
 from hydra_engine.host import BestWeights, NormGroups, TaskOptimizer, check_no_hooks
 from hydra_engine.planning import PlannedTask, Room, largest_micro_batch
-from hydra_engine.run.ending import TaskEnd, raised
+from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.host_work import HostWork
 from hydra_engine.run.notifier import Notifier
 from hydra_engine.run.running_task import Asked, Common, Figures, Job, LastCommit, Life, Retries, RunningTask, StepClock
@@ -74,9 +74,10 @@ class Feeds:
         adaptation, num_left = task.planned.adaptation, None
         if adaptation is not None and batch.choice is not None:
             num_left = adaptation.steps_left(batch.choice, task.planned.task.epochs)
+        is_split_anew = batch.training and batch.accumulation_steps != task.state.cut.num_micro_batches
         return self.has_answered(event)._replace(
             num_left=num_left,
-            new_shapes=_has_to_be_fitted(task, batch),
+            new_shapes=is_split_anew or not task.state.measured.known.fits(batch.training, batch.signature),
             num_micro_batches=len(batch.micro_batches) if batch.training else 1,
         )
 
@@ -185,11 +186,10 @@ class Feeds:
         self._deadlines.set(waited, seconds)
         self._common.events.deadline_s = self._deadlines.next_s
 
-    def await_loader(self, planned: PlannedTask, seconds: float | None = None) -> None:
-        """Look after a loader in so many seconds; None: as long as it may take, if that is limited."""
-        seconds = planned.task.loader_timeout_s if seconds is None else seconds
-        if seconds is not None:
-            self.await_((LOADER, planned), seconds)
+    def await_loader(self, planned: PlannedTask) -> None:
+        """Look after a loader once it has taken as long as it may, if that is limited."""
+        if planned.task.loader_timeout_s is not None:
+            self.await_((LOADER, planned), planned.task.loader_timeout_s)
 
     def forget(self, planned: PlannedTask) -> None:
         """Look after nobody of a task any more."""
@@ -213,9 +213,8 @@ class Feeds:
         found = []
         for waited in self._deadlines.take_due():
             who, planned = waited
-            task = None if planned is None else self._common.tasks.get(planned.name)
-            if task is not None and task.planned is not planned:  # it was paused, and goes on as another one
-                task = None
+            # None: it is planned still, or was paused, and goes on as another one.
+            task = next((each for each in self._common.tasks.values() if each.planned is planned), None)
             if planned is not None and who == LOADER:
                 error = self._leave_loader(planned, task)
                 if error is not None and task is not None:
@@ -233,7 +232,7 @@ class Feeds:
         assert timeout_s is not None
         left_s = planned.reader.leave_behind()
         if left_s is not None:  # it was asked only later, after others' loaders
-            self.await_loader(planned, left_s)
+            self.await_((LOADER, planned), left_s)
         elif task is not None and task.life is Life.SETTING_UP:
             what = "its loader's length, or its optimizer's or schedule's factory, did not return"
             return LoaderTimeout(name, timeout_s, thread, what)
@@ -242,11 +241,6 @@ class Feeds:
         elif task is not None:
             self._common.due.append(DataFailed(name, LoaderTimeout(name, timeout_s, thread), "its loader"))
         return None
-
-
-def _has_to_be_fitted(task: RunningTask, batch: Batch) -> bool:
-    split_otherwise = batch.training and batch.accumulation_steps != task.state.cut.num_micro_batches
-    return split_otherwise or not task.state.measured.known.fits(batch.training, batch.signature)
 
 
 class Arrived(NamedTuple):
@@ -327,7 +321,7 @@ class Loans:
                 with self._workers.vacated(index) as device:
                     yield device
             except DeviceLost as error:
-                self._common.later(partial(self._lost, error))
+                self._common.later(partial(self._saves.device_lost, error))  # a rehearsal has struck it
                 raise
             finally:
                 self._way.leave()
@@ -341,14 +335,13 @@ class Loans:
     # -- from the thread that decides
 
     def want(self) -> None:
-        """Ask for a device for who waits for one; where none is in that is large enough, once one comes."""
+        """Ask for a device for who waits, once one is in that is large enough; after an interrupt there is none."""
         loan = self._loan
         if loan is None or loan.is_asked:
             return
-        index = self._workers.device_for(loan.memory_bytes)
         if self._common.is_interrupted:
             self.end(None)
-        elif index is not None:
+        elif (index := self._workers.device_for(loan.memory_bytes)) is not None:
             loan.is_asked = True
             self._common.due.append(DeviceWanted(index))
 
@@ -364,18 +357,6 @@ class Loans:
             loan, self._loan = self._loan, None
         if loan is not None:
             loan.device.keep(device)
-
-    def _lost(self, error: DeviceLost) -> None:
-        """A rehearsal has struck a device, which ends the run."""
-        if self._common.lost is None:
-            self._common.lost = error
-            self._saves.rescue()
-            self._common.due.append(StopRequested())
-
-    def interrupt(self) -> None:
-        """Tell who waits while no device is in that could be lent."""
-        if self._loan is not None and not self._loan.is_asked:
-            self.end(None)
 
     def close(self) -> None:
         """After an error of our own: who has a device needs nothing of this thread."""
@@ -459,13 +440,7 @@ class Joining:
     """The department of tasks that come."""
 
     def __init__(
-        self,
-        common: Common,
-        workers: Workers,
-        feeds: Feeds,
-        host_work: HostWork,
-        saves: Saves,
-        quotas: Quotas | None,
+        self, common: Common, workers: Workers, feeds: Feeds, host_work: HostWork, saves: Saves, quotas: Quotas | None
     ) -> None:
         self._common = common
         self._workers = workers
@@ -480,7 +455,7 @@ class Joining:
         # While tasks wait for those that they begin with, the scheduler knows them in their order, and spreads no step
         # of one over devices that others want. None: no task waits for others any more.
         self._begins_by_s: float | None = None
-        # Tasks that were paused and go on, by name, while their callbacks are told the pause; and what waits with them.
+        # Tasks that came, by name, while callbacks of who was paused under it are told that; and what waits with them.
         self._behind: dict[str, tuple[PlannedTask, list[Callable[[], None]]]] = {}
         self.left_over: list[PlannedTask] = []  # that came too late to be begun
 
@@ -537,30 +512,23 @@ class Joining:
         return all(task.life is Life.ENDED for task in self._common.tasks.values()) and self._way.close(if_free=True)
 
     def follow(self) -> None:
-        """Let in those that go on with a task that has ended by now."""
+        """Let in those whose name is free: no task has it, or one that has ended by now."""
         for name, (planned, jobs) in list(self._behind.items()):
             before = self._common.tasks.get(name)
             if self._common.is_interrupted or before is None or before.life is Life.ENDED:
                 del self._behind[name]
-                self._let_in(planned)
+                self._way.leave()
+                if self._common.is_interrupted:
+                    self.left_over.append(planned)
+                else:
+                    self._take_in(planned)
                 for job in jobs:
                     job()
 
     def arrived(self, event: Arrived) -> None:
         """Take in a task, or leave it over. One that was paused waits until its callbacks have heard of that."""
-        planned = event.planned
-        before = self._common.tasks.get(planned.name)
-        if before is None or before.life is Life.ENDED or self._common.is_interrupted:
-            self._let_in(planned)
-        else:
-            self._behind[planned.name] = (planned, [])
-
-    def _let_in(self, planned: PlannedTask) -> None:
-        self._way.leave()
-        if self._common.is_interrupted:
-            self.left_over.append(planned)
-        else:
-            self._take_in(planned)
+        self._behind[event.planned.name] = (event.planned, [])
+        self.follow()
 
     def delays(self, name: str, job: Callable[[], None]) -> bool:
         """Return True if a task of this name is on its way; the job is then done once it is here."""
@@ -585,7 +553,7 @@ class Joining:
         if not self._common.is_interrupted:
             self._begin_waiting(late=True)
             self._common.is_interrupted = True
-            self._loans.interrupt()
+            self._loans.want()
             self._feeds.hurry_callbacks()
             for task in list(self._common.tasks.values()):
                 if task.life is Life.SETTING_UP:
@@ -656,10 +624,8 @@ class Joining:
             state.loss_scale = optimizer.loss_scale
             if state.steps_on_device:
                 state.stepper = optimizer
-        if isinstance(planned.stopping, PauseTask):
-            task.end.pause(raised("a callback's on_epoch_begin", planned.stopping), at_once=True)
-        elif planned.stopping is not None:
-            task.end.stop(raised("a callback's on_epoch_begin", planned.stopping))
+        if planned.stopping is not None:
+            task.end.obey(planned.stopping, "a callback's on_epoch_begin")
         self._begin_waiting()
 
     def _begin_waiting(self, *, late: bool = False) -> None:

@@ -77,9 +77,8 @@ class EngineRun:
         rescue: Callable[[], Saver] | None = None,
         *,
         loggers: RunLoggers,
-        trains: bool = False,
     ) -> None:
-        """`quotas`: of tasks that train. saver: saves tasks while they train, and at their ends.
+        """`quotas`: of tasks that train; None: none does. saver: saves them meanwhile, and at their ends.
 
         rescue: makes one as a device is lost.
         """
@@ -92,7 +91,7 @@ class EngineRun:
         self._common = common = Common(site.host, loggers)
         self._display = LiveDisplay(verbose, self._look, common.later)
         # Not a method of this run, which would then be freed, with every arena, only by the garbage collector.
-        self.workers = Workers(common, pool, site.devices, common.events.help, trains=trains)
+        self.workers = Workers(common, pool, site.devices, common.events.help, trains=quotas is not None)
         self._saves = Saves(common, saver, rescue)
         self._host_work = HostWork(common, self.workers, self._saves)
         self._feeds = Feeds(common)
@@ -198,16 +197,12 @@ class EngineRun:
             return None
         return 0 if found.is_ending else max(0, found.feed.num_steps - found.report.steps)
 
-    def stop(self, task: str) -> None:
-        """End a task at its last committed step. From any thread."""
-        self._common.later(lambda: self._stop(task))
+    def end(self, task: str, *, pauses: bool) -> None:
+        """End a task at its last commit; pauses: as one that goes on some other time. From any thread."""
+        self._common.later(partial(self._end, task, pauses=pauses))
 
-    def pause(self, task: str) -> None:
-        """End a task at a commit, as one that goes on some other time. From any thread."""
-        self._common.later(lambda: self._stop(task, pauses=True))
-
-    def _stop(self, name: str, *, pauses: bool = False) -> None:
-        if self.joining.delays(name, lambda: self._stop(name, pauses=pauses)):
+    def _end(self, name: str, *, pauses: bool) -> None:
+        if self.joining.delays(name, partial(self._end, name, pauses=pauses)):
             return
         if not pauses:
             self.joining.forget(name)

@@ -13,7 +13,7 @@ import torch
 
 from hydra_engine.data import GLOBAL_GENERATORS, CallbackDraws
 from hydra_engine.errors import CallbackTimeout, PauseTask, StopTask
-from hydra_engine.run.ending import TaskEnd, raised
+from hydra_engine.run.ending import TaskEnd
 from hydra_engine.schedule import Event, Failed, TaskStopped
 from hydra_engine.tasks import Callback, ModelWatch, TaskReport
 
@@ -243,17 +243,11 @@ class Notifier:
                     watch[0].check(who)
             if not (call.always or self._is_left):
                 self._draws.check(who)
-        except (StopTask, PauseTask) as order:
-            self._stop(TaskStopped(name, is_paused=isinstance(order, PauseTask)), order)
         except BaseException as error:  # SystemExit, too: it is this task's, and not the run's
-            self._stop(Failed(name, error, "its callback"))
+            self._stop(error)
         finally:
             with self._lock:
                 self._now = None
-
-    def _reason(self, order: BaseException | None) -> str:
-        assert order is not None
-        return raised("a callback" if self._now is None else self._now[0], order)
 
     def _begins(self, what: str) -> bool:
         """Note what is called now; False where the thread was left behind."""
@@ -261,15 +255,17 @@ class Notifier:
             self._now = (what, time.monotonic())
             return not self._is_left
 
-    def _stop(self, event: TaskStopped | Failed, order: BaseException | None = None) -> None:
-        """A callback ends the task, unless it came too late for that."""
+    def _stop(self, error: BaseException) -> None:
+        """What a callback raises ends the task, unless it came too late for that."""
+        name = self._report.name
+        event: TaskStopped | Failed
         with self._lock:
             if self._is_left:
                 return
-            if isinstance(event, Failed):
-                self._end.fail(event, commits=False)
-            elif event.is_paused:
-                self._end.pause(self._reason(order), at_once=True)
+            if isinstance(error, (StopTask, PauseTask)):
+                event = TaskStopped(name, is_paused=isinstance(error, PauseTask))
+                self._end.obey(error, "a callback" if self._now is None else self._now[0])
             else:
-                self._end.stop(self._reason(order))
+                event = Failed(name, error, "its callback")
+                self._end.fail(event, commits=False)
         self._put(event)

@@ -64,40 +64,7 @@ class _Devices:
         """The number of devices that there may be."""
         return self.pool.limits.max_devices or max(self.most, len(self.pool.specs))
 
-    def add(
-        self,
-        device: DeviceSpec | str,
-        tasks: TaskList,
-        running: Callable[[], EngineRun | None],
-        plan_anew: Callable[[], None],
-    ) -> str:
-        """Let a device in, as `ModelOrchestrator.add_device` says."""
-        run = running()
-        if run is not None and any(worker.device.is_here for worker in run.workers.all):
-            raise RuntimeError(
-                "add_device: called by a layer or a loss while it trains, limit: callbacks and other threads, since "
-                "the device copies all layers; call it from on_step"
-            )
-        while True:
-            with self.changing:
-                with tasks.changed_by("add_device"):  # or a run might begin in between, with the device
-                    known = self.pool.known(device) if isinstance(device, str) else None
-                    spec = self._of_the_kind(resolve_device(device) if known is None else known)
-                    before, run = self.pool.places, running()
-                    name, index = self.pool.add(spec, None if known is None else str(device))
-                    beside = tasks.at(Station.TRAINING, Station.JOINING)
-                    plan_anew()
-                try:
-                    if index is not None and run is not None:
-                        _let_in(run, spec, index, [each for each in beside if each.state.cut.shards])
-                except BaseException:
-                    self.pool.take_back(name, is_new=name not in before)
-                    raise
-            if index is not None:
-                return name
-            self.pool.wait_until_out(name)  # and others may come and go meanwhile
-
-    def _of_the_kind(self, spec: DeviceSpec) -> DeviceSpec:
+    def of_the_kind(self, spec: DeviceSpec) -> DeviceSpec:
         """Refuse a device of another kind than those that tasks were made for."""
         kind, given = self.pool.first.torch_device.type, spec.torch_device.type
         if given != kind:
@@ -227,7 +194,7 @@ class ModelOrchestrator:
         ShardDoesNotFit, HostOutOfMemory, or what a layer, loss or loader raised.
         """
         with self._at_work("generate") as site, self._tasks.changing:
-            site = self._with_devices(site)  # those that come from now on are planned for anew
+            site = replace(site, devices=self._devices.present)  # those that come from now on are planned for anew
             waiting = self._tasks.at(Station.WAITING)
             return self._plan_all(site, waiting) if waiting or self.plan is None else self.plan
 
@@ -275,23 +242,20 @@ class ModelOrchestrator:
         if not isinstance(task, ModelTask):
             raise TypeError(f"tasks: {one_line(task)} is a {type(task).__name__}, not a ModelTask; make one of it")
         with self._quotas.coming(task, quota):
-            return self._add_task(task)
-
-    def _add_task(self, task: ModelTask) -> str:
-        with self._tasks.changed_by("add_task") as tasks:
-            planned, run = tasks.made(task), self._running
-            beside = tasks.at(Station.WAITING) if run is None else tasks.at(Station.JOINING, Station.TRAINING)
-            check_sharing([*beside, planned])
-            if run is None:
-                self.plan = None  # it would lack the new one
-                tasks.put(planned, Station.WAITING)
-                return planned.name
-            check_nothing_shared(planned, beside)
-            again = tasks.put_back(planned, while_training=True)
-            tasks.put(again or planned, Station.OVER if again is None else Station.JOINING)
-        if again is not None:
-            self._join(run, again, [*beside, again])
-        return planned.name
+            with self._tasks.changed_by("add_task") as tasks:
+                planned, run = tasks.made(task), self._running
+                beside = tasks.at(Station.WAITING) if run is None else tasks.at(Station.JOINING, Station.TRAINING)
+                check_sharing([*beside, planned])
+                if run is None:
+                    self.plan = None  # it would lack the new one
+                    tasks.put(planned, Station.WAITING)
+                    return planned.name
+                check_nothing_shared(planned, beside)
+                again = tasks.put_back(planned, while_training=True)
+                tasks.put(again or planned, Station.OVER if again is None else Station.JOINING)
+            if again is not None:
+                self._join(run, again, [*beside, again])
+            return planned.name
 
     def resume_task(self, name: str, directory: str | os.PathLike[str]) -> None:
         """Let the task of this name go on from another run's directory, with the bits of one that stayed there.
@@ -339,9 +303,7 @@ class ModelOrchestrator:
         From any thread, a callback's too; returns at once. The report says "stopped". Nothing happens to a task that is
         over. Raises ValueError for an unknown name.
         """
-        with self._tasks.changed_by("stop_task") as tasks:
-            if tasks.stop(name, self._running):
-                self.plan = None
+        self._end_task(name, pauses=False)
 
     def pause_task(self, name: str) -> None:
         """End a task at a commit, and save it as one that goes on; the others train on. The report says "paused".
@@ -355,9 +317,15 @@ class ModelOrchestrator:
 
         Raises ValueError for an unknown name, and without a `checkpoint_dir`.
         """
-        with self._tasks.changed_by("pause_task") as tasks:
-            if tasks.pause(name, self._running):
-                self.plan = None
+        self._end_task(name, pauses=True)
+
+    def _end_task(self, name: str, *, pauses: bool) -> None:
+        with self._tasks.changed_by("pause_task" if pauses else "stop_task") as tasks:
+            station = tasks.end(name, pauses=pauses)
+            if station is Station.WAITING:
+                self.plan = None  # it would have the task still
+            elif station is not Station.JOINING and self._running is not None:
+                self._running.end(name, pauses=pauses)
 
     def fork_task(self, name: str, new_name: str) -> None:
         """Let the task that is added as `new_name` begin where the task `name`, which is at rest, was saved.
@@ -391,7 +359,8 @@ class ModelOrchestrator:
         Raises ValueError for an unknown name, RuntimeError for a task that trains or waits to.
         """
         with self._tasks.changed_by("forget_task") as tasks:
-            tasks.forget(name, self._running)
+            if tasks.forget(name) and self._running is not None:
+                self._running.forget(name)
             if self.plan is not None:
                 plans = {each: plan for each, plan in self.plan.tasks.items() if each != name}
                 self.plan = replace(self.plan, tasks=plans)
@@ -411,7 +380,30 @@ class ModelOrchestrator:
         Raises ValueError for one that is in already, another kind of device, more than `max_devices`, and one too small
         for the tasks that train; RuntimeError where it cannot be opened.
         """
-        return self._devices.add(device, self._tasks, lambda: self._running, self._plan_anew)
+        devices, pool, run = self._devices, self._devices.pool, self._running
+        if run is not None and any(worker.device.is_here for worker in run.workers.all):
+            raise RuntimeError(
+                "add_device: called by a layer or a loss while it trains, limit: callbacks and other threads, since "
+                "the device copies all layers; call it from on_step"
+            )
+        while True:
+            with devices.changing:
+                with self._tasks.changed_by("add_device") as tasks:  # or a run might begin in between, with the device
+                    known = pool.known(device) if isinstance(device, str) else None
+                    spec = devices.of_the_kind(resolve_device(device) if known is None else known)
+                    before, run = pool.places, self._running
+                    name, index = pool.add(spec, None if known is None else str(device))
+                    beside = tasks.at(Station.TRAINING, Station.JOINING)
+                    self._plan_anew()
+                try:
+                    if index is not None and run is not None:
+                        _let_in(run, spec, index, [each for each in beside if each.state.cut.shards])
+                except BaseException:
+                    pool.take_back(name, is_new=name not in before)
+                    raise
+            if index is not None:
+                return name
+            pool.wait_until_out(name)  # and others may come and go meanwhile
 
     def remove_device(self, name: str, grace_s: float | None = None) -> None:
         """Let a device go: the unit that it computes is finished, and no other begins there. Returns at once.
@@ -568,10 +560,6 @@ class ModelOrchestrator:
         )
         return Site(devices, settings.double_buffer, self.buffer, host, settings.limit, settings.fairness)
 
-    def _with_devices(self, site: Site) -> Site:
-        """Return the site with the devices that are in now."""
-        return replace(site, devices=self._devices.present)
-
     @contextmanager
     def _at_work(self, what: str) -> Iterator[Site]:
         """Be the only call under way, and keep this thread to the host's NUMA node."""
@@ -612,7 +600,6 @@ class ModelOrchestrator:
                     saver,
                     rescue,
                     loggers=loggers,
-                    trains=trains,
                 )
             finally:
                 loggers.close()  # where the run was never begun
@@ -627,7 +614,7 @@ class ModelOrchestrator:
             with tasks.changing:
                 if not tasks.at(Station.WAITING):
                     raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
-                site = self._with_devices(site)  # those that come from now on are let into the run
+                site = replace(site, devices=self._devices.present)  # those that come from now on are let into the run
                 stack.enter_context(self._settings.store)
                 with signals.deferred():  # a model is put back whole
                     found = self._settings.store.open(resume=resume)

@@ -38,10 +38,8 @@ class Recovery:
                 return again
         elif event.unit is not None and self._begins_again(event, event.unit):
             return DidNotFit(event.unit)
-        if isinstance(event.error, DeviceLost) and self._common.lost is None:
-            self._common.lost = event.error
-            self._saves.rescue()
-            self._common.due.append(StopRequested())
+        if isinstance(event.error, DeviceLost):
+            self._saves.device_lost(event.error)
         self.note(event)
         return event
 

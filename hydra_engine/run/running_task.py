@@ -200,6 +200,7 @@ class Figures:
     def commit(self, batch: Batch) -> None:
         """Take the batch in progress over, into its evaluation's means or for the caller."""
         self._lap_s()  # no time of the next step
+        self._note_parts(batch)
         if self._planned.task.purpose is Purpose.PREDICT:
             self._commit_prediction(batch)
         else:
@@ -209,7 +210,6 @@ class Figures:
         staging = self._planned.state.staging
         if self._means is None:
             self._means = EvaluationMeans(sums_losses=self._planned.task.loss_reduction == "sum")
-        self._note_parts(batch)
         self._evaluated_epoch = batch.epoch
         # In one piece, unless it did not fit so.
         loss = sum(staging.losses[m] * weight for m, weight in enumerate(staging.given.weights))
@@ -299,7 +299,6 @@ class Figures:
     def _commit_prediction(self, batch: Batch) -> None:
         """Keep what left the last shard for the caller: in memory of its own, in float32 as a loss would take it."""
         state = self._planned.state
-        self._note_parts(batch)
         found, narrow = [], state.layout.narrow
         for m in range(len(batch.micro_batches)):
             output = state.staging.take(len(state.cut.shards), m)
@@ -639,12 +638,8 @@ class Common:
         self.trace = Trace()
         self.tasks: dict[str, RunningTask] = {}
         self.forgotten: dict[str, TaskReport] = {}  # of tasks that were here
-        self.pool = ThreadPoolExecutor(
-            host.optimizer_threads,
-            thread_name_prefix="hydra-optimizer",
-            initializer=torch.set_num_threads,
-            initargs=(host.optimizer_intra_op_threads,),
-        )
+        intra_op = (host.optimizer_intra_op_threads,)
+        self.pool = ThreadPoolExecutor(host.optimizer_threads, "hydra-optimizer", torch.set_num_threads, intra_op)
         self.opening = threading.Lock()  # tasks take their memory, and give it back, one at a time
         self.is_interrupted = False  # nothing new begins
         self.lost: DeviceLost | DeviceFailed | None = None  # the first, for which the run ends

@@ -7,8 +7,9 @@ from functools import partial
 from typing import NamedTuple
 
 from hydra_engine.checkpoints import Saver, Snapshot
+from hydra_engine.errors import DeviceLost
 from hydra_engine.run.running_task import Common, Life, RunningTask
-from hydra_engine.schedule import Capture, CaptureWanted, StepCommitted
+from hydra_engine.schedule import Capture, CaptureWanted, StepCommitted, StopRequested
 from hydra_engine.system import warn
 from hydra_engine.tasks import CheckpointReport
 
@@ -59,13 +60,17 @@ class Saves:
         if self._saver is not None and self._saver.take_owed():
             self._begin(self._saver)
 
-    def rescue(self) -> None:
-        """A device is lost: save the last commits, also of a run that saves nothing else."""
+    def device_lost(self, error: DeviceLost) -> None:
+        """End the run, if it is not lost yet. Save the last commits, also of a run that saves nothing else."""
+        if self._common.lost is not None:
+            return
+        self._common.lost = error
+        self._common.due.append(StopRequested())
         if self._saver is None and self._rescue is not None:
             try:
                 self._use(self._rescue())
-            except Exception as error:  # the run ends all the same
-                warn(f"hydra_engine: last commits cannot be saved: {error}")
+            except Exception as failed:  # the run ends all the same
+                warn(f"hydra_engine: last commits cannot be saved: {failed}")
 
     def pass_over(self, task: RunningTask) -> None:
         """The round under way shall not wait for a task."""
@@ -90,12 +95,10 @@ class Saves:
             return
         self._common.loggers.hurry()
         try:
-            snapshot = None
-            if is_settled and task.is_whole:
-                snapshot = self._snapshot(self._saver, task, over)
-                if snapshot is not None:
-                    snapshot.capture()
-            is_whole = snapshot is not None or (is_settled and task.is_whole)  # or it has no commit yet
+            is_whole = is_settled and task.is_whole
+            snapshot = self._snapshot(self._saver, task, over) if is_whole else None
+            if snapshot is not None:  # it has a commit
+                snapshot.capture()
             torn = None if is_whole else RuntimeError("an update has raised, and some weights are of another step")
             self._saver.save_end(task.name, over, snapshot, lambda error: then(torn or error))
         except Exception as error:  # nobody else would end the task

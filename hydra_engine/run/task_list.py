@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -48,16 +48,6 @@ class Station(Enum):
     OVER = auto()  # it was trained
     DROPPED = auto()  # it was not begun, and is not to be
     FORGOTTEN = auto()  # it was trained, and its name alone is here
-
-
-class TasksOfRun(Protocol):
-    """The run under way, for tasks that are to end."""
-
-    def stop(self, name: str) -> None: ...
-
-    def pause(self, name: str) -> None: ...
-
-    def forget(self, name: str) -> None: ...
 
 
 class TaskList:
@@ -158,46 +148,34 @@ class TaskList:
                 del self._planned[planned.name], self._stations[planned.name]
         self.drop(planned)
 
-    def stop(self, name: str, run: TasksOfRun | None) -> bool:
-        """End a task at its last committed step. Return True if it waited to be trained, so that no plan has it now."""
-        planned = self.named(name, "stop_task")
-        is_waiting = self.station(planned) is Station.WAITING
-        if is_waiting:
-            self.drop(planned)
-        elif self.station(planned) is Station.JOINING:
-            self.put(planned, Station.DROPPED)  # who plans it finds out
-        elif run is not None:
-            run.stop(name)
-        return is_waiting
-
-    def pause(self, name: str, run: TasksOfRun | None) -> bool:
-        """End a task at a commit, and save it. Return True if it waited to be trained, so that no plan has it now."""
-        planned = self.named(name, "pause_task")
-        if not self._store.may_save:
+    def end(self, name: str, *, pauses: bool) -> Station:
+        """End or pause a task that is not in the run yet. Return the station at which the call has found it."""
+        planned = self.named(name, "pause_task" if pauses else "stop_task")
+        if pauses and not self._store.may_save:
             raise ValueError(
                 f"pause_task: {name!r}, limit: an orchestrator with a checkpoint_dir, since a task is saved while it "
                 f"is paused; give ModelOrchestrator one, or end the task with stop_task"
             )
-        is_waiting = self.station(planned) is Station.WAITING
-        if is_waiting:
+        station = self.station(planned)
+        if station is Station.WAITING:
             self.drop(planned)
-            planned.is_paused = True
-        elif self.station(planned) is Station.JOINING:
+            planned.is_paused = pauses
+        elif station is Station.JOINING and pauses:
             planned.pause_wanted = True
-        elif run is not None:
-            run.pause(name)
-        return is_waiting
+        elif station is Station.JOINING:
+            self.put(planned, Station.DROPPED)  # who plans it finds out
+        return station
 
-    def forget(self, name: str, run: TasksOfRun | None) -> None:
-        """Refer no more to a task that is over, in the run neither.
+    def forget(self, name: str) -> bool:
+        """Refer no more to a task that is over. Return True if it is in the run, which is to forget it too.
 
         Where it was trained, its name stays its own, since reports have it; of one that is paused, it is free.
         """
         planned = self.named(name, "forget_task")
         station = self.station(planned)
-        run = run if station is Station.TRAINING else None
-        if station in (Station.WAITING, Station.JOINING) or (run is not None and not planned.has_left):
-            does = "waits to train" if run is None else "trains"
+        is_in_run = station is Station.TRAINING
+        if station in (Station.WAITING, Station.JOINING) or (is_in_run and not planned.has_left):
+            does = "trains" if is_in_run else "waits to train"
             raise RuntimeError(
                 f"forget_task: {name!r} {does}, limit: a task that is over; end it with stop_task({name!r}), and call "
                 f"this in its callbacks' on_task_end, or after train_models()"
@@ -213,8 +191,7 @@ class TaskList:
         for report in (planned.report, self._reports.get(name)):
             if report is not None:
                 report.lighten()
-        if run is not None:
-            run.forget(name)
+        return is_in_run
 
     def made(self, task: ModelTask) -> PlannedTask:
         """Check one more task, which is not put here yet. It may have the name of one that was paused."""
@@ -308,15 +285,15 @@ class TaskList:
         saved = self._store.saved(
             name, lambda found: found.put_weights(task, planned.layout), while_training=while_training
         )
-        if saved is None and self._store.over(name) is None:
-            if self._store.paused.get(name, task.seed) == task.seed:
-                return planned
-            planned.leave()
-            planned.reader.close()
-            task.seed = self._store.paused[name]  # it was paused before its first step
-            return self._made(task, name)
+        is_new = saved is None and self._store.over(name) is None
+        seed = self._store.paused.get(name, task.seed)
+        if is_new and seed == task.seed:
+            return planned
         planned.leave()
         planned.reader.close()
+        if is_new:
+            task.seed = seed  # it was paused before its first step
+            return self._made(task, name)
         if saved is not None and saved.goes_on(task):
             saved.begin(task)
             return self._made(task, name, saved)
@@ -352,12 +329,8 @@ class Site:
         return min(self.devices, key=lambda device: device.memory_bytes)
 
     @property
-    def _budget(self) -> Budget:
-        return Budget(
-            memory_bytes=self._smallest.memory_bytes,
-            buffer_bytes=None if self.buffer is None else parse_bytes(self.buffer, "buffer"),
-            double_buffer=self.double_buffer,
-        )
+    def _buffer_bytes(self) -> int | None:
+        return None if self.buffer is None else parse_bytes(self.buffer, "buffer")
 
     def plan_all(self, tasks: list[PlannedTask]) -> Plan:
         """Plan tasks that train together."""
@@ -366,13 +339,14 @@ class Site:
         self.limit.check(tasks)
         memory_bytes = self._smallest.memory_bytes
         with self._telling_least(tasks):
-            plans = [self._plan(each, len(tasks)) for each in tasks]
+            plans = [self._plan(each, num_tasks=len(tasks)) for each in tasks]
             self._plan_together(tasks, plans)
             if any(device.has_arena for device in self.devices):
                 # What fits alone may leave too little to another's work, since memory does not go from slabs to that.
                 for k, each in enumerate(tasks):
                     if not fits_arena(each, tasks, memory_bytes):
-                        plans[k] = self._plan(each, len(tasks), memory_bytes - max(other.work_bytes for other in tasks))
+                        most = memory_bytes - max(other.work_bytes for other in tasks)
+                        plans[k] = self._plan(each, num_tasks=len(tasks), most_slab_bytes=most)
                 check_arena(tasks, memory_bytes)
         check_shared_buffers(tasks)
         self.limit.check(tasks)
@@ -386,7 +360,7 @@ class Site:
         before_s, refused = rehearsed_s(tasks), {}
         for k, way in ways.items():
             try:
-                plans[k] = self._plan(tasks[k], len(tasks), together=way)
+                plans[k] = self._plan(tasks[k], num_tasks=len(tasks), together=way)
             except Exception as error:  # it takes more than was counted, or its layers may not be cut or split there
                 refused[k] = f"; another, for all tasks together, was refused: {_first_line(error)}"
         # Smaller micro-batches were taken to take seconds in proportion: the rehearsal knows better.
@@ -394,7 +368,7 @@ class Site:
             found = "; another, for all tasks together, was rehearsed, and is predicted to be no faster"
             refused |= dict.fromkeys(ways.keys() - refused.keys(), found)
         for k, because in refused.items():
-            plan = self._plan(tasks[k], len(tasks))
+            plan = self._plan(tasks[k], num_tasks=len(tasks))
             plans[k] = replace(plan, cut_because=plan.cut_because + because)
 
     @contextmanager
@@ -414,7 +388,7 @@ class Site:
             least = most.num_bytes
             if device.has_arena:  # one task's slab lies beside another one's work
                 least = max(each.slab_bytes for each in found) + max(each.work_bytes for each in found)
-            least += 0 if self.buffer is None else parse_bytes(self.buffer, "buffer")
+            least += self._buffer_bytes or 0
             if least > device.memory_bytes:
                 whose = f"{format_bytes(least)} ({least} bytes), for {most.layers} of {most.task}"
                 text += f"; the least memory that works for {'all tasks' if len(tasks) > 1 else 'it'} is {whose}"
@@ -442,7 +416,7 @@ class Site:
         opened = None if device.has_room_for_planning else lambda _: borrowed(device)
         try:
             others = _left([each for each in beside if each is not planned], steps_left)
-            plan = self._plan(planned, len(beside), opened=opened, can_hold=can_hold, beside=others)
+            plan = self._plan(planned, num_tasks=len(beside), opened=opened, can_hold=can_hold, beside=others)
         except ShardDoesNotFit as error:
             if opened is not None:
                 noted(error, "beside tasks that train, whose arenas stay as they are; add it before train_models()")
@@ -457,8 +431,7 @@ class Site:
             self._check_free()
             if not (planned.task.purpose is Purpose.PREDICT and planned.reader.is_empty):  # then there is nothing to do
                 with self._telling_least([planned]):
-                    target = Target(device=self._smallest, budget=self._budget, num_threads=torch.get_num_threads())
-                    planned.make_plan(target)
+                    planned.make_plan(self._target(torch.get_num_threads()))
         except BaseException:
             planned.reader.close()
             raise
@@ -470,20 +443,16 @@ class Site:
         by_name, because = {plan.name: plan for plan in plans}, native().missing_because
         return Plan(tasks=by_name, devices=devices, host=self.host, no_native_because=because)
 
-    def _plan(
-        self, planned: PlannedTask, num_tasks: int, most_slab_bytes: int | None = None, **options: Any
-    ) -> TaskPlan:
-        target = Target(
-            device=self._smallest,
-            budget=self._budget,
-            num_threads=self.host.intra_op_threads,
-            devices=self.devices,
-            num_tasks=num_tasks,
-            most_slab_bytes=most_slab_bytes,
-            host=self.host,
-            **options,
-        )
+    def _plan(self, planned: PlannedTask, **options: Any) -> TaskPlan:
+        target = self._target(self.host.intra_op_threads, devices=self.devices, host=self.host, **options)
         return planned.make_plan(target)
+
+    def _target(self, num_threads: int, **options: Any) -> Target:
+        device = self._smallest
+        budget = Budget(
+            memory_bytes=device.memory_bytes, buffer_bytes=self._buffer_bytes, double_buffer=self.double_buffer
+        )
+        return Target(device=device, budget=budget, num_threads=num_threads, **options)
 
     def _check_free(self) -> None:
         for device in self.devices:
