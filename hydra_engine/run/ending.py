@@ -71,11 +71,6 @@ class TaskEnd:
         return self.ending is not None and self.ending.kind is EndKind.FINISHED and not self.ending.commits
 
     @property
-    def is_told_no_more(self) -> bool:
-        """True if the task's user, a callback or a failure has ended it at once: callbacks are told its end alone."""
-        return self.is_stopped and not self.is_early
-
-    @property
     def is_stopped(self) -> bool:
         """True if nothing more of the task is to be committed."""
         return self.ending is not None and not self.ending.commits

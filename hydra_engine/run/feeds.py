@@ -16,7 +16,7 @@ from hydra_engine.devices import DeviceSpec, OpenDevice, Promise, host_memory
 from hydra_engine.elastic import Quotas
 from hydra_engine.errors import DeviceLost, LoaderTimeout
 from hydra_engine.host import BestWeights, NormGroups, TaskOptimizer, check_no_hooks
-from hydra_engine.planning import PlannedTask, Room, largest_micro_batch
+from hydra_engine.planning import PlannedTask, largest_micro_batch
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.host_work import HostWork
 from hydra_engine.run.notifier import Notifier
@@ -365,24 +365,66 @@ class Loans:
             pass
 
 
-class SetUp:
-    """Sets tasks up, in their readers' threads: user code may block, and copying weights takes its time."""
+class Joining:
+    """The department of tasks that come."""
 
-    def __init__(self, common: Common, workers: Workers) -> None:
+    def __init__(
+        self, common: Common, workers: Workers, feeds: Feeds, host_work: HostWork, saves: Saves, quotas: Quotas | None
+    ) -> None:
         self._common = common
         self._workers = workers
+        self._feeds = feeds
+        self._host_work = host_work
+        self._saves = saves
+        self._quotas = quotas
+        self._way = _Way()
+        self._loans = Loans(common, workers, saves, self._way)
+        self.borrowed = self._loans.borrowed
         self._host_memory = host_memory(workers.first_specs)
+        # While tasks wait for those that they begin with, the scheduler knows them in their order, and spreads no step
+        # of one over devices that others want. None: no task waits for others any more.
+        self._begins_by_s: float | None = None
+        # Tasks that came, by name, while callbacks of who was paused under it are told that; and what waits with them.
+        self._behind: dict[str, tuple[PlannedTask, list[Callable[[], None]]]] = {}
+        self.left_over: list[PlannedTask] = []  # that came too late to be begun
 
-    def run(self, task: RunningTask) -> tuple[TaskOptimizer | None, int | None] | None:
-        """Return its optimizer and its number of steps; None: it has ended meanwhile."""
-        with self._common.opening:
-            if task.life is not Life.SETTING_UP:
-                return None
-            task.state.open(self._host_memory)
-        with task.planned.reader.calling():
-            found = self._call_factories(task)
-        self._count_room(task)
-        return found
+    # -- from any thread
+
+    def add(self, planned: PlannedTask) -> bool:
+        """Train one more task from now on; False where the run is over already."""
+        return self._way.enter(partial(self._common.events.put, Arrived(planned)))
+
+    @contextmanager
+    def planning(self, planned: PlannedTask) -> Iterator[None]:
+        """See that the task's loader, which the body reads, keeps nobody waiting for longer than it may."""
+        # The rehearsal would wait for the very device that computes the layer, and be part of its autograd graph.
+        if any(worker.device.is_here for worker in self._workers.all):
+            raise RuntimeError(
+                "add_task: called by a layer or a loss while it trains, limit: callbacks and other threads, since a "
+                "unit that is computed cannot wait for a rehearsal; call it from on_step"
+            )
+        self._common.later(partial(self._feeds.await_loader, planned))
+        try:
+            yield
+        finally:
+            # Not once it is over, or what nobody reads any more would keep the run.
+            self._way.while_open(partial(self._common.later, partial(self._feeds.reader_answered, planned)))
+
+    # -- in a task's reader's thread: user code may block, and copying weights takes its time
+
+    def _set_up(self, task: RunningTask) -> Job:
+        """Make a task's optimizer, and find its number of steps; or it has ended meanwhile."""
+        try:
+            with self._common.opening:
+                if task.life is not Life.SETTING_UP:
+                    return Job(task.feed.answered)
+                task.state.open(self._host_memory)
+            with task.planned.reader.calling():
+                optimizer, num_steps = self._call_factories(task)
+            self._count_room(task)
+            return Job(partial(self._was_set_up, task, optimizer, num_steps))
+        except BaseException as error:
+            return Job(partial(self._set_up_has_raised, task, error))
 
     def _call_factories(self, task: RunningTask) -> tuple[TaskOptimizer | None, int | None]:
         planned, state = task.planned, task.state
@@ -430,56 +472,9 @@ class SetUp:
         """Bound the batches of an adaptive task by what fits the devices and DRAM. No user code, and slow for it."""
         planned, state, adaptation = task.planned, task.state, task.planned.adaptation
         if adaptation is not None and not planned.task.replay:
-            room = Room(self._workers.can_hold, self._workers.least_memory_bytes)
             sample = planned.reader.sample()
-            adaptation.limit(largest_micro_batch(state, sample, room, adaptation.most))
+            adaptation.limit(largest_micro_batch(state, sample, self._workers.room, adaptation.most))
             adaptation.limit_batch(planned.most_samples(sample.num_samples))
-
-
-class Joining:
-    """The department of tasks that come."""
-
-    def __init__(
-        self, common: Common, workers: Workers, feeds: Feeds, host_work: HostWork, saves: Saves, quotas: Quotas | None
-    ) -> None:
-        self._common = common
-        self._workers = workers
-        self._feeds = feeds
-        self._host_work = host_work
-        self._saves = saves
-        self._quotas = quotas
-        self._way = _Way()
-        self._loans = Loans(common, workers, saves, self._way)
-        self.borrowed = self._loans.borrowed
-        self._setting_up = SetUp(common, workers)
-        # While tasks wait for those that they begin with, the scheduler knows them in their order, and spreads no step
-        # of one over devices that others want. None: no task waits for others any more.
-        self._begins_by_s: float | None = None
-        # Tasks that came, by name, while callbacks of who was paused under it are told that; and what waits with them.
-        self._behind: dict[str, tuple[PlannedTask, list[Callable[[], None]]]] = {}
-        self.left_over: list[PlannedTask] = []  # that came too late to be begun
-
-    # -- from any thread
-
-    def add(self, planned: PlannedTask) -> bool:
-        """Train one more task from now on; False where the run is over already."""
-        return self._way.enter(partial(self._common.events.put, Arrived(planned)))
-
-    @contextmanager
-    def planning(self, planned: PlannedTask) -> Iterator[None]:
-        """See that the task's loader, which the body reads, keeps nobody waiting for longer than it may."""
-        # The rehearsal would wait for the very device that computes the layer, and be part of its autograd graph.
-        if any(worker.device.is_here for worker in self._workers.all):
-            raise RuntimeError(
-                "add_task: called by a layer or a loss while it trains, limit: callbacks and other threads, since a "
-                "unit that is computed cannot wait for a rehearsal; call it from on_step"
-            )
-        self._common.later(partial(self._feeds.await_loader, planned))
-        try:
-            yield
-        finally:
-            # Not once it is over, or what nobody reads any more would keep the run.
-            self._way.while_open(partial(self._common.later, partial(self._feeds.reader_answered, planned)))
 
     # -- from the thread that decides
 
@@ -583,14 +578,6 @@ class Joining:
         planned.reader.start(self._common.events.put, self._common.host.intra_op_threads, partial(self._set_up, task))
         self._feeds.await_loader(planned)
         self._feeds.await_callbacks(task)
-
-    def _set_up(self, task: RunningTask) -> Job:
-        """Set a task up, in its reader's thread."""
-        try:
-            found = self._setting_up.run(task)
-            return Job(task.feed.answered if found is None else partial(self._was_set_up, task, *found))
-        except BaseException as error:
-            return Job(partial(self._set_up_has_raised, task, error))
 
     def _set_up_has_raised(self, task: RunningTask, error: BaseException) -> None:
         task.feed.answered()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from hydra_engine.checkpoints import LOST
 from hydra_engine.devices import DeviceSpec
 from hydra_engine.errors import CheckpointError, DeviceOutOfMemory, NonFiniteLoss
 from hydra_engine.host import Released, Shard, StepRecord, TaskOptimizer, TaskState, step_measures
-from hydra_engine.planning import Misfit, Room, Spreading, refit, shared_out
+from hydra_engine.planning import Misfit, Spreading, refit, shared_out
 from hydra_engine.run.ending import EndKind
 from hydra_engine.run.running_task import Common, Life, RunningTask
 from hydra_engine.run.saves import Saves
@@ -72,10 +72,8 @@ class HostWork:
         self._planner.shutdown()
         self._common.pool.shutdown()
 
-    def _submit(
-        self, task: RunningTask, where: str, job: Callable[[], Event | None], pool: Executor | None = None
-    ) -> None:
-        (self._common.pool if pool is None else pool).submit(self._telling, task, where, job)
+    def _submit(self, task: RunningTask, where: str, job: Callable[[], Event | None]) -> None:
+        self._common.pool.submit(self._telling, task, where, job)
 
     def _submit_in_order(
         self, task: RunningTask, instruction: Commit | Update, where: str, job: Callable[[], Event]
@@ -113,7 +111,7 @@ class HostWork:
         else:
             for worker in self._workers.all:
                 worker.begin_again(instruction.task)
-        self._submit(task, "its fit", partial(self._fitted, task, instruction.unit), self._planner)
+        self._planner.submit(self._telling, task, "its fit", partial(self._fitted, task, instruction.unit))
 
     def _fitted(self, task: RunningTask, unit: Unit | None) -> Event:
         """Fit the batch in hand; `unit`: in which it was stopped, and has to begin again."""
@@ -136,7 +134,7 @@ class HostWork:
                 state,
                 planned.reader,
                 step.batch,
-                Room(self._workers.can_hold, self._workers.least_memory_bytes),
+                self._workers.room,
                 misfit=Misfit(unit.shard, error) if unit is not None and not was_part and is_short else None,
                 may_split=not step.layers_moved_reader,
             )
@@ -290,10 +288,7 @@ class HostWork:
                     task.planned.is_paused = self._common.is_interrupted or task.planned.reader.close()
             finally:  # an iterator may raise as it is closed
                 task.planned.leave()
-            if is_paused:
-                task.notifier.pause()
-            else:
-                task.notifier.end()
+            task.notifier.end(is_paused=is_paused)
         finally:
             task.notifier.when_told(partial(self._common.later, partial(self._told, task)))
 

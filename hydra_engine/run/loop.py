@@ -14,9 +14,7 @@ then the scheduler, and gives each instruction to the department that carries it
 scheduler to know first it puts into `Common.due`. So all state of departments, and everything the scheduler knows, is
 touched by one thread at a time: the one that has the turn. Of units that are through, a lane decides by itself, at the
 end of its job and where nobody else has the turn: what it would wait for otherwise is to wake the caller's thread and
-to be woken by it. The other threads: a device has one per lane; a task has one that reads, and sets it up; one draws
-the display; a pool commits, updates, captures and ends; one fits batches, one writes checkpoints; a task that has
-callbacks has one that calls them.
+to be woken by it. Beside the threads drawn above, one draws the display.
 """
 
 from __future__ import annotations

@@ -83,10 +83,7 @@ class Notifier:
         self._submit(_Call("on_epoch_begin", (epoch,)))
 
     def step(self, *, is_updated: bool = True) -> None:
-        """A training step was committed. It is told at once, or, where updates go on, once they are through: `let_go`.
-
-        So is what happens meanwhile.
-        """
+        """A step was committed. Where updates go on, it is told at `let_go`, and what happens meanwhile after it."""
         self._submit(_Call("on_step"), holds=not is_updated)
 
     def validation(self) -> None:
@@ -97,13 +94,9 @@ class Notifier:
         """An epoch is over."""
         self._submit(_Call("on_epoch", (epoch,)))
 
-    def end(self) -> None:
-        """The task is over."""
-        self._submit(_Call("on_task_end", always=True))
-
-    def pause(self) -> None:
-        """The task is over for now."""
-        self._submit(_Call("on_task_pause", always=True))
+    def end(self, *, is_paused: bool = False) -> None:
+        """The task is over; is_paused: for now."""
+        self._submit(_Call("on_task_pause" if is_paused else "on_task_end", always=True))
 
     def let_go(self) -> None:
         """The updates of the last step are through: tell what waited for them."""
@@ -225,8 +218,8 @@ class Notifier:
                 self._num_untold -= 1
 
     def _tell(self, call: _Call) -> None:
-        if self._end.is_told_no_more and not call.always:
-            return
+        if self._end.is_stopped and not (self._end.is_early or call.always):
+            return  # its user, a callback or a failure has ended the task at once: they are told its end alone
         name, watch = self._report.name, self._watch
         try:
             with self._draws.calling():

@@ -631,10 +631,7 @@ class ModelOrchestrator:
             try:
                 if run is not None:
                     with self._steered(messages):
-                        try:
-                            run.train()
-                        finally:  # an order may wait until a device has left
-                            self._devices.pool.all_left()
+                        run.train()
             except DeviceLost as lost:
                 assert run is not None
                 _end_process(run, lost, self._settings.store.remedy())
@@ -670,6 +667,7 @@ class ModelOrchestrator:
                 stack.enter_context(steered(self, self._settings.store.directory, messages))
             if self._devices.watcher is not None:
                 stack.enter_context(self._devices.watcher.watching(self, messages))
+            stack.callback(self._devices.pool.all_left)  # first of all: an order may wait until a device has left
             yield
 
     def _about(self) -> dict[str, Any]:

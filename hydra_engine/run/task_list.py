@@ -362,7 +362,8 @@ class Site:
             try:
                 plans[k] = self._plan(tasks[k], num_tasks=len(tasks), together=way)
             except Exception as error:  # it takes more than was counted, or its layers may not be cut or split there
-                refused[k] = f"; another, for all tasks together, was refused: {_first_line(error)}"
+                first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+                refused[k] = f"; another, for all tasks together, was refused: {first_line}"
         # Smaller micro-batches were taken to take seconds in proportion: the rehearsal knows better.
         if any(tasks[k].way[1] != own[k][1] for k in ways.keys() - refused.keys()) and rehearsed_s(tasks) >= before_s:
             found = "; another, for all tasks together, was rehearsed, and is predicted to be no faster"
@@ -466,10 +467,6 @@ def _left(tasks: Sequence[PlannedTask], steps_left: Callable[[str], int | None])
     numbers = known_steps([number for _, number in found])
     costs = [replace(cost, num_steps=n) for (cost, _), n in zip(found, numbers, strict=True) if cost is not None]
     return costs if len(costs) == len(found) else []
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def one_line(value: object) -> str:

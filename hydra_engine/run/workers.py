@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 from hydra_engine.devices import COMPUTE, LOAD, STORE, DeviceSpec, OpenDevice
@@ -13,12 +12,12 @@ from hydra_engine.display import AtWork, DeviceProgress
 from hydra_engine.elastic import DevicePool
 from hydra_engine.errors import DeviceFailed, ShardDoesNotFit
 from hydra_engine.host import TaskState
-from hydra_engine.planning import PlannedTask, arena_bytes
+from hydra_engine.planning import PlannedTask, Room, arena_bytes
 from hydra_engine.run.running_task import Common, Life
 from hydra_engine.schedule import DeviceAdded, DeviceRemoved, Drop, Load, Release, Run, Unit
 from hydra_engine.system import warn
 from hydra_engine.tasks import DeviceReport
-from hydra_engine.trace import Trace
+from hydra_engine.trace import Timing, Trace
 from hydra_engine.worker import Delay, Worker
 from partitioners import format_bytes
 
@@ -80,9 +79,9 @@ class Workers:
         return list(self._open.values())
 
     @property
-    def least_memory_bytes(self) -> int:
-        """Memory of the smallest device that is in, or of the first ones where there is none."""
-        return min(spec.memory_bytes for spec in list(self.specs.values()) or self.first_specs)
+    def room(self) -> Room:
+        """The room on devices, with the memory of the smallest that is in; where none is, of the first ones."""
+        return Room(self.can_hold, min(spec.memory_bytes for spec in list(self.specs.values()) or self.first_specs))
 
     def spreading(self) -> list[DeviceSpec]:
         """Return the devices that a step may be spread over."""
@@ -303,24 +302,19 @@ class Workers:
     def _report(self, worker: Worker) -> DeviceReport:
         """Report the work of a device, with what it did when it was in before."""
         trace, device, timing = self._common.trace, worker.device, worker.timing
-        report = DeviceReport(
+        peak_bytes = device.ledger.peak_bytes
+        if (before := self._past.get(worker.index)) is not None:
+            peak_bytes = max(before.peak_bytes, peak_bytes)
+            timing = Timing((before.launch_s or 0.0) + timing.launch_s, (before.device_s or 0.0) + timing.device_s)
+        return DeviceReport(
             name=device.name,
             busy_s=trace.busy_s(device.name, COMPUTE),
             loaded_bytes=trace.bytes_moved(device.name, LOAD),
             stored_bytes=trace.bytes_moved(device.name, STORE),
-            peak_bytes=device.ledger.peak_bytes,
+            peak_bytes=peak_bytes,
             memory_bytes=device.ledger.memory_bytes,
             launch_s=timing.launch_s if timing.device_s else None,
             device_s=timing.device_s or None,
-        )
-        before = self._past.get(worker.index)
-        if before is None:
-            return report
-        return replace(
-            report,
-            peak_bytes=max(before.peak_bytes, report.peak_bytes),
-            launch_s=_sum(before.launch_s, report.launch_s),
-            device_s=_sum(before.device_s, report.device_s),
         )
 
     def _load(self, instruction: Load) -> None:
@@ -333,7 +327,3 @@ class Workers:
     def _run(self, instruction: Run) -> None:
         self._common.tasks[instruction.unit.task].state.progress.begin(instruction.unit)
         self._open[instruction.device].run(instruction.unit)
-
-
-def _sum(a: float | None, b: float | None) -> float | None:
-    return b if a is None else a + (b or 0.0)
