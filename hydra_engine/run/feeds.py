@@ -61,7 +61,6 @@ class Feeds:
         self._deadlines: Deadlines[Waited] = Deadlines()
 
     def instructions(self) -> dict[type, Callable[..., None]]:
-        """Return the method for each instruction that it carries out."""
         return {Read: self._asked}
 
     # -- batches
@@ -93,11 +92,6 @@ class Feeds:
         """A reader is waited for no more."""
         self._deadlines.drop((LOADER, planned))
 
-    def read_again(self, task: RunningTask) -> None:
-        """Ask once more for the batch that the loader failed to give."""
-        task.planned.reader.restart()
-        self._request(task)
-
     def _asked(self, instruction: Read) -> None:
         task = self._common.tasks[instruction.task]
         task.feed.num_devices = instruction.num_devices
@@ -114,9 +108,10 @@ class Feeds:
             main = state.end_of_forward()
             step.layers_moved_reader = True
         feed.asked, feed.read_from = Asked.READING, main
-        self._request(task)
+        self.request(task)
 
-    def _request(self, task: RunningTask) -> None:
+    def request(self, task: RunningTask) -> None:
+        """Ask the loader for the next batch, or once more for one that it has failed to give."""
         task.feed.is_out = True
         task.planned.reader.request(task.feed.read_from, task.feed.num_devices)
         self.await_loader(task.planned)
@@ -177,7 +172,7 @@ class Feeds:
     def _open_epoch(self, task: RunningTask) -> None:
         if not (task.is_ending or task.end.ending is not None or self._common.is_interrupted):
             task.feed.read_from = None  # layers moved the stream before the epoch's end was found
-            self._request(task)
+            self.request(task)
 
     # -- deadlines
 
@@ -211,8 +206,7 @@ class Feeds:
     def overdue(self, _: Overdue) -> list[tuple[RunningTask, LoaderTimeout]]:
         """Leave to themselves those whose time is up, and return the tasks whose set-up has not returned."""
         found = []
-        for waited in self._deadlines.take_due():
-            who, planned = waited
+        for who, planned in self._deadlines.take_due():
             # None: it is planned still, or was paused, and goes on as another one.
             task = next((each for each in self._common.tasks.values() if each.planned is planned), None)
             if planned is not None and who == LOADER:
@@ -222,7 +216,7 @@ class Feeds:
             elif who == CALLBACKS and task is not None and task.life is not Life.ENDED:
                 left_s = task.notifier.leave_behind(fails=not self._common.is_interrupted)
                 if left_s is not None:
-                    self.await_(waited, left_s)
+                    self.await_((who, planned), left_s)
         self._common.events.deadline_s = self._deadlines.next_s
         return found
 
@@ -304,10 +298,7 @@ class Loans:
 
     @contextmanager
     def borrowed(self, spec: DeviceSpec) -> Iterator[OpenDevice]:
-        """Have a device alone, from the end of its unit on; the tasks go on with others, or wait.
-
-        Raises RunOver where the run has ended, or is interrupted.
-        """
+        """Have a device alone, which tasks do without once its unit is through; RunOver: the run ends."""
         index: int | None = None
         with self._borrowing:
             loan = _Loan(spec.memory_bytes, Promise())
@@ -479,7 +470,6 @@ class Joining:
     # -- from the thread that decides
 
     def instructions(self) -> dict[type, Callable[..., None]]:
-        """Return the method for each instruction that it carries out."""
         return {Lend: self._loans.lend}
 
     def device_added(self, event: DeviceAdded) -> DeviceAdded:

@@ -57,7 +57,6 @@ class HostWork:
         self._next_trim_s = TRIM_INTERVAL_S
 
     def instructions(self) -> dict[type, Callable[..., None]]:
-        """Return the method for each instruction that it carries out."""
         return {
             Begin: self._begin,
             Fit: self._fit,

@@ -71,15 +71,12 @@ class EngineRun:
         policy: Policy,
         verbose: int,
         signals: Signals,
-        saver: Saver | None = None,
-        rescue: Callable[[], Saver] | None = None,
+        saver: Saver | None,
+        rescue: Callable[[], Saver] | None,
         *,
         loggers: RunLoggers,
     ) -> None:
-        """`quotas`: of tasks that train; None: none does. saver: saves them meanwhile, and at their ends.
-
-        rescue: makes one as a device is lost.
-        """
+        """`quotas`: None where no task trains. saver: saves tasks that do. rescue: makes one as a device is lost."""
         self._planned = list(planned)  # until they are begun
         self._unwanted: list[RunningTask] = []  # to be forgotten, once they are quiet
         self._signals = signals
@@ -120,6 +117,7 @@ class EngineRun:
             StepCommitted: (self._saves.step_committed, self._feeds.step_committed),
             SaverFree: (self._saves.free,),
         }
+        # The method for each instruction, of the department that carries it out.
         self._actions: dict[type, Callable[..., None]] = {
             **self.workers.instructions(),
             **self.joining.instructions(),

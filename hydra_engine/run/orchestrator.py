@@ -59,11 +59,6 @@ class _Devices:
             raise RuntimeError("devices: none is in, limit: at least 1 to plan on; add_device() one")
         return devices
 
-    @property
-    def num_possible(self) -> int:
-        """The number of devices that there may be."""
-        return self.pool.limits.max_devices or max(self.most, len(self.pool.specs))
-
     def of_the_kind(self, spec: DeviceSpec) -> DeviceSpec:
         """Refuse a device of another kind than those that tasks were made for."""
         kind, given = self.pool.first.torch_device.type, spec.torch_device.type
@@ -80,11 +75,11 @@ def _let_in(run: EngineRun, spec: DeviceSpec, index: int, planned: Sequence[Plan
     for each in planned:
         # Where slabs have an arena, memory is kept for the largest unit of all.
         work_bytes = max(other.work_bytes for other in planned) if spec.has_arena else each.work_bytes
-        if work_bytes + each.largest_slab_bytes > spec.memory_bytes:
+        least = work_bytes + each.largest_slab_bytes
+        if least > spec.memory_bytes:
             raise ValueError(
-                f"add_device: {spec!r} has {spec.memory_bytes} bytes, limit: "
-                f"{work_bytes + each.largest_slab_bytes} for the largest shard of {each.name}, which trains, and "
-                f"what units work with; add a device as large as the others"
+                f"add_device: {spec!r} has {spec.memory_bytes} bytes, limit: {least} for the largest shard of "
+                f"{each.name}, which trains, and what units work with; add a device as large as the others"
             )
     spec.check_free()
     with suppress(RunOver), drawing_as_usual():  # then the next run has it
@@ -175,7 +170,7 @@ class ModelOrchestrator:
         self._devices = _Devices(devices, PoolLimits.checked(min_devices, max_devices, max_failures, 0))
         devices_in, most = self._devices.present, self._devices.most
         self._tasks = TaskList(tasks, devices_in, settings.store, settings.limit, max_devices=most)
-        self._quotas = Quotas(quotas, tasks, lambda: self._devices.num_possible)
+        self._quotas = Quotas(quotas, tasks, lambda: max(most, len(self._devices.pool.specs)))
         self._busy = threading.Lock()
         self._printed = ""  # the last plan that was
         self._running: EngineRun | None = None
@@ -549,8 +544,7 @@ class ModelOrchestrator:
 
     def _site(self) -> Site:
         """Check the settings of the host's threads."""
-        settings = self._settings
-        devices = self._devices.present
+        settings, devices = self._settings, self._devices.present
         host = host_threads(
             intra_op_threads=torch.get_num_threads(),
             device_nodes=[device.numa_node() for device in devices],
@@ -586,21 +580,11 @@ class ModelOrchestrator:
             quotas, loggers = self._quotas, RunLoggers(self._loggers)
             verbose, saver = self.verbose, self._settings.store.saver(self._about)
             rescue = partial(self._settings.store.rescue, self._about)
-        self._devices.pool.begin()
+        pool, policy = self._devices.pool, self._settings.policy
+        pool.begin()
         with signals.deferred():
             try:
-                yield EngineRun(
-                    planned,
-                    site,
-                    self._devices.pool,
-                    quotas,
-                    self._settings.policy,
-                    verbose,
-                    signals,
-                    saver,
-                    rescue,
-                    loggers=loggers,
-                )
+                yield EngineRun(planned, site, pool, quotas, policy, verbose, signals, saver, rescue, loggers=loggers)
             finally:
                 loggers.close()  # where the run was never begun
                 left = {id(each) for each in loggers.left_behind}

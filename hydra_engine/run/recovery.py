@@ -8,7 +8,7 @@ from hydra_engine.run.feeds import Feeds
 from hydra_engine.run.running_task import FINAL, Again, Common, RunningTask
 from hydra_engine.run.saves import Saves
 from hydra_engine.run.workers import Workers
-from hydra_engine.schedule import BACKWARD, DataFailed, DidNotFit, Event, Failed, StopRequested, Unit, UnitLost
+from hydra_engine.schedule import BACKWARD, DataFailed, DidNotFit, Event, Failed, Unit, UnitLost
 
 
 class Recovery:
@@ -24,7 +24,8 @@ class Recovery:
         """Ask the loader again, or fail the task."""
         task = self._common.tasks[event.task]
         if self._may_go_again(task, event):
-            self._feeds.read_again(task)
+            task.planned.reader.restart()
+            self._feeds.request(task)
             return None
         self._feeds.has_answered(event)
         self.note(event)
@@ -46,10 +47,8 @@ class Recovery:
     def _device_failed(self, event: Failed, error: DeviceFailed, unit: Unit) -> Event | None:
         """Take a device out that has failed, and have its unit computed elsewhere; None: its task fails with it."""
         assert event.device is not None
-        goes_on = isinstance(error, DeviceGone) or self._workers.failed(event.device, error)
-        if not goes_on and self._common.lost is None:
-            self._common.lost = self._workers.too_many(error)
-            self._common.due.append(StopRequested())
+        if not isinstance(error, DeviceGone):
+            self._workers.failed(event.device, error)
         if not event.is_torn:
             return UnitLost(unit)
         task = self._common.tasks[event.task]

@@ -247,15 +247,10 @@ class Figures:
 
     def revise(self, reason: str) -> None:
         """Report that the task goes on otherwise than planned."""
-        cut = self._planned.state.cut
-        self._report.revisions.append(
-            Revision(
-                step=self._report.steps,
-                boundaries=list(cut.boundaries),
-                accumulation_steps=cut.num_micro_batches,
-                reason=reason,
-            )
-        )
+        step, cut = self._report.steps, self._planned.state.cut
+        number, boundaries = cut.num_micro_batches, list(cut.boundaries)
+        found = Revision(step=step, boundaries=boundaries, accumulation_steps=number, reason=reason)
+        self._report.revisions.append(found)
 
     def end_evaluation(self) -> None:
         """Report the figures of the evaluation in progress, if there is one; nothing was committed after it."""
@@ -289,12 +284,6 @@ class Figures:
     def _judge(self, weights: BestWeights, best: Best) -> None:
         weights.judge(best)
         self._report.best_step, self._report.best_value = best.step, best.value
-
-    @property
-    def has_waited(self) -> bool:
-        """True if there was no better value for as long as the user waits."""
-        patience = self._planned.task.patience
-        return self.best is not None and patience is not None and self.best.best.num_worse >= patience
 
     def _commit_prediction(self, batch: Batch) -> None:
         """Keep what left the last shard for the caller: in memory of its own, in float32 as a loss would take it."""
@@ -650,8 +639,9 @@ class Common:
 
     def end_early(self, task: RunningTask) -> None:
         """End a task as finished where nothing has become better for as long as its user waits."""
-        if task.figures.has_waited and task.end.ending is None and task.life is Life.TRAINING:
-            patience, by = task.planned.task.patience, task.planned.task.keep_best
+        best, patience, by = task.figures.best, task.planned.task.patience, task.planned.task.keep_best
+        has_waited = best is not None and patience is not None and best.best.num_worse >= patience
+        if has_waited and task.end.ending is None and task.life is Life.TRAINING:
             task.end.finish(early_because=f"{by} was no better for {patience} times (patience)")
             self.due.append(TaskStopped(task.name))
 

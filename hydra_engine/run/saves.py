@@ -34,7 +34,6 @@ class Saves:
         saver.when_free = partial(self._common.events.put, SaverFree())  # not a method: the two would hold each other
 
     def instructions(self) -> dict[type, Callable[..., None]]:
-        """Return the method for each instruction that it carries out."""
         return {Capture: self._capture}
 
     @property
@@ -116,11 +115,8 @@ class Saves:
             self._saver.close()
 
     def _begin(self, saver: Saver) -> None:
-        tasks = [
-            task
-            for name, task in self._common.tasks.items()
-            if self._can_be_saved(task) and not saver.has(name, task.report.steps)
-        ]
+        found = filter(self._can_be_saved, self._common.tasks.values())
+        tasks = [task for task in found if not saver.has(task.name, task.report.steps)]
         if not tasks:
             return
         saver.begin([task.name for task in tasks])

@@ -14,7 +14,7 @@ from hydra_engine.errors import DeviceFailed, ShardDoesNotFit
 from hydra_engine.host import TaskState
 from hydra_engine.planning import PlannedTask, Room, arena_bytes
 from hydra_engine.run.running_task import Common, Life
-from hydra_engine.schedule import DeviceAdded, DeviceRemoved, Drop, Load, Release, Run, Unit
+from hydra_engine.schedule import DeviceAdded, DeviceRemoved, Drop, Load, Release, Run, StopRequested, Unit
 from hydra_engine.system import warn
 from hydra_engine.tasks import DeviceReport
 from hydra_engine.trace import Timing, Trace
@@ -28,14 +28,8 @@ class RunOver(Exception):
     """Nobody trains any more, and devices are closed."""
 
 
-# Past 300 lines: devices come and go in any thread, and one lock guards all that this changes.
 class Workers:
-    """The department of devices. They come in any thread, and each one that leaves has a thread that waits for it.
-
-    Attributes:
-        specs: devices that are in, by number.
-        messages: about devices that have failed.
-    """
+    """The department of devices. They come in any thread, and each one that leaves has a thread that waits for it."""
 
     def __init__(
         self,
@@ -46,21 +40,18 @@ class Workers:
         *,
         trains: bool,
     ) -> None:
-        """`planned_for`: devices that the run begins with. decide: has decided what a lane has told, in that lane.
-
-        trains: others may come, so it may wait for them.
-        """
+        """`planned_for`: devices that the run begins with. decide: has decided what a lane has told, in that lane."""
         self._decide = decide
         self._common = common
         self.pool = pool
         first = {id(spec) for spec in planned_for}
-        self.specs: dict[int, DeviceSpec] = {k: spec for k, spec in pool.specs.items() if id(spec) in first}
+        self.specs = {k: spec for k, spec in pool.specs.items() if id(spec) in first}  # of those that are in, by number
         if not self.specs and not trains:
             raise RuntimeError("devices: none of those that were planned for is in, limit: at least 1; call it again")
         self.first_specs = list(planned_for)
         self.min_devices = pool.limits.min_devices if trains else 1
-        self._may_wait = trains
-        self.messages: list[str] = []
+        self._may_wait = trains  # for devices that may come
+        self.messages: list[str] = []  # about devices that have failed
         self._open: dict[int, Worker] = {}  # until they are closed
         self._past: dict[int, DeviceReport] = {}  # of those that were here before
         self._admitted: dict[str, TaskState] = {}
@@ -70,7 +61,6 @@ class Workers:
         self._timers: dict[int, threading.Timer] = {}
 
     def instructions(self) -> dict[type, Callable[..., None]]:
-        """Return the method for each instruction that it carries out."""
         return {Load: self._load, Drop: self._drop, Run: self._run, Release: self._release}
 
     @property
@@ -166,25 +156,23 @@ class Workers:
         text = f"{len(self.specs)} devices are in, limit: min_devices={self.min_devices}; no unit begins until"
         warn(f"hydra_engine: {text} add_device() adds one")
 
-    def failed(self, index: int, error: Exception) -> bool:
-        """Take out a device that has failed. Return True if the run may go on."""
+    def failed(self, index: int, error: DeviceFailed) -> None:
+        """Take out a device that has failed; end the run where that is one too many, or nothing may come instead."""
         if index in self.specs:  # else it was counted with its first unit that failed
             name = self.pool.fail(index)
             self.messages.append(f"{name} was taken out: {error}")
             self._remove(index, None)
-        return self.pool.may_go_on and (self._may_wait or bool(self.specs))
-
-    def too_many(self, error: DeviceFailed) -> DeviceFailed:
-        """Return the error that a run ends with, for the last failure."""
-        most = self.pool.limits.max_failures
-        remedy = f"go on without it: train_models(resume=True), where tasks are saved; limit: max_failures={most}"
-        return DeviceFailed(error.device, error.reason, remedy)
+        goes_on = self.pool.may_go_on and (self._may_wait or self.specs)
+        if not goes_on and self._common.lost is None:
+            most = self.pool.limits.max_failures
+            remedy = f"go on without it: train_models(resume=True), where tasks are saved; limit: max_failures={most}"
+            self._common.lost = DeviceFailed(error.device, error.reason, remedy)
+            self._common.due.append(StopRequested())
 
     def _release(self, instruction: Release) -> None:
-        index = instruction.device
-        worker = self._open[index]
+        worker = self._open[instruction.device]
         thread = threading.Thread(target=self._retire, args=(worker,), name=f"{worker.device.name}-leaves", daemon=True)
-        self._leaving[index] = thread
+        self._leaving[worker.index] = thread
         thread.start()
 
     def _retire(self, worker: Worker) -> None:
