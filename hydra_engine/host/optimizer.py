@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.pool import HostPool
 from hydra_engine.host.split import SplitMaster
-from hydra_engine.host.staging import StepStaging
+from hydra_engine.host.staging import NONE, Gradients, StepStaging
 from hydra_engine.native import NarrowUpdate, is_dense, native
 from hydra_engine.system import PrivateMemory
 from hydra_engine.tasks import ModelTask, check_optimizer_needs_no_closure
@@ -51,7 +50,7 @@ class BeforeUpdate:
         optimizer: torch.optim.Optimizer,
         slots: Sequence[Slot],
         others: Iterable[Tensor],
-        masters: Mapping[int, SplitMaster] = MappingProxyType({}),
+        masters: Mapping[int, SplitMaster] = NONE,
     ) -> None:
         """`slots`: that the update may step. `others`: gradients and averages. masters: of slots that are split."""
         self._optimizer = optimizer
@@ -60,7 +59,8 @@ class BeforeUpdate:
         self._places = [(slot.parameter, slot.parameter.data) for slot in slots]
         whole = [slot.parameter.data for slot in slots if slot.index not in masters]
         self._tensors = [(tensor, tensor.clone()) for tensor in (*whole, *others)]
-        self._states = [(slot.parameter, _with_copies(optimizer.state.get(slot.parameter))) for slot in slots]
+        states = [(slot.parameter, optimizer.state.get(slot.parameter)) for slot in slots]  # None: it has none yet
+        self._states = [(p, state and {name: (v, copied(v)) for name, v in state.items()}) for p, state in states]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -76,10 +76,6 @@ class BeforeUpdate:
                 self._optimizer.state.pop(parameter, None)
             else:
                 self._optimizer.state[parameter] = {name: _as_it_was(*each) for name, each in state.items()}
-
-
-def _with_copies(state: Mapping[str, Any] | None) -> dict[str, tuple[Any, Any]] | None:
-    return None if state is None else {name: (value, copied(value)) for name, value in state.items()}
 
 
 def _as_it_was(value: Any, before: Any) -> Any:
@@ -149,9 +145,6 @@ class StepRecord:
         return self.hooked[slot.index] if slot.index in self.hooked else pool.gradients.of(slot)
 
 
-Gradients: TypeAlias = "dict[int, Tensor | None]"  # by slot; None: it received none
-
-
 class Released(NamedTuple):
     """A step of which shards are updated with early release."""
 
@@ -215,18 +208,20 @@ class TaskOptimizer:
         self.reach_epoch(epoch)
         scale = self.loss_scale
         if self._loss_scale is not None:
-            received = [pool.gradients.of(slot) for slot in self._slots if staging.has_gradient.get(slot.index)]
-            is_finite = all(bool(gradient.isfinite().all()) for gradient in received)
+            gradients = (pool.gradients.of(slot) for slot in self._slots if staging.has_gradient.get(slot.index))
+            is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
             self._loss_scale.update(is_finite)
             if not is_finite:
                 return replace(self.skipped(), loss_scale=scale)
         hooked = call_hooks(self._slots, staging, pool, partial(self._finished, pool, scale, {}), self.secure)
         finished = partial(self._finished, pool, scale, hooked)
+        received = [slot for slot in self._slots if staging.has_gradient.get(slot.index)]
         total_norm = None
         if self._task.optimizer_scope == "task":
-            total_norm = self._update_all(pool, staging.has_gradient, finished)
+            total_norm = self._update_all(pool, received, finished)
+            self._averages.move(self._slots, pool, is_first=self.num_steps == 0)
         elif self._task.max_grad_norm is not None:
-            total_norm = _total_norm(finished(slot) for slot in self._slots if staging.has_gradient.get(slot.index))
+            total_norm = _total_norm(map(finished, received))
         record = StepRecord(
             groups=kept_groups(self.optimizer, self.factors),
             has_gradient=dict(staging.has_gradient),
@@ -235,8 +230,6 @@ class TaskOptimizer:
             loss_scale=scale,
             hooked=hooked,
         )
-        if self._task.optimizer_scope == "task":
-            self._averages.move(self._slots, pool, is_first=record.is_first)
         self._count_step()
         return record
 
@@ -258,13 +251,6 @@ class TaskOptimizer:
         if self.scheduler is not None and self._task.lr_scheduler_interval == interval:
             with DrawsRefused(f"lr_scheduler: {type(self.scheduler).__name__}"):
                 self.scheduler.step()
-
-    def _call_step(self, part: torch.optim.Optimizer) -> None:
-        """Step some parameters. Optimizers of torch draw and keep nothing; a watch would take longer than they do."""
-        if self._is_torchs:
-            part.step()
-        else:
-            _call_watched(part)
 
     def release(self, shard: Shard, released: Released, pool: HostPool) -> None:
         """Update a shard with early release, and give its gradients' place back. Its step may be committed already."""
@@ -324,7 +310,7 @@ class TaskOptimizer:
         part.state = defaultdict(dict, {parameter: loaded.states[index] for index, parameter in own.items()})
         try:
             if own:
-                self._call_step(part)
+                _call_step(part, is_watched=not self._is_torchs)
         finally:
             for parameter in own.values():
                 parameter.grad = None
@@ -345,25 +331,24 @@ class TaskOptimizer:
         gradient = pool.gradients.of(slot).to(slot.dtype)
         return gradient if scale is None else gradient * (1 / scale)
 
-    def _update_all(
-        self, pool: HostPool, has_gradient: Mapping[int, bool], finished: Callable[[Slot], Tensor]
-    ) -> Tensor | None:
+    def _update_all(self, pool: HostPool, slots: Sequence[Slot], finished: Callable[[Slot], Tensor]) -> Tensor | None:
         """One step of the user's optimizer itself, which may keep what it likes wherever it likes.
 
-        Return the norm of the gradients, where they are clipped.
+        slots: that received gradients. Return the norm of these, where they are clipped.
         """
-        slots = [slot for slot in self._slots if has_gradient.get(slot.index)]
         total_norm = None
         try:
-            with _gradients_set(slots, finished) as parameters:
-                if self._task.max_grad_norm is not None:
-                    total_norm = nn.utils.clip_grad_norm_(parameters, self._task.max_grad_norm)
-                refused = (
-                    nullcontext() if self._is_torchs else DrawsRefused(f"optimizer: {type(self.optimizer).__name__}")
-                )
-                with refused, scaled(self.optimizer, self.factors):
-                    self.optimizer.step()
+            for slot in slots:
+                slot.parameter.grad = finished(slot)
+            if self._task.max_grad_norm is not None:
+                parameters = [slot.parameter for slot in slots]
+                total_norm = nn.utils.clip_grad_norm_(parameters, self._task.max_grad_norm)
+            refused = nullcontext() if self._is_torchs else DrawsRefused(f"optimizer: {type(self.optimizer).__name__}")
+            with refused, scaled(self.optimizer, self.factors):
+                self.optimizer.step()
         finally:
+            for slot in slots:
+                slot.parameter.grad = None
             pool.bring_back(self._slots)
         pool.renew(self._slots)
         return total_norm
@@ -385,7 +370,7 @@ class TaskOptimizer:
             return
         self.secure(shard.owned)
         slots, without = record.received(pool.owned(shard)), self._without(pool.owned(shard), record)
-        self._update([slot for slot in slots if slot.index in record.hooked], pool, record, None)
+        self._update([slot for slot in slots if slot.index in record.hooked], pool, record, None, ())
         rest = [slot for slot in slots if slot.index not in record.hooked]
         self._update(rest, pool, record, record.loss_scale, without)
         if self._is_torchs:
@@ -408,12 +393,7 @@ class TaskOptimizer:
         return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], tensors, pool.masters)
 
     def _update(
-        self,
-        slots: Sequence[Slot],
-        pool: HostPool,
-        record: StepRecord,
-        scale: float | None,
-        without: Sequence[Slot] = (),
+        self, slots: Sequence[Slot], pool: HostPool, record: StepRecord, scale: float | None, without: Sequence[Slot]
     ) -> None:
         """Step some parameters, whose gradients carry a loss scale or none, and those that have no gradient."""
         if not slots and not without:
@@ -435,7 +415,7 @@ class TaskOptimizer:
             )
             for slot in slots
         ]
-        step = partial(self._call_step, part)
+        step = partial(_call_step, part, is_watched=not self._is_torchs)
         if casts:
             with pool.shown(without):
                 step_narrow(part, updates, factors, step, narrows_moments=self._narrows_moments)
@@ -501,22 +481,17 @@ class TaskOptimizer:
             restore_optimizer(self.optimizer, state["optimizer"])
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(schedule["scheduler"])
-        if self._is_torchs and not self._narrows_moments:
-            self._widen_moments()
+        for slot in self._slots if self._is_torchs and not self._narrows_moments else ():
+            own = self.optimizer.state.get(slot.parameter, {})
+            for key, value in own.items():
+                if is_moment(value, slot.parameter):  # which may have been saved in bfloat16
+                    own[key] = value.float()
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(schedule["loss_scale"])
         self.num_steps, self._schedule_epoch = schedule["num_steps"], schedule["epoch"]
         if self.num_steps:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
             self._averages.restore(state["averages"])
-
-    def _widen_moments(self) -> None:
-        """Have moments in float32 that were saved in bfloat16."""
-        for slot in self._slots:
-            state = self.optimizer.state.get(slot.parameter, {})
-            for key, value in state.items():
-                if is_moment(value, slot.parameter):
-                    state[key] = value.float()
 
     def _take_over(self, saved: Mapping[str, Any], schedule: Mapping[str, Any]) -> None:
         """Take over the states of parameters, and nothing of groups; step the schedule as often as the saved one."""
@@ -612,23 +587,14 @@ def _groups(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> list[Any
     return groups
 
 
-@contextmanager
-def _gradients_set(slots: Sequence[Slot], gradient: Callable[[Slot], Tensor]) -> Iterator[list[nn.Parameter]]:
-    """Give parameters their gradients while the body steps them."""
-    try:
-        for slot in slots:
-            slot.parameter.grad = gradient(slot)
-        yield [slot.parameter for slot in slots]
-    finally:
-        for slot in slots:
-            slot.parameter.grad = None
-
-
-def _call_watched(part: torch.optim.Optimizer) -> None:
-    """Step the parameters of some shards with an optimizer that is not torch's own.
+def _call_step(part: torch.optim.Optimizer, *, is_watched: bool) -> None:
+    """Step the parameters of some shards. Torch's own draw and keep nothing; a watch would take longer than they do.
 
     On trial nothing was kept beside the parameters' states. What begins later must not be lost without a word.
     """
+    if not is_watched:
+        part.step()
+        return
     who = f"optimizer: {type(part).__name__}"
     kept, groups = dict(vars(part)), [dict(group) for group in part.param_groups]
     versions = [(value, value._version) for g in groups for value in g.values() if isinstance(value, Tensor)]
@@ -654,16 +620,15 @@ def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
 @contextmanager
 def scaled(optimizer: torch.optim.Optimizer, factors: Sequence[float]) -> Iterator[None]:
     """Multiply the learning rates of groups while the body steps them; no factors: they stay as they are."""
-    before = [group.get("lr") for group in optimizer.param_groups]
-    for group, factor in zip(optimizer.param_groups, factors or [1.0] * len(before), strict=True):
-        if factors:
-            group["lr"] = group["lr"] * factor
+    groups = optimizer.param_groups if factors else []
+    before = [group["lr"] for group in groups]
+    for group, factor in zip(groups, factors, strict=True):
+        group["lr"] = group["lr"] * factor
     try:
         yield
     finally:
-        for group, lr in zip(optimizer.param_groups, before, strict=True):
-            if factors:
-                group["lr"] = lr
+        for group, lr in zip(groups, before, strict=True):
+            group["lr"] = lr
 
 
 def kept_groups(optimizer: torch.optim.Optimizer, factors: Sequence[float] = ()) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,32 +75,6 @@ class NarrowUpdate:
     master: Any = None  # the `SplitMaster` of a split weight (host/split.py), whose values are not there
 
 
-class Apart(Protocol):
-    """Elements of a split weight that its halves do not tell."""
-
-    @property
-    def places(self) -> Tensor:
-        """Places, ascending."""
-
-    @property
-    def bits(self) -> Tensor:
-        """Bits of the weight there."""
-
-
-class Halves(Protocol):
-    """A split weight (host/split.py): both halves flat, in the order of the weight's memory."""
-
-    narrow: Tensor
-    rest: Tensor
-
-    @property
-    def apart(self) -> Apart:
-        """What they do not tell."""
-
-    def keep_apart(self, places: Tensor, bits: Tensor, *, has_nan: bool) -> None:
-        """Take over what new halves do not tell."""
-
-
 class Work(NamedTuple):
     """An update with the options and the state that it goes by."""
 
@@ -110,7 +84,7 @@ class Work(NamedTuple):
     group: Mapping[str, Any]
     moments: Mapping[str, Tensor]  # by name: of the master's shape
     counter: Tensor | None  # of steps, this one not among them
-    halves: Halves | None = None
+    halves: Any = None  # a `SplitWeight` (host/split.py)
 
     @property
     def types(self) -> tuple[torch.dtype, torch.dtype | None]:
@@ -235,12 +209,12 @@ def _work(
         if not isinstance(counter, Tensor) or counter.dtype != torch.float32:
             return None
     moments = {name: state.get(name) for name in names}
-    if master.dim() == 0 or not all(isinstance(each, Tensor) for each in moments.values()):
-        return None
-    if master.dtype != torch.float32 or any(each.dtype != moments_type for each in moments.values()):
+    if not all(isinstance(each, Tensor) and each.dtype == moments_type for each in moments.values()):
         return None
     others = [gradient, *moments.values(), *(() if narrow is None else (narrow,))]
-    if not all(each.dtype in TYPES and each.layout == torch.strided for each in others) or not is_dense(master):
+    if not all(each.dtype in TYPES and each.layout == torch.strided for each in others):
+        return None
+    if master.dim() == 0 or master.dtype != torch.float32 or not is_dense(master):
         return None
     shape, stride = master.shape, master.stride()
     if any(each.shape != shape or each.stride() != stride for each in others):
