@@ -34,7 +34,6 @@ CHUNK = 2**20
 # Elements of a piece where torch's fused kernel is called without the Python around it, which costs ten times as much:
 # 256 KiB of widened gradient, and 768 that pass by, for the second-level cache of one core.
 KERNEL_CHUNK = 2**16
-FUSED_ADAM: tuple[type[Optimizer], ...] = (torch.optim.Adam, torch.optim.AdamW)
 
 # They step each element by itself, in all their implementations. Adafactor sums over rows, Muon multiplies matrices.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -193,7 +192,8 @@ def step_whole(
                     gradient, scratch = place.copy_(gradient), scratch[gradient.numel() :]
                 else:
                     gradient = gradient.to(dtype)
-            _multiply(gradient, factors)
+            for factor in factors:
+                gradient.mul_(factor)
             update.parameter.grad = gradient
         step()
     finally:
@@ -206,11 +206,6 @@ def step_whole(
         for update in updates:
             if update.narrow is not None and update.master is None:
                 update.narrow.copy_(update.parameter)
-
-
-def _multiply(gradient: Tensor, factors: Factors) -> None:
-    for factor in factors:
-        gradient.mul_(factor)
 
 
 def _is_cut(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate) -> bool:
@@ -233,15 +228,11 @@ def _is_cut(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate
 
 def _has_kernel(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     """Return True if a piece's step is one call of a kernel: even the smallest parameter is then sooner alone."""
-    return type(optimizer) in FUSED_ADAM and bool(group["fused"])
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and bool(group["fused"])
 
 
 def _step_in_pieces(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    update: NarrowUpdate,
-    factors: Factors,
-    places: Sequence[Tensor],
+    optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate, factors: Factors, places: Sequence[Tensor]
 ) -> None:
     """The plain way, on one piece of a parameter after the other; places: as long as a block, for what is widened."""
     state: dict[str, Tensor] = optimizer.state.get(update.parameter, {})
@@ -257,7 +248,8 @@ def _step_in_pieces(
             size = gradient.numel()
             if gradient.dtype != torch.float32:
                 gradient = (place if size == chunk else place[:size]).copy_(gradient)
-            _multiply(gradient, factors)
+            for factor in factors:
+                gradient.mul_(factor)
             master = masters[k] if halves is None else halves[k].load(places[1][:size])
             own = {key: pieces[k] for key, pieces in states.items()}
             narrow = [key for key, each in own.items() if each.dtype == MOMENTS]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -192,10 +193,11 @@ class Layers:
                                 f"would train it; {_IGNORES}"
                             )
                 for name, value in vars(module).items() if copies_itself else ():
-                    if isinstance(value, _COMPARED) and not _is_same(value, vars(other).get(name)):
+                    found = vars(other).get(name)
+                    if isinstance(value, _COMPARED) and (type(value), value) != (type(found), found):
                         raise LayerFault(
-                            f"{self._layer(path)}: the {path}.{name} of its copy is {vars(other).get(name)!r}, instead "
-                            f"of {value!r}; {_IGNORES}"
+                            f"{self._layer(path)}: the {path}.{name} of its copy is {found!r}, instead of {value!r}; "
+                            f"{_IGNORES}"
                         )
 
     def _layer(self, path: str) -> str:
@@ -222,10 +224,6 @@ def _copies_itself(module: nn.Module) -> bool:
     return False
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and a == b)
-
-
 def _storages(layers: Mapping[str, nn.Module], memo: Mapping[Any, Any]) -> dict[int, torch.UntypedStorage]:
     """Copy the storages that begin beside a multiple of 64, as an array of numpy does, to the same address modulo 64.
 
@@ -247,9 +245,8 @@ class _Memory:
     """Memory of the tensors that change in training."""
 
     def __init__(self, registered: Sequence[Registered]) -> None:
-        pairs = [(array, each) for each in registered if (array := _array(each.tensor)) is not None]
-        self._places = pairs
-        spans = np.array([_span(array) for array, _ in pairs], dtype=np.int64).reshape(-1, 2)
+        self._places = [(array, each) for each in registered if (array := _array(each.tensor)) is not None]
+        spans = np.array([_span(array) for array, _ in self._places], dtype=np.int64).reshape(-1, 2)
         self._starts, self._ends = spans[:, 0], spans[:, 1]
 
     def check_apart(self) -> None:
@@ -282,15 +279,8 @@ def kept_by(tensor: Tensor, *roots: tuple[str, object]) -> str | None:
     return next((path for path, value, _ in reach(*roots) if memory.shared_with(value) is not None), None)
 
 
-class _Place:
-    """Memory as NumPy takes it, which reads none of it."""
-
-    def __init__(self, interface: dict[str, Any]) -> None:
-        self.__array_interface__ = interface
-
-
 def _array(tensor: Tensor) -> np.ndarray[Any, Any] | None:
-    """The memory of a tensor; None where it has none here."""
+    """The memory of a tensor as NumPy takes it, which reads none of it; None where it has none here."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or nn.parameter.is_lazy(tensor):
         return None
     if not extent_bytes(tensor) or not tensor.data_ptr():
@@ -303,7 +293,7 @@ def _array(tensor: Tensor) -> np.ndarray[Any, Any] | None:
         "shape": tuple(tensor.shape),
         "strides": tuple(stride * size for stride in tensor.stride()),
     }
-    return np.asarray(_Place(interface))
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def _span(array: np.ndarray[Any, Any]) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Set
+from collections.abc import Collection, Hashable, Set
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import TypeAlias
@@ -106,13 +106,11 @@ class FrozenBlocks:
     def here_bytes(self) -> int:
         """Bytes of all weights and casts that are here, whoever brought them."""
         with self._lock:
-            blocks = list(self._blocks.values())
-            return sum(block.weight.numel() * dtype.itemsize for block in blocks for dtype in block.links)
+            return sum(b.weight.numel() * dtype.itemsize for b in self._blocks.values() for dtype in b.links)
 
     def _known(self) -> set[Cast]:
         """The casts that are here, and with None the weights."""
-        blocks = self._blocks.items()
-        return {(group, dtype) for group, block in blocks for dtype in (None, *block.links)}
+        return {(group, dtype) for group, block in self._blocks.items() for dtype in (None, *block.links)}
 
     def _missing(self, layout: ModelLayout, known: Set[Cast]) -> tuple[Missing, Missing]:
         """Slots whose weights, and slots whose casts, are not among those that are known."""
@@ -147,10 +145,9 @@ class FrozenBlocks:
         return doubled if 2 * doubled > sum(slot.num_bytes for slot in brought) else 0
 
     def acquire(
-        self, layout: ModelLayout, host: HostMemory | None = None
+        self, layout: ModelLayout, host: HostMemory
     ) -> tuple[dict[int, FrozenBlock], list[torch.UntypedStorage]]:
         """Bind a layout's frozen parameters to blocks: by slot, and the storages that were made for them by `host`."""
-        host = HostMemory() if host is None else host
         with self._lock:
             groups = {slot.index: self._group(slot.parameter) for slot in _frozen(layout)}
             weights, uncast = self._missing(layout, self._known())
@@ -218,15 +215,13 @@ class FrozenBlocks:
         self._join(parameter, group)
         return group
 
-    def release(self, blocks: Iterable[FrozenBlock]) -> None:
+    def release(self, blocks: Collection[FrozenBlock]) -> None:
         """A task is through with them; whose last user it was gets ordinary storage again."""
         with self._lock:
             alone: dict[int, bool] = {}
-            over = []
             for block in blocks:
                 block.num_users -= 1
-                if block.num_users == 0:
-                    over.append(block)
+            over = [block for block in blocks if not block.num_users]
             for block in over:
                 if id(block.storage) not in alone:
                     inside = [b for b in self._blocks.values() if b.storage is block.storage]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -145,9 +145,8 @@ class ModelLayout:
     ) -> None:
         """`alignment_bytes`: that the place of every parameter is a multiple of, in DRAM and in slabs.
 
-        order: all parameters in the order in which an optimizer takes them, if that is not the layers'.
-
         Only where that is the CPU's own do parameters keep their addresses modulo it: other devices have other rules.
+        order: all parameters in the order in which an optimizer takes them, if that is not the layers'.
         """
         self._alignment_bytes = alignment_bytes
         self._order = {id(parameter): k for k, parameter in enumerate(order)}
@@ -279,27 +278,20 @@ class ModelLayout:
 
     def shards(self, boundaries: Sequence[int], skips: Sequence[Skip] = ()) -> list[Shard]:
         """The shards with these cumulative end indices; `skips`: values that skip layers."""
-        owner_shard = {slot.index: sum(slot.owner >= end for end in boundaries) for slot in self.slots}
-        holders: dict[int, list[int]] = {slot.index: [] for slot in self.slots}
-        spans = []
-        for j, (first, last) in enumerate(itertools.pairwise([0, *boundaries])):
-            end = last if last < self.num_layers else len(self.layers)
-            held = sorted({binding.number for k in range(first, end) for binding in self.parameters[k]})
-            for slot in held:
-                holders[slot].append(j)
-            spans.append((first, last, end, held))
-        return [self._shard(j, span, boundaries, skips, owner_shard, holders) for j, span in enumerate(spans)]
+        owners = {slot.index: sum(slot.owner >= end for end in boundaries) for slot in self.slots}
+        higher: dict[int, int] = {}  # slot -> the lowest shard so far that holds it, from the last one downwards
+        found: list[Shard] = []
+        for j in reversed(range(len(boundaries))):
+            found.append(self._shard(j, boundaries, skips, owners, higher))
+            higher.update(dict.fromkeys(found[-1].offsets, j))
+        return found[::-1]
 
     def _shard(
-        self,
-        j: int,
-        span: tuple[int, int, int, list[int]],
-        boundaries: Sequence[int],
-        skips: Sequence[Skip],
-        owner_shard: dict[int, int],
-        holders: dict[int, list[int]],
+        self, j: int, boundaries: Sequence[int], skips: Sequence[Skip], owners: dict[int, int], higher: dict[int, int]
     ) -> Shard:
-        first, last, end, held = span
+        first, last = boundaries[j - 1] if j else 0, boundaries[j]
+        end = last if last < self.num_layers else len(self.layers)
+        held = sorted({binding.number for k in range(first, end) for binding in self.parameters[k]})
         pieces: list[SlabPiece] = []
         offsets: dict[int, int] = {}
         target = own_bytes = 0
@@ -309,12 +301,12 @@ class ModelLayout:
             if stop > start:
                 pieces.append(SlabPiece(kind, start, target, stop - start))
             for index in held:
-                if self.slots[index].trainable == kind and owner_shard[index] == j:
+                if self.slots[index].trainable == kind and owners[index] == j:
                     offsets[index] = target + self.slots[index].link_offset - start
             target += stop - start
             for index in held:
                 slot = self.slots[index]
-                if slot.trainable == kind and owner_shard[index] != j:
+                if slot.trainable == kind and owners[index] != j:
                     offsets[index] = target + slot.link_residue
                     pieces.append(SlabPiece(kind, slot.link_offset, offsets[index], slot.link_bytes))
                     target += self.aligned(slot.link_residue + slot.link_bytes)
@@ -323,7 +315,6 @@ class ModelLayout:
         next_get = {skip.name: min(k for k in skip.gets if k >= last) for skip in held_skips}
         buffers = sorted({binding.number for k in range(first, end) for binding in self.buffer_bindings[k]})
         trainable = [index for index in held if self.slots[index].trainable]
-        upper = {i: min(above) for i in trainable if (above := [h for h in holders[i] if h > j])}
         return Shard(
             index=j,
             first=first,
@@ -332,9 +323,9 @@ class ModelLayout:
             pieces=tuple(pieces),
             slab_bytes=target,
             own_bytes=own_bytes,
-            owned=tuple(index for index in trainable if owner_shard[index] == j),
-            borrowed={index: owner_shard[index] for index in trainable if owner_shard[index] != j},
-            upper=upper,
+            owned=tuple(index for index in trainable if owners[index] == j),
+            borrowed={index: owners[index] for index in trainable if owners[index] != j},
+            upper={index: higher[index] for index in trainable if index in higher},
             buffers=tuple(buffers),
             buffer_bytes=sum(self.buffer_bytes(self.buffers[index]) for index in buffers),
             arriving=tuple(s.name for s in skips if s.put < first and any(first <= k < last for k in s.gets)),
@@ -409,14 +400,13 @@ class Structure:
     def take_buffers(self, first: int, end: int) -> dict[int, Tensor]:
         """The buffers of layers `[first, end)` as their forward left them, also where it bound a new tensor."""
         found: dict[int, Tensor] = {}
-        for places in self._buffer_places[first:end]:
-            for module, name, index in places:
-                value = module._buffers.get(name)  # one that was deleted, its executor refuses
-                if value is not None and value is not self.buffers[index]:
-                    found[index] = value.detach()
-                    module._buffers[name] = self.buffers[index]
-                else:
-                    found.setdefault(index, self.buffers[index].data)
+        for module, name, index in chain(*self._buffer_places[first:end]):
+            value = module._buffers.get(name)  # one that was deleted, its executor refuses
+            if value is not None and value is not self.buffers[index]:
+                found[index] = value.detach()
+                module._buffers[name] = self.buffers[index]
+            else:
+                found.setdefault(index, self.buffers[index].data)
         return found
 
     def check_shared(self) -> None:
@@ -433,11 +423,10 @@ class Structure:
     def current_buffers(self, first: int, end: int) -> dict[int, Tensor]:
         """The buffers of layers `[first, end)` as they are bound now."""
         found: dict[int, Tensor] = {}
-        for places in self._buffer_places[first:end]:
-            for module, name, index in places:
-                value = module._buffers.get(name)
-                if value is not None and (index not in found or value is not self.buffers[index]):
-                    found[index] = value
+        for module, name, index in chain(*self._buffer_places[first:end]):
+            value = module._buffers.get(name)
+            if value is not None and (index not in found or value is not self.buffers[index]):
+                found[index] = value
         return found
 
     def buffer_versions(self, first: int, end: int) -> dict[int, tuple[int, int, int]]:
@@ -447,12 +436,9 @@ class Structure:
 
     def release(self, shard: Shard) -> None:
         """Let go of the slab: nothing here keeps device memory alive between units."""
-        for index in shard.slots:
-            parameter = self.parameters[index]
-            parameter.grad = None
-            parameter.data = self._placeholder(parameter.dtype)
-        for index in shard.buffers:
-            buffer = self.buffers[index]
-            buffer.data = self._placeholder(buffer.dtype)
+        places = [*(self.parameters[k] for k in shard.slots), *(self.buffers[k] for k in shard.buffers)]
+        for place in places:
+            place.grad = None
+            place.data = self._placeholder(place.dtype)
         for module, attribute, stale in self.stale:  # made by this unit: another one cannot go on from it
             vars(module)[attribute] = stale

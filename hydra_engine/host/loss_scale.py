@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from hydra_engine.tasks import ModelTask
@@ -53,5 +52,4 @@ class LossScale:
 
 def _float32(value: float) -> float:
     """Round to float32, in which torch keeps it."""
-    with np.errstate(over="ignore"):
-        return float(np.float32(value))
+    return float(torch.tensor(value, dtype=torch.float32))

@@ -29,9 +29,8 @@ class Gradients:
     """
 
     def __init__(self, layout: ModelLayout, early_release: bool | str) -> None:
-        """early_release: as `ModelTask`'s."""
-        self.early_release = early_release
-        self.stays_on_device = False
+        self.early_release = early_release  # as `ModelTask`'s
+        self.stays_on_device = False  # devices step the optimizer; set before `open`
         self.places: list[Tensor | None] = []  # by slot
         self._layout = layout
         self.storages: list[torch.UntypedStorage] = []  # the only one, or those that are lent
@@ -52,11 +51,9 @@ class Gradients:
             return []
         if not self.is_lent:
             return [self._layout.link_bytes[True]]
-        if not shards:
-            return []
         slots, aligned = self._layout.slots, self._layout.aligned
-        largest = max(sum(aligned(slots[index].link_bytes) for index in shard.owned) for shard in shards)
-        return [largest] * min(NUM_LOANS, len(shards))
+        sizes = [sum(aligned(slots[index].link_bytes) for index in shard.owned) for shard in shards]
+        return [max(sizes)] * min(NUM_LOANS, len(sizes)) if sizes else []
 
     def open(self, shards: Sequence[Shard], host: HostMemory) -> None:
         """Make room, in memory of `host`."""
@@ -135,10 +132,6 @@ class HostPool:
         self.splits = False
         self.masters: dict[int, SplitMaster] = {}  # by slot, of those that are split
         self.buffers: list[Tensor] = []  # committed values; replaced, never written to
-
-    def step_on_device(self, *, is_so: bool = True) -> None:
-        """Let devices step the optimizer, or the host again. Called before `open`."""
-        self.gradients.stays_on_device = is_so
 
     @property
     def early_release(self) -> bool | str:
@@ -293,21 +286,17 @@ class HostPool:
                 continue
             link, begin = self._blocks[slot.index].links[slot.link_dtype]
             end = begin + slot.link_bytes
-            if found:
-                before, storage, first, _ = found[-1]
-                if storage is link and begin - first == start - before:
-                    found[-1] = (before, storage, first, end)
-                    continue
-            found.append((start, link, begin, end))
+            before, storage, first, _ = found[-1] if found else (0, None, 0, 0)
+            if storage is link and begin - first == start - before:
+                found[-1] = (before, link, first, end)
+            else:
+                found.append((start, link, begin, end))
         return [(start, _bytes(storage, first, end - first)) for start, storage, first, end in found]
 
     def frozen_key(self, shard: Shard) -> Hashable:
         """Key that shards share, in any task, whose slabs have the same frozen parameters at the same places."""
-        found: list[tuple[int, ...]] = []
-        for index, offset in shard.offsets.items():
-            if not self.layout.slots[index].trainable:
-                block = self._blocks[index]
-                found.append((block.serial, block.version, offset - shard.own_bytes))
+        frozen = ((self._blocks.get(index), offset) for index, offset in shard.offsets.items())
+        found = [(block.serial, block.version, offset - shard.own_bytes) for block, offset in frozen if block]
         return (self.layout.narrow, *found)
 
     def owned(self, shard: Shard) -> list[Slot]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,7 +22,6 @@ Gradients: TypeAlias = "Mapping[int, Tensor | None]"  # by slot; None: it receiv
 Enters: TypeAlias = "int | tuple[str, int]"
 Place: TypeAlias = "Callable[[Tensor], Tensor]"  # gives DRAM for a copy of a device's tensor
 Copy: TypeAlias = "Callable[[Tensor, Tensor], None]"  # target and source
-
 
 # In the place of a micro-batch: of the whole step.
 WHOLE = -1
@@ -79,12 +77,7 @@ class StepParts:
         return {slot: self._sum(slot) for slot in slots if self._has_gradient.get(slot)}
 
     def put(
-        self,
-        shard: int,
-        end: int,
-        gradients: Gradients,
-        copy: Copy,
-        finish: Callable[[], None] = lambda: None,
+        self, shard: int, end: int, gradients: Gradients, copy: Copy, finish: Callable[[], None] = lambda: None
     ) -> None:
         """Keep the sums of all micro-batches up to `end`, brought by `copy(target, source)`, there after `finish()`.
 
@@ -198,16 +191,12 @@ class StepStaging:
         start: Sequence[RandomState],
         signature: Signature,
     ) -> None:
-        """Start a step on micro-batches (inputs, target), of this signature.
-
-        `start` is the random state each forward begins with.
-        """
+        """Start a step on micro-batches (inputs, target); the others as in `Given`."""
         self.clear()
         self.serial += 1
         inputs, targets = tuple(inputs for inputs, _ in boundaries), tuple(target for _, target in boundaries)
         self.given = Given(inputs, targets, tuple(weights), tuple(start), signature)
-        for m, state in enumerate(start):
-            self.random[0, m] = state
+        self.random = {(0, m): state for m, state in enumerate(start)}
 
     @property
     def num_micro_batches(self) -> int:
@@ -261,9 +250,8 @@ class StepStaging:
         if self.parts is None:
             return self.given.signature
         first, end = self.parts.ranges[part]
-        return self.given.signature.part(
-            first, end, ("part", part > 0, self.parts.in_sums, end == self.num_micro_batches)
-        )
+        role = "part", part > 0, self.parts.in_sums, end == self.num_micro_batches
+        return self.given.signature.part(first, end, role)
 
     def range_of(self, part: int) -> tuple[int, int]:
         """The micro-batches [first, end) of a part of the step."""
@@ -289,10 +277,10 @@ def _stored(
     there: those that lie in DRAM already.
     """
     stored: list[Tensor | None] = []
-    for k, (old, value) in enumerate(zip(itertools.chain(places, itertools.repeat(None)), values, strict=False)):
+    for k, value in enumerate(values):
         place = there.get(k)
         if place is None and value is not None:
-            place = _place(old, value, place_for)
+            place = _place(places[k] if k < len(places) else None, value, place_for)
             copy(place, value)
         stored.append(place)
     return stored
@@ -324,8 +312,8 @@ class NormGroups(NamedTuple):
     def of_optimizer(cls, optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> NormGroups:
         """The optimizer's."""
         group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        found = {slot.index: group_of.get(id(slot.parameter)) for slot in slots}  # None: it is not stepped
-        return cls({k: group for k, group in found.items() if group is not None}, len(optimizer.param_groups))
+        stepped = [slot for slot in slots if id(slot.parameter) in group_of]
+        return cls({slot.index: group_of[id(slot.parameter)] for slot in stepped}, len(optimizer.param_groups))
 
 
 def step_measures(

@@ -209,20 +209,17 @@ class TaskState:
     def steps_on_device(self) -> bool:
         return self.pool.gradients.stays_on_device
 
-    def step_on_device(self, *, is_so: bool = True) -> None:
-        self.pool.step_on_device(is_so=is_so)
+    def step_on_device(self, *, is_so: bool) -> None:
+        """Let devices step the optimizer, or the host again. Called before `open`."""
+        self.pool.gradients.stays_on_device = is_so
 
     def note_resized(self, buffers: Mapping[int, Tensor]) -> bool:
         """Remember which of these are others in shape or type than planned, and tell whether any is for the first time.
 
         From then on its shard's units and those of the shards above are metered each time.
         """
-        planned = self.layout.buffers
-        found = {
-            index
-            for index, buffer in buffers.items()
-            if buffer.shape != planned[index].shape or buffer.dtype != planned[index].dtype
-        }
+        both = [(index, buffer, self.layout.buffers[index]) for index, buffer in buffers.items()]
+        found = {index for index, now, then in both if now.shape != then.shape or now.dtype != then.dtype}
         is_new, self.observed.resized = not found <= self.observed.resized, self.observed.resized | found
         return is_new
 
@@ -344,9 +341,8 @@ class TaskState:
 
     def work_bytes(self, shard: Shard) -> int:
         """Bytes that the largest unit of a shard seen so far takes beside the slab."""
-        units = [
-            u.total(self.cut.num_micro_batches) for (_, j, _), u in self.measured.known.items() if j == shard.index
-        ]
+        known, number = self.measured.known.items(), self.cut.num_micro_batches
+        units = [unit.total(number) for (_, j, _), unit in known if j == shard.index]
         return self.buffer_bytes(shard) + self.update_bytes(shard) + max(units, default=0)
 
     def end_of_forward(self) -> RandomState:
