@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim import optimizer as base
-from torch.optim.optimizer import Optimizer
 
 from hydra_engine.host.split import BLOCK, row_of
 from hydra_engine.native import NarrowUpdate, is_dense, native
@@ -36,19 +36,7 @@ CHUNK = 2**20
 KERNEL_CHUNK = 2**16
 
 # They step each element by itself, in all their implementations. Adafactor sums over rows, Muon multiplies matrices.
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
+ELEMENTWISE = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
 
 MOMENTS = torch.bfloat16
 NOTHING = torch.empty(0)
@@ -215,7 +203,7 @@ def _is_cut(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate
         return False  # they would meet at the end of every operation on a piece, and divide it elsewhere
     if parameter.dim() == 0 or (parameter.numel() <= CHUNK and not _has_kernel(optimizer, group)):
         return False  # state without dimensions is taken for counters
-    if not state and not (type(optimizer) is torch.optim.SGD and group["momentum"] == 0):
+    if not state and not (type(optimizer) is SGD and group["momentum"] == 0):
         return False  # the first step, which makes the state
     if parameter.dtype != torch.float32 or not update.gradient.is_floating_point():
         return False
@@ -228,7 +216,7 @@ def _is_cut(optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate
 
 def _has_kernel(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     """Return True if a piece's step is one call of a kernel: even the smallest parameter is then sooner alone."""
-    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and bool(group["fused"])
+    return type(optimizer) in (Adam, AdamW) and bool(group["fused"])
 
 
 def _step_in_pieces(

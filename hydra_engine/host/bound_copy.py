@@ -148,14 +148,9 @@ class Layers:
                     f"{self._layer(path)}: the {path} of its copy begins at an address of {residue(value)} modulo 64, "
                     f"limit: {begins[path]}, as in the layer, since bits depend on it; {_IGNORES}"
                 )
-        stale = [
-            StalePlace(module, name, value)
-            for layer in copies.values()
-            for module in layer.modules()
-            for name, value in vars(module).items()
-            if isinstance(value, Stale)
-        ]
-        return list(copies.values()), stale
+        modules = [module for layer in copies.values() for module in layer.modules()]
+        attributes = [(module, *each) for module in modules for each in vars(module).items()]
+        return list(copies.values()), [StalePlace(*each) for each in attributes if isinstance(each[2], Stale)]
 
     def _deepcopy(self, memo: dict[Any, Any]) -> dict[str, nn.Module]:
         known = dict(memo)
@@ -201,8 +196,7 @@ class Layers:
                         )
 
     def _layer(self, path: str) -> str:
-        named = [name for name in self._named if path == name or path.startswith((f"{name}.", f"{name}["))]
-        name = max(named, key=len)
+        name = max((n for n in self._named if path == n or path.startswith((f"{n}.", f"{n}["))), key=len)
         return f"layer {name} ({type(self._named[name]).__name__})"
 
 
@@ -251,14 +245,13 @@ class _Memory:
 
     def check_apart(self) -> None:
         """Check that what changes shares no memory with another."""
-        for array, each in self._places:
-            for other in self._sharing(array):
-                if other is not each and (each.changes or other.changes):
-                    raise LayerFault(
-                        f"{each.name} and {other.name} share memory, limit: memory of its own for each; what is "
-                        f"written to one would not show in the other: register a clone, or make it from the other in "
-                        f"forward"
-                    )
+        sharing = ((each, other) for array, each in self._places for other in self._sharing(array))
+        for each, other in sharing:
+            if other is not each and (each.changes or other.changes):
+                raise LayerFault(
+                    f"{each.name} and {other.name} share memory, limit: memory of its own for each; what is written to "
+                    f"one would not show in the other: register a clone, or make it from the other in forward"
+                )
 
     def shared_with(self, value: Any) -> str | None:
         """Return the name of the one that a tensor or an array shares memory with."""

@@ -18,7 +18,6 @@ from hydra_engine.system import Freed, HostMemory, is_alone
 
 Cast: TypeAlias = "tuple[int, torch.dtype | None]"  # of a group; None: its weights
 Missing: TypeAlias = "dict[Cast, Slot]"
-Link: TypeAlias = "tuple[torch.UntypedStorage, int]"  # and where in it
 
 
 @dataclass(eq=False, kw_only=True)
@@ -30,7 +29,7 @@ class FrozenBlock:
     storage: torch.UntypedStorage
     host: HostMemory  # which the storage is of
     offset: int
-    links: dict[torch.dtype, Link] = field(default_factory=dict)
+    links: dict[torch.dtype, tuple[torch.UntypedStorage, int]] = field(default_factory=dict)  # and where in it
     parameters: list[nn.Parameter] = field(default_factory=list)  # bound to it
     num_users: int = 0
     _bound_versions: int = 0
@@ -167,14 +166,16 @@ class FrozenBlocks:
                 block.links[slot.dtype] = (storage, start)
                 flat(block.weight).copy_(flat(slot.parameter.data))  # an expanded one takes no other copy
                 self._blocks[group] = block
-                self._bind(block, slot.parameter)
+                block.bind(slot.parameter)
+                self._moved(slot.parameter)
                 freed.add(slot.num_bytes)
                 offset += layout.aligned(slot.residue + slot.num_bytes)
             found = {}
             for slot in _frozen(layout):
                 block = found[slot.index] = self._blocks[groups[slot.index]]
                 block.num_users += 1
-                self._bind(block, slot.parameter)
+                block.bind(slot.parameter)
+                self._moved(slot.parameter)
             offset = 0
             for slot in uncast.values():
                 block = found[slot.index]
@@ -182,10 +183,6 @@ class FrozenBlocks:
                 flat(block.cast(slot)).copy_(flat(block.weight))
                 offset += layout.aligned(slot.link_bytes)
             return found, [storage, link]
-
-    def _bind(self, block: FrozenBlock, parameter: nn.Parameter) -> None:
-        block.bind(parameter)
-        self._moved(parameter)
 
     def _moved(self, parameter: nn.Parameter) -> None:
         if id(parameter) in self._members:

@@ -250,8 +250,7 @@ class ModelLayout:
             for path, name, index in bindings:
                 if numbers is not None and index not in numbers:
                     continue
-                module, value = layer.get_submodule(path), values[index]
-                own = before[index]
+                module, own, value = layer.get_submodule(path), before[index], values[index]
                 is_there = not self.keeps_residues or residue(own) == residue(value)
                 if own.shape == value.shape and own.dtype == value.dtype and is_there:
                     # Expanded ones cannot be written to.
@@ -273,8 +272,7 @@ class ModelLayout:
 
     def trainable_slots(self) -> list[Slot]:
         """Trainable parameters, in the order of `model.parameters()`."""
-        slots = [slot for slot in self.slots if slot.trainable]
-        return sorted(slots, key=lambda slot: self._order.get(id(slot.parameter), 0))
+        return sorted((s for s in self.slots if s.trainable), key=lambda s: self._order.get(id(s.parameter), 0))
 
     def shards(self, boundaries: Sequence[int], skips: Sequence[Skip] = ()) -> list[Shard]:
         """The shards with these cumulative end indices; `skips`: values that skip layers."""

@@ -141,11 +141,9 @@ class KnownUnits:
 
     def _above(self, kind: str, shard: Shard, signature: Signature) -> list[UnitBytes]:
         """Bytes that the unit took with the same plain values, at sizes that are no smaller."""
-        return [
-            found
-            for other, found in list(self._table(kind, shard, signature).items())
-            if self._same_values(signature, other) and self._no_larger(signature, other)
-        ]
+        table = list(self._table(kind, shard, signature).items())
+        alike = [(other, found) for other, found in table if self._same_values(signature, other)]
+        return [found for other, found in alike if self._no_larger(signature, other)]
 
     def _at_most(self, kind: str, shard: Shard, signature: Signature, count: Count | None) -> UnitBytes | None:
         above, number = self._above(kind, shard, signature), signature.num_micro_batches
@@ -153,8 +151,7 @@ class KnownUnits:
             return min(above, key=lambda found: found.total(number))
         table = list(self._table(kind, shard, signature).items())
         most = UnitBytes(*map(max, *(found for _, found in table)))
-        is_inside = any(self._no_larger(signature, other) for other, _ in table)
-        if is_inside:  # with values that were not seen yet
+        if any(self._no_larger(signature, other) for other, _ in table):  # with values that were not seen yet
             return most
         counted = self._counted(kind, shard, signature, count)
         if counted is None or (kind, shard.index, signature.role, counted[1]) not in self._proven:

@@ -293,9 +293,8 @@ class TaskOptimizer:
         self, shard: Shard, loaded: DeviceUpdate, parameters: Sequence[nn.Parameter], gradients: Gradients
     ) -> DeviceUpdate:
         """Update a shard on the device that its parameters and their gradients are on."""
-        received = {index: gradients[index] for index in shard.owned}
-        if self._is_torchs:  # see `_without`
-            received = {index: gradient for index, gradient in received.items() if gradient is not None}
+        passed_over = {index for index in shard.owned if self._is_torchs and gradients[index] is None}  # see `_without`
+        received = {index: gradients[index] for index in shard.owned if index not in passed_over}
         masters = loaded.masters
         own = {index: nn.Parameter(masters[index]) if index in masters else parameters[index] for index in received}
         for index, parameter in own.items():
@@ -303,10 +302,9 @@ class TaskOptimizer:
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
         self.secure(())  # the schedule may go on to an epoch
         mine = {id(self._layout.slots[index].parameter): parameter for index, parameter in own.items()}
-        groups = self._record_released(self.epoch).groups
-        part = part_of(
-            self.optimizer, [{**g, "params": [mine[id(p)] for p in g["params"] if id(p) in mine]} for g in groups]
-        )
+        recorded = self._record_released(self.epoch).groups
+        groups = [{**g, "params": [mine[id(p)] for p in g["params"] if id(p) in mine]} for g in recorded]
+        part = part_of(self.optimizer, groups)
         part.state = defaultdict(dict, {parameter: loaded.states[index] for index, parameter in own.items()})
         try:
             if own:
@@ -407,13 +405,8 @@ class TaskOptimizer:
         factors = [each for each in (None if scale is None else 1 / scale, clip) if each is not None]
         casts, masters = self._layout.narrow is not None, pool.masters
         updates: Sequence[NarrowUpdate] = [
-            NarrowUpdate(
-                slot.parameter,
-                record.gradient(slot, pool),
-                pool.narrow(slot) if casts else None,
-                masters.get(slot.index),
-            )
-            for slot in slots
+            NarrowUpdate(s.parameter, record.gradient(s, pool), pool.narrow(s) if casts else None, masters.get(s.index))
+            for s in slots
         ]
         step = partial(_call_step, part, is_watched=not self._is_torchs)
         if casts:
@@ -448,7 +441,8 @@ class TaskOptimizer:
         averages = self._averages.state() if self.num_steps else {}
         saved = self.optimizer.state_dict()
         if isinstance(state := saved.get("state"), dict):  # whichever parameter was updated first
-            saved["state"] = dict(sorted(state.items(), key=_number))
+            numbers = sorted(state, key=lambda key: key if isinstance(key, int) else math.inf)  # of none: after all
+            saved["state"] = {number: state[number] for number in numbers}
         return {"optimizer": saved, "averages": averages}
 
     def schedule(self) -> dict[str, Any]:
@@ -514,12 +508,11 @@ class TaskOptimizer:
         restore_optimizer(self.optimizer, saved)
         for group, own in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in own.items() if key != "params"})
-            self._check_states(group)
+            if self._is_torchs:
+                self._check_states(group)
 
     def _check_states(self, group: Mapping[str, Any]) -> None:
         """Refuse states that lack what a step with these options goes on from, as AdamW's with `amsgrad` does."""
-        if not self._is_torchs:
-            return
         for ndim in {parameter.ndim for parameter in group["params"]}:
             sample = nn.Parameter(torch.zeros((1,) * ndim))
             sample.grad = torch.zeros_like(sample)
@@ -540,11 +533,6 @@ class TaskOptimizer:
             return None
         averages = {id(slot.parameter): self._averages.tensors[slot.index] for slot in self._slots}
         return with_averages(self._task.model, averages)
-
-
-def _number(item: tuple[Any, Any]) -> float:
-    """Return a parameter's number in a saved state; what belongs to none comes after all."""
-    return item[0] if isinstance(item[0], int) else math.inf
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
@@ -632,10 +620,7 @@ def scaled(optimizer: torch.optim.Optimizer, factors: Sequence[float]) -> Iterat
 
 
 def kept_groups(optimizer: torch.optim.Optimizer, factors: Sequence[float] = ()) -> list[dict[str, Any]]:
-    """Its groups as they are now, for updates that come after the schedule has moved on.
-
-    factors: of their learning rates; none: they stay as they are.
-    """
+    """Its groups as they are now, for updates that come after the schedule has moved on; `factors` as in `scaled`."""
     groups = [
         {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
         for group in optimizer.param_groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +19,7 @@ from hydra_engine.schedule import part_ranges
 from partitioners.boundary import Boundary
 
 Gradients: TypeAlias = "Mapping[int, Tensor | None]"  # by slot; None: it received none
+Values: TypeAlias = "Sequence[Tensor | None]"  # tensors that enter a shard, or their gradients; None: it received none
 # What enters a shard: its boundary, by the shard's index, or a skip by its name as well.
 Enters: TypeAlias = "int | tuple[str, int]"
 Place: TypeAlias = "Callable[[Tensor], Tensor]"  # gives DRAM for a copy of a device's tensor
@@ -32,39 +34,27 @@ class BuffersChanged(RuntimeError):
     """A forward changed buffers that it left alone before: its micro-batches have to go one after the other."""
 
 
+@dataclass(eq=False, repr=False)
 class StepParts:
     """Sums of the gradients of one step's parts: ((g0 + g1) + g2) + ..., as one device would have added.
 
     Either a part goes on from the sum of those before it, which is sent up to its device, and `put`s another. Or it
     sends down the gradients of each micro-batch, to be `add`ed: those that come before their turn wait in DRAM. Both
     are called by the store lanes of several devices.
-
-    Args:
-        num_micro_batches: of the step. num_parts: that they are cut into.
-        in_sums: the first of the two ways.
-        is_narrow: gradients in less than float32 are added in it, and rounded once all are there.
-        place: where a slot's gradient belongs in the end. fit: told of the first gradient before that is asked for.
-        has_gradient: by slot, set here.
     """
 
-    def __init__(
-        self,
-        num_micro_batches: int,
-        num_parts: int,
-        *,
-        in_sums: bool,
-        is_narrow: bool,
-        place: Callable[[int], Tensor],
-        has_gradient: dict[int, bool],
-        fit: Callable[[int, Tensor], object] = lambda slot, gradient: None,
-    ) -> None:
-        self.in_sums = in_sums
-        self.ranges = part_ranges(num_micro_batches, num_parts)
-        self._num_micro_batches = num_micro_batches
-        self._is_narrow = is_narrow
-        self._place = place
-        self._fit = fit
-        self._has_gradient = has_gradient
+    num_micro_batches: int  # of the step
+    num_parts: int  # that they are cut into
+    _: KW_ONLY
+    in_sums: bool  # the first of the two ways
+    is_narrow: bool  # gradients in less than float32 are added in it, and rounded once all are there
+    place: Callable[[int], Tensor]  # where a slot's gradient belongs in the end
+    has_gradient: dict[int, bool]  # by slot, set here
+    # Told of a slot's first gradient, before its place is asked for.
+    fit: Callable[[int, Tensor], object] = lambda slot, gradient: None
+
+    def __post_init__(self) -> None:
+        self.ranges = part_ranges(self.num_micro_batches, self.num_parts)
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._slots: dict[int, tuple[int, ...]] = {}  # by shard
@@ -74,7 +64,7 @@ class StepParts:
 
     def so_far(self, slots: Iterable[int]) -> dict[int, Tensor]:
         """The sums of the parts before, of those that received a gradient."""
-        return {slot: self._sum(slot) for slot in slots if self._has_gradient.get(slot)}
+        return {slot: self._sum(slot) for slot in slots if self.has_gradient.get(slot)}
 
     def put(
         self, shard: int, end: int, gradients: Gradients, copy: Copy, finish: Callable[[], None] = lambda: None
@@ -88,11 +78,11 @@ class StepParts:
             if self._num_added.get(shard, -1) >= end:
                 return
         for slot, gradient in gradients.items():
-            self._has_gradient[slot] = gradient is not None
+            self.has_gradient[slot] = gradient is not None
             if gradient is not None:
-                self._fit(slot, gradient)
+                self.fit(slot, gradient)
                 # The last ones were rounded on the device.
-                copy(self._place(slot) if end == self._num_micro_batches else self._sum(slot), gradient)
+                copy(self.place(slot) if end == self.num_micro_batches else self._sum(slot), gradient)
         finish()
         with self._lock:
             self._slots[shard] = tuple(gradients)
@@ -111,23 +101,23 @@ class StepParts:
             for slot, gradient in waiting.pop(end).items():
                 if gradient is None:
                     continue
-                if self._has_gradient.get(slot):
+                if self.has_gradient.get(slot):
                     self._sum(slot).add_(gradient)
                 else:
-                    self._fit(slot, gradient)
+                    self.fit(slot, gradient)
                     self._sum(slot).copy_(gradient)
-                    self._has_gradient[slot] = True
+                    self.has_gradient[slot] = True
             end += 1
-        if end == self._num_micro_batches:
+        if end == self.num_micro_batches:
             for slot in self._slots[shard]:
                 wide = self._wide.pop(slot, None)
                 if wide is not None and end > first:  # the last was added here
-                    self._place(slot).copy_(wide)
+                    self.place(slot).copy_(wide)
         self._num_added[shard] = end
 
     def _sum(self, slot: int) -> Tensor:
-        place = self._place(slot)
-        if not self._is_narrow or place.dtype == torch.float32:
+        place = self.place(slot)
+        if not self.is_narrow or place.dtype == torch.float32:
             return place
         with self._making:
             if slot not in self._wide:
@@ -158,7 +148,7 @@ class StepStaging:
         self._boundaries: dict[tuple[int | str, int], Boundary] = {}  # (shard or skip, m): what enters the shard
         # By the same: which of its tensors lie where they entered a shard further down.
         self._passed: dict[tuple[int | str, int], Collection[int]] = {}
-        self._gradients: dict[tuple[Enters, int], Sequence[Tensor | None]] = {}  # (what, m): of what enters a shard
+        self._gradients: dict[tuple[Enters, int], Values] = {}  # (what, m): of what enters a shard
         self.serial = 0  # of the step; what is on a device of another one's is of no use
         self.clear()
 
@@ -211,7 +201,7 @@ class StepStaging:
         self._passed.pop((shard, m), None)
         return self._boundaries.pop((shard, m))
 
-    def gradients_of(self, shard: Enters, m: int) -> Sequence[Tensor | None]:
+    def gradients_of(self, shard: Enters, m: int) -> Values:
         """The gradients of the tensors that enter a shard."""
         return self._gradients[shard, m]
 
@@ -240,7 +230,7 @@ class StepStaging:
         self._boundaries[shard, m] = value.around([place for place in stored if place is not None])
 
     def put_gradients(
-        self, shard: Enters, m: int, values: Sequence[Tensor | None], copy: Copy, place_for: Place = place_in_dram
+        self, shard: Enters, m: int, values: Values, copy: Copy, place_for: Place = place_in_dram
     ) -> None:
         """Store the gradients of what enters a shard; None stays None."""
         self._gradients[shard, m] = _stored(self._gradients.get((shard, m), ()), values, copy, place_for)
@@ -266,16 +256,9 @@ class StepStaging:
 
 
 def _stored(
-    places: Sequence[Tensor | None],
-    values: Sequence[Tensor | None],
-    copy: Copy,
-    place_for: Place,
-    there: Mapping[int, Tensor] = NONE,
+    places: Values, values: Values, copy: Copy, place_for: Place, there: Mapping[int, Tensor] = NONE
 ) -> list[Tensor | None]:
-    """Copy these values to DRAM, each to the old place that it had if it fits there; None stays None.
-
-    there: those that lie in DRAM already.
-    """
+    """Copy values to DRAM, each to its old place if it fits there; None stays None, and so does what is `there`."""
     stored: list[Tensor | None] = []
     for k, value in enumerate(values):
         place = there.get(k)
@@ -310,7 +293,6 @@ class NormGroups(NamedTuple):
 
     @classmethod
     def of_optimizer(cls, optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> NormGroups:
-        """The optimizer's."""
         group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
         stepped = [slot for slot in slots if id(slot.parameter) in group_of]
         return cls({slot.index: group_of[id(slot.parameter)] for slot in stepped}, len(optimizer.param_groups))
@@ -342,10 +324,7 @@ def step_measures(
     whole = [0.0] * groups.number
     micro = [[0.0] * groups.number for _ in present]
     for shard, slots in owned.items():
-        found = staging.norms.get((shard, WHOLE))
-        if found is None:
-            found = _on_host(staging, groups, slots, gradient)
-        for k, each in enumerate(found):
+        for k, each in enumerate(staging.norms.get((shard, WHOLE)) or _on_host(staging, groups, slots, gradient)):
             whole[k] += each
         for row, m in zip(micro, present, strict=True):
             for k, each in enumerate(staging.norms.get((shard, m), ())):

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -73,9 +74,8 @@ class Library:
         return self.load()
 
     def _look(self) -> None:
-        if self._loaded is not None or self.missing_because:
-            return
-        if self._build is not None and self._build.poll() is None:
+        is_building = self._build is not None and self._build.poll() is None
+        if self._loaded is not None or self.missing_because or is_building:
             return
         place = self._place()
         if place.exists():
@@ -103,8 +103,8 @@ class Library:
             self.missing_because = f"no C++ compiler was found; {REMEDY}"
             return
         place.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(place.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-        try:
+        descriptor = os.open(place.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        with open(descriptor) as lock, suppress(BlockingIOError):  # another process builds it
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if place.exists():  # since we looked
                 return
@@ -114,13 +114,9 @@ class Library:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(lock,),
+                pass_fds=(descriptor,),
                 start_new_session=True,  # Ctrl-C is for training
             )
-        except BlockingIOError:
-            pass  # another process builds it
-        finally:
-            os.close(lock)
 
 
 def _is_off() -> bool:

@@ -171,18 +171,12 @@ void refined_roots(const float* from, float* to, int64_t size) {
 }
 #endif
 
-void roots(const float* __restrict from, float* __restrict to, int64_t size, bool refines, RootsOfLibrary of_library) {
-    if (of_library) {
-        of_library(size, from, to, kModeOfTorch);
-        return;
-    }
+void roots(const float* __restrict from, float* __restrict to, int64_t size, [[maybe_unused]] bool refines,
+           RootsOfLibrary of_library) {
+    if (of_library) return of_library(size, from, to, kModeOfTorch);
 #if defined(__AVX512F__)
-    if (refines) {
-        refined_roots(from, to, size);
-        return;
-    }
+    if (refines) return refined_roots(from, to, size);
 #endif
-    (void)refines;
     for (int64_t i = 0; i < size; ++i) to[i] = std::sqrt(from[i]);
 }
 

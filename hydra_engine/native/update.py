@@ -151,11 +151,10 @@ class Native:
             key = (id(group), *work.types)
             if key not in known:
                 known[key] = self._arithmetic(library, kind, work, len(values))
-            arithmetic = known[key]
-            if arithmetic is None:
-                rest.append(update)
-            else:
+            if arithmetic := known[key]:
                 mine.append((work, arithmetic))
+            else:
+                rest.append(update)
         _call(library, kind, mine, values)
         increment_version([tensor for work, _ in mine for tensor in _written(work)])
         return rest
@@ -234,10 +233,9 @@ def _call(
     rows, known = [], {}
     for work, arithmetic in works:
         step = None if work.counter is None else work.counter.item()
-        moments_type = next((each.dtype for each in work.moments.values()), torch.float32)
-        key = (id(work.group), *work.types, moments_type, step)
+        key = (id(work.group), *work.types, step)
         if key not in known:
-            known[key] = _rest(kind, work, step, moments_type, factors, arithmetic)
+            known[key] = _rest(kind, work, step, factors, arithmetic)
         rows += [_places(work, arithmetic), known[key]]
     set_threads = _of_mkl(SET_THREADS) if any(arithmetic.roots_at for _, arithmetic in works) else 0
     found, num_found = ctypes.c_void_p(), ctypes.c_int64()
@@ -278,15 +276,11 @@ def _keep_apart(works: Sequence[Work], found: np.ndarray[Any, Any]) -> None:
 
 
 def _rest(
-    kind: type[Optimizer],
-    work: Work,
-    step: float | None,
-    moments: torch.dtype,
-    factors: Sequence[float],
-    arithmetic: Arithmetic,
+    kind: type[Optimizer], work: Work, step: float | None, factors: Sequence[float], arithmetic: Arithmetic
 ) -> bytes:
     """Pack what the parameters of a group have in common at a step, this one counted; None: nobody counts."""
     group, (gradient, narrow) = work.group, work.types
+    moments = next((each.dtype for each in work.moments.values()), torch.float32)  # all have the same
     factors = (*factors, -1.0) if group["maximize"] else factors
     lr, decay, keep, eps, nesterov = float(group["lr"]), group["weight_decay"], 1.0, 0.0, False
     if RULES[kind] == SGD:
@@ -312,8 +306,7 @@ def _rest(
 
 def _agree(library: ctypes.CDLL, kind: type[Optimizer], like: Work, num_factors: int) -> Arithmetic | None:
     """Step a sample as torch does, and in each candidate's arithmetic; return the first that has torch's bits."""
-    types = {each.dtype for each in (like.gradient, like.narrow) if each is not None}
-    if torch.float16 in types and not library.hydra_has_float16():
+    if torch.float16 in like.types and not library.hydra_has_float16():
         return None
     factors, sample = [0.7, 1.1][:num_factors], _sample(like)
     theirs = [each.copied() for each in sample]
