@@ -263,8 +263,7 @@ class TaskOptimizer:
             if pool.gradients.stays_on_device:  # the device has stepped it
                 self._averages.move(pool.owned(shard), pool, is_first=record.is_first)
                 return
-            finished = partial(self._finished, pool, None, {})
-            hooked = call_hooks(pool.owned(shard), staging, pool, finished, self.secure)
+            hooked = call_hooks(pool.owned(shard), staging, pool, partial(self._finished, pool, None, {}), self.secure)
             self.update(shard, pool, replace(record, has_gradient=dict(staging.has_gradient), hooked=hooked))
         finally:
             pool.gradients.take_back(shard)

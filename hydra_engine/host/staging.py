@@ -287,11 +287,6 @@ class NormGroups(NamedTuple):
     number: int
 
     @classmethod
-    def single(cls, slots: Sequence[Slot]) -> NormGroups:
-        """All in one group, before there is an optimizer."""
-        return cls({slot.index: 0 for slot in slots}, 1)
-
-    @classmethod
     def of_optimizer(cls, optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> NormGroups:
         group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
         stepped = [slot for slot in slots if id(slot.parameter) in group_of]

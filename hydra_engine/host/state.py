@@ -175,8 +175,8 @@ class TaskState:
         self.loss_scale = None if scale is None else scale.scale  # of the step in progress
         self.stepper: TaskOptimizer | None = None  # while devices update shards
         self.num_commits = 0  # of training steps in this run
-        # Of an adaptive task: groups of parameters whose gradients are measured.
-        self.norm_groups = NormGroups.single(layout.trainable_slots()) if task.adapts else None
+        # Of an adaptive task: groups of parameters whose gradients are measured. One, before there is an optimizer.
+        self.norm_groups = NormGroups({slot.index: 0 for slot in layout.trainable_slots()}, 1) if task.adapts else None
 
     def may_keep_graph(self, shard: Shard) -> bool:
         """Return True if a shard's backward can go on from its forward's graph, and need not run the forward again."""
@@ -302,8 +302,7 @@ class TaskState:
     @property
     def is_split(self) -> bool:
         """True if a training batch is, or may be, more than one micro-batch: each has a random stream of its own."""
-        by_size = self.task.max_device_batch is not None or self.task.adapts
-        return by_size or self.cut.num_micro_batches > 1
+        return self.task.max_device_batch is not None or self.task.adapts or self.cut.num_micro_batches > 1
 
     @property
     def split_by(self) -> tuple[str, str]:
@@ -347,8 +346,7 @@ class TaskState:
 
     def end_of_forward(self) -> RandomState:
         """Random state that the last layer has left in the step in progress."""
-        last = self.staging.num_micro_batches - 1
-        return self.staging.random[len(self.cut.shards), last]
+        return self.staging.random[len(self.cut.shards), self.staging.num_micro_batches - 1]
 
     def check_repeated(self, shard: Shard, m: int, tensors: Sequence[Tensor]) -> None:
         """Refuse layers whose recomputed forward gives another output than the one that was stored."""
