@@ -18,16 +18,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from hydra_engine.data import with_bits_of
-from hydra_engine.devices.arena import Arena, HostRegions
-from hydra_engine.devices.budget import Ledger
+from hydra_engine.devices.arena import HostRegions
 from hydra_engine.devices.device import DeviceGenerator, DeviceSpec, OpenDevice, Timer
 from hydra_engine.devices.lanes import COMPUTE, QUEUES, open_lanes
 from hydra_engine.devices.libraries import load_libraries
@@ -96,7 +94,6 @@ class CudaDevice(DeviceSpec):
                 f"check CUDA_VISIBLE_DEVICES"
             )
         self.index = index
-        self._measured: Ceilings | None = None  # once, since it keeps the device from working
         self.torch_device = torch.device("cuda", index)
         self.product = str(torch.cuda.get_device_properties(index).name)
         library_bytes = _library_bytes(index)
@@ -178,12 +175,10 @@ class CudaDevice(DeviceSpec):
 
     def ceilings(self) -> Ceilings:
         """Return the rates of its link: as stored, or else each direction alone, measured now."""
-        found = stored(self.product)
-        if found is None and self._measured is None:
-            self._measured = self._measure()
-        return found or cast("Ceilings", self._measured)
+        return stored(self.product) or self._measured
 
-    def _measure(self) -> Ceilings:
+    @cached_property  # since it keeps the device from working
+    def _measured(self) -> Ceilings:
         with torch.cuda.device(self.index):
             there = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self.torch_device)
             here = torch.empty(0, dtype=torch.uint8).set_(PageLocked(self.index).new(PROBE_BYTES))
@@ -263,10 +258,12 @@ def _copy_bytes_per_s(target: Tensor, source: Tensor) -> float:
 class OpenCudaDevice(OpenDevice):
     """A CUDA device during one run."""
 
+    random: DeviceGenerator
+
     def __init__(self, spec: CudaDevice, trace: Trace, num_threads: int, arena_bytes: int) -> None:
         self._index = index = spec.index
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        self._generator = DeviceGenerator(torch.cuda.default_generators[index])
+        self.random = DeviceGenerator(torch.cuda.default_generators[index])
         self._places = HostRegions(PageLocked(index).new, PLACES_BYTES, ALIGNMENT_BYTES)
         self._events = threading.local()  # one for each thread, which waits for it before it records it again
         torch.cuda.empty_cache()  # what is cached counts towards the limit
@@ -278,19 +275,12 @@ class OpenCudaDevice(OpenDevice):
             storage = torch.UntypedStorage(arena_bytes, device=spec.torch_device)  # type: ignore[no-untyped-call]
             # Units of many tasks take turns, whose tensors have all sizes: in segments that cannot grow, holes stay.
             self._is_expandable = _EXPANDABLE.enter()
-            super().__init__(
-                name=spec.name,
-                torch_device=spec.torch_device,
-                ledger=Ledger(spec.name, spec.memory_bytes, arena_bytes),
-                arena=Arena(storage, ALIGNMENT_BYTES),
-                lanes=open_lanes(spec.name, num_threads, self._inside),
-                trace=trace,
-            )
+            lanes = open_lanes(spec.name, num_threads, self._inside)
+            super().__init__(spec, spec.name, trace, lanes, storage, arena_bytes)
         except BaseException:
             self._places.close()
             self._restore()
             raise
-        self.random = self._generator
 
     @contextmanager
     def _inside(self, lane: str) -> Iterator[None]:
@@ -302,22 +292,20 @@ class OpenCudaDevice(OpenDevice):
 
     def _copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int, *, urgent: bool) -> None:
         try:
-            self._copy_all(pairs)
+            for target, source in pairs:
+                # Otherwise torch converts on the way, and the host would go on with what is not there yet.
+                is_dense = extent_bytes(source) == source.nbytes
+                is_plain = target.dtype == source.dtype and target.stride() == source.stride() and is_dense
+                if not is_plain or target.dim() != 1 or source.nbytes <= PIECE_BYTES:
+                    target.copy_(source, non_blocking=is_plain)
+                    continue
+                step = PIECE_BYTES // source.element_size()
+                for start in range(0, len(source), step):
+                    target[start : start + step].copy_(source[start : start + step], non_blocking=True)
         except RuntimeError as error:
             if _is_out_of_memory(error) or "CUDA error" not in str(error):
                 raise
             raise DeviceFailed(self.name, error) from error
-
-    def _copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for target, source in pairs:
-            # Otherwise torch converts on the way, and the host would go on with what is not there yet.
-            is_plain = target.dtype == source.dtype and target.stride() == source.stride() and _is_dense(source)
-            if not is_plain or target.dim() != 1 or source.nbytes <= PIECE_BYTES:
-                target.copy_(source, non_blocking=is_plain)
-                continue
-            step = PIECE_BYTES // source.element_size()
-            for start in range(0, len(source), step):
-                target[start : start + step].copy_(source[start : start + step], non_blocking=True)
 
     def finish(self) -> None:
         event = self._events.__dict__.get("event")
@@ -367,7 +355,7 @@ class OpenCudaDevice(OpenDevice):
         super().close()
         self._places.close()
         with suppress(RuntimeError):  # it is lost, and the process ends for that
-            self._generator.restore()
+            self.random.restore()
             self._restore()
 
     def _restore(self) -> None:
@@ -435,11 +423,6 @@ _EXPANDABLE = _ExpandableSegments()
 def _blocking_event() -> torch.cuda.Event:
     """Return an event whose waiters sleep, and hold no lock."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return True if its elements fill its memory from the first to the last."""
-    return extent_bytes(tensor) == tensor.nbytes
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,19 +86,19 @@ class OpenDevice(ABC):
 
     def __init__(
         self,
+        spec: DeviceSpec,
         name: str,
-        torch_device: torch.device,
-        ledger: Ledger,
-        arena: Arena,
-        lanes: Mapping[str, Lane],
         trace: Trace,
+        lanes: Mapping[str, Lane],
+        storage: torch.UntypedStorage,
+        arena_bytes: int | None,
     ) -> None:
-        """Make one with these `lanes`, by the names of `QUEUES`."""
+        """`lanes`: by the names of `QUEUES`. `storage`: for slabs. `arena_bytes`: as its ledger has them."""
         self.name = name
-        self.torch_device = torch_device
-        self.ledger = ledger
-        ledger.noted = self._note_memory
-        self.arena = arena
+        self.torch_device = spec.torch_device
+        self.ledger = Ledger(name, spec.memory_bytes, arena_bytes)
+        self.ledger.noted = partial(trace.note_memory, name)
+        self.arena = Arena(storage, spec.alignment_bytes)
         self._lanes = lanes
         self.trace = trace
 
@@ -119,9 +120,6 @@ class OpenDevice(ABC):
             self._run(lane, label, job)
 
         self._lanes[lane].submit(run)
-
-    def _note_memory(self, used_bytes: int) -> None:
-        self.trace.note_memory(self.name, used_bytes)
 
     def copies_at_once(self, num_bytes: float) -> bool:
         """Return True if copying these bytes takes less time than waking a lane to do it."""
@@ -184,7 +182,6 @@ class OpenDevice(ABC):
         """Finish what is queued, end the lanes and free the arena."""
         for lane in QUEUES:
             self._lanes[lane].close()
-        self.ledger.noted = lambda _: None  # it referred back to the device
         self.arena.close()
 
 

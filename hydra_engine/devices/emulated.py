@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hydra_engine.devices.arena import Arena, Slab
-from hydra_engine.devices.budget import Ledger
+from hydra_engine.devices.arena import Slab
 from hydra_engine.devices.device import DeviceSpec, OpenDevice
 from hydra_engine.devices.lanes import LOAD, STORE, EmulatedLink, open_lanes
 from hydra_engine.devices.rates import MEASURED_NOW, STATED, Ceilings, stored
@@ -114,14 +113,7 @@ class OpenEmulatedDevice(OpenDevice):
         arena_bytes = arena_bytes if spec.has_arena else None
         size = spec.memory_bytes if arena_bytes is None else arena_bytes
         storage = torch.UntypedStorage(size)  # type: ignore[no-untyped-call]
-        super().__init__(
-            name=name,
-            torch_device=torch.device("cpu"),
-            ledger=Ledger(name, spec.memory_bytes, arena_bytes),
-            arena=Arena(storage, ALIGNMENT_BYTES),
-            lanes=open_lanes(name, num_threads),
-            trace=trace,
-        )
+        super().__init__(spec, name, trace, open_lanes(name, num_threads), storage, arena_bytes)
         self.meter_every_unit = spec.meter_every_unit
         self.has_link = spec.bandwidth is not None or spec.chaos is not None
         self._chaos = None if spec.chaos is None else random.Random(spec.chaos)

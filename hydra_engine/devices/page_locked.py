@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -63,7 +62,8 @@ class PageLocked(HostMemory):
         with torch.cuda.device(self._index):  # or it would make a context on the first device
             for start in range(address, address + num_bytes, MOST_LOCKED_BYTES):
                 size = min(MOST_LOCKED_BYTES, address + num_bytes - start)
-                code = int(_runtime().cudaHostRegister(start, size, PORTABLE))
+                # CUDA's own function, which gives a code and raises nothing.
+                code = int(torch.cuda.cudart().cudaHostRegister(start, size, PORTABLE))  # type: ignore[no-untyped-call]
                 if code == 0:
                     locked.append(start)
                     continue
@@ -92,7 +92,7 @@ class PageLocked(HostMemory):
     def _unlock(self, pieces: Sequence[int]) -> None:
         with suppress(RuntimeError), torch.cuda.device(self._index):  # where it is lost, the process ends anyway
             for piece in pieces:
-                _runtime().cudaHostUnregister(piece)
+                torch.cuda.cudart().cudaHostUnregister(piece)  # type: ignore[no-untyped-call]
 
     def discard(self, storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
         if storage.data_ptr() not in self._unlocks:  # locked pages are not given back, and devices may still copy them
@@ -102,8 +102,3 @@ class PageLocked(HostMemory):
         """Take the error that a call has left to this thread's next kernel, which would seem to have failed."""
         with suppress(torch.AcceleratorError):
             torch.ones(1, device=torch.device("cuda", self._index))
-
-
-def _runtime() -> Any:
-    """Return CUDA's own functions, which give a code and raise nothing."""
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
