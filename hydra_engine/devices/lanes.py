@@ -35,6 +35,13 @@ class Promise(Generic[T]):
         self._error = error
         self._lock.release()
 
+    def fulfil(self, work: Callable[[], T]) -> None:
+        """Keep it with what `work` returns, or give it up for what that raises."""
+        try:
+            self.keep(work())
+        except BaseException as error:
+            self.give_up(error)
+
     @property
     def is_done(self) -> bool:
         """Nobody has to wait any more."""
@@ -112,13 +119,11 @@ def open_lanes(
 ) -> dict[str, Lane]:
     """Open a device's lanes, by the names of `QUEUES`, each in `inside(its name)`; all, or none where one fails."""
     lanes: dict[str, Lane] = {}
-    try:
+    with ExitStack() as begun:
         for lane in QUEUES:
             lanes[lane] = Lane(f"{name}-{lane}", num_threads, partial(inside, lane))
-    except BaseException:
-        for begun in lanes.values():
-            begun.close()
-        raise
+            begun.callback(lanes[lane].close)
+        begun.pop_all()
     return lanes
 
 

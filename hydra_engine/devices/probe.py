@@ -181,12 +181,5 @@ def _median_s(work: Callable[[], None]) -> float:
 
 def _in_lane(opened: OpenDevice, lane: str, work: Callable[[], T]) -> Promise[T]:
     promise: Promise[T] = Promise()
-
-    def job() -> None:
-        try:
-            promise.keep(work())
-        except BaseException as error:
-            promise.give_up(error)
-
-    opened.submit(lane, "probe", job)
+    opened.submit(lane, "probe", partial(promise.fulfil, work))
     return promise

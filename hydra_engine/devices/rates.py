@@ -22,6 +22,8 @@ from hydra_engine.system import cache_folder, warn
 VARIABLE = "HYDRA_ENGINE_CEILINGS"
 FORMAT, VERSION = "hydra_engine ceilings", 1
 
+_warn_once = cache(warn)  # as a warning of Python's: once for each text
+
 # Where figures come from: given by the user, measured for this plan, or read from the file.
 STATED, MEASURED_NOW, STORED = "stated", "measured now", "stored"
 
@@ -96,7 +98,7 @@ def stored(name: str) -> Ceilings | None:
     try:
         return load_all().get(name)
     except ValueError as error:
-        _say_once(f"{error}; until then rates are measured for each plan")
+        _warn_once(f"{error}; until then rates are measured for each plan")
         return None
 
 
@@ -142,8 +144,3 @@ def _entry(name: str, entry: dict[str, Any]) -> Ceilings:
     if not is_entry or not isinstance(entry["matmul_flops"], dict) or not isinstance(entry["measured"], str):
         raise ValueError(f"entry {name!r} does not have the figures of a device")
     return replace(Ceilings(**entry), origin=STORED)
-
-
-@cache  # as a warning of Python's: once for each text
-def _say_once(line: str) -> None:
-    warn(line)

@@ -177,8 +177,7 @@ def bound(cores: frozenset[int] | None, *, with_helpers: bool = True) -> Iterato
     again. With `with_helpers`, so have the threads that it began meanwhile and that still run: torch's intra-op threads
     stay with the thread they were begun for. https://man7.org/linux/man-pages/man2/sched_setaffinity.2.html
     """
-    before = None if cores is None else os.sched_getaffinity(0)
-    if cores is None or before is None or before == cores:
+    if cores is None or (before := os.sched_getaffinity(0)) == cores:
         yield
         return
     threads = _thread_ids() if with_helpers else set()

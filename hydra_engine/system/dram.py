@@ -100,24 +100,22 @@ class Freed:
 
 
 def discard(storage: torch.UntypedStorage, start: int, num_bytes: int, *, is_shared: bool = False) -> None:
-    """Give a range's pages back to the system, and lose their content; is_shared: of a mapping that processes share.
-
-    https://man7.org/linux/man-pages/man2/madvise.2.html
-    """
-    page = mmap.PAGESIZE
-    begin = -(-(storage.data_ptr() + start) // page) * page
-    end = (storage.data_ptr() + start + num_bytes) // page * page
-    if sys.platform == "linux" and end > begin:
-        advice = mmap.MADV_REMOVE if is_shared else mmap.MADV_DONTNEED
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
+    """Give a range's pages back to the system, and lose their content; is_shared: of a mapping that processes share."""
+    _advise(storage, start, num_bytes, "MADV_REMOVE" if is_shared else "MADV_DONTNEED")
 
 
 def keep_small_pages(storage: torch.UntypedStorage) -> None:
     """Let the system give this memory in small pages, wherever it can give large ones: parts are given back."""
+    _advise(storage, 0, storage.nbytes(), "MADV_NOHUGEPAGE")
+
+
+def _advise(storage: torch.UntypedStorage, start: int, num_bytes: int, advice: str) -> None:
+    """Advise Linux of a range's whole pages. https://man7.org/linux/man-pages/man2/madvise.2.html"""
     page = mmap.PAGESIZE
-    begin, end = -(-storage.data_ptr() // page) * page, (storage.data_ptr() + storage.nbytes()) // page * page
+    begin = -(-(storage.data_ptr() + start) // page) * page
+    end = (storage.data_ptr() + start + num_bytes) // page * page
     if sys.platform == "linux" and end > begin:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_NOHUGEPAGE)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), getattr(mmap, advice))
 
 
 def is_alone(storage: torch.UntypedStorage, parameters: Iterable[nn.Parameter]) -> bool:

@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from hydra_engine.data import LayerDraws, RandomState, Stream, TaskGenerator, capture, install, installed
 from hydra_engine.devices import DeviceGenerator
 
 
+@dataclass(eq=False, kw_only=True)
 class Drawing:
-    """Gives one micro-batch the random numbers of its task.
+    """Gives one micro-batch, which runs inside it, the random numbers of its task."""
 
-    Attributes:
-        state: the random state so far; after the forward, the one that the next shard goes on from.
-        drew_in_backward: on trial, a backward left the generators otherwise than it found them.
-    """
+    state: RandomState  # so far; after the forward, the one that the next shard goes on from
+    generator: DeviceGenerator | None  # the device's, which goes on from `state`; None: kernels draw from the CPU's
+    locked: bool  # the process-wide generators become the micro-batch's own
+    redirects: bool  # single draws from the CPU's generator are taken from `state` instead
+    is_compiled: bool  # layers are, and look for the mode that redirects them
+    in_backward: RandomState | None  # the process-wide state that a backward finds, on trial
+    drew_in_backward: bool = field(default=False, init=False)  # a backward left them otherwise than it found them
+    _before: bytes = field(default=b"", init=False)  # state of the device's generator, as the forward begins
+    _after: bytes = field(default=b"", init=False)  # the same, once it is through
 
-    def __init__(
-        self,
-        state: RandomState,
-        generator: DeviceGenerator | None,
-        *,
-        locked: bool,
-        redirects: bool,
-        is_compiled: bool,
-        in_backward: RandomState | None = None,
-    ) -> None:
-        """Make one, to be entered.
-
-        generator: the device's, which goes on from `state`; None: kernels draw from the CPU's.
-        locked: the process-wide generators become the micro-batch's own. redirects: single draws from the CPU's
-        generator are taken from `state` instead. is_compiled: layers are, and look for the mode that redirects them.
-        in_backward: the process-wide state that a backward finds, on trial.
-        """
-        self.state = state
-        self.drew_in_backward = False
-        self._generator = generator
-        self._redirects = redirects
-        self._is_compiled = is_compiled
-        self._in_backward = in_backward
-        self._installed = installed(Stream(state)) if locked else None
-        self._before: bytes | None = None  # state of the device's generator, as the forward begins
-        self._after: Any = None  # the same, once it is through
+    def __post_init__(self) -> None:
+        self._installed = installed(Stream(self.state)) if self.locked else None
 
     def __enter__(self) -> Drawing:
         if self._installed is not None:
@@ -51,31 +34,30 @@ class Drawing:
 
     def __exit__(self, *exc: Any) -> None:
         if self._installed is not None:
-            if exc[0] is None and self._in_backward is not None:
-                self.drew_in_backward = self._has_drawn_since(self._in_backward)
+            if exc[0] is None and self.in_backward is not None:
+                self.drew_in_backward = self._has_drawn_since(self.in_backward)
             self._installed.__exit__(*exc)
 
     def forward(self) -> AbstractContextManager[TaskGenerator | None]:
         """Return the context of a forward, whose draws `move` the state."""
-        if self._generator is not None:
-            self._before = self._generator.install(self.state.device)
-        if self._installed is not None or not self._redirects:
+        if self.generator is not None:
+            self._before = self.generator.install(self.state.device)
+        if self._installed is not None or not self.redirects:
             return nullcontext()
         mode = TaskGenerator(self.state.torch)
-        return mode if self._is_compiled else LayerDraws(mode)
+        return mode if self.is_compiled else LayerDraws(mode)
 
     def move(self, drawn: TaskGenerator | None) -> None:
         """Move the state by what the forward has drawn; a backward, which may run it again, does not move it."""
         if self._installed is not None:
             self.state = capture()._replace(device=self.state.device)
-            if self._in_backward is not None:
-                install(self._in_backward)
+            if self.in_backward is not None:
+                install(self.in_backward)
         elif drawn is not None and (state := drawn.state) is not self.state.torch:
             self.state = self.state._replace(torch=state)
-        if self._generator is not None:
-            before, after = self._before, self._generator.state()
-            assert before is not None
-            if not self._generator.same_seed(before, after):
+        if self.generator is not None:
+            before, after = self._before, self.generator.state()
+            if not self.generator.same_seed(before, after):
                 raise RuntimeError(
                     "the device's random generator was seeded while a unit drew from it: torch.manual_seed() seeds "
                     "those of all devices; in what runs meanwhile (loaders, callbacks), use one of your own"
@@ -86,5 +68,5 @@ class Drawing:
 
     def _has_drawn_since(self, before: RandomState) -> bool:
         """Return True if the states are no longer those that the backward found; checkpoints put theirs back."""
-        drew_on_device = self._generator is not None and self._generator.state() != self._after
+        drew_on_device = self.generator is not None and self.generator.state() != self._after
         return drew_on_device or not capture()._replace(device=before.device).same_as(before)

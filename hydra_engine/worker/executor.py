@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -89,38 +90,30 @@ class Inspector(Protocol):
         """A unit has changed Python attributes of a layer."""
 
 
+@dataclass(eq=False)
 class Executor:
     """Runs the units of one task on one device."""
 
-    def __init__(
-        self,
-        structure: Structure,
-        loss_fn: Callable[[Any, Any], Tensor],
-        num_layers: int,
-        modes: Modes = lambda: NOTHING,
-        metrics: Mapping[str, Callable[[Any, Any], float | Tensor]] | None = None,
-        generator: DeviceGenerator | None = None,
-        compiled: CompiledLayers | None = None,
-    ) -> None:
-        """Make one; micro-batches run inside `modes()`.
+    structure: Structure
+    loss_fn: Callable[[Any, Any], Tensor]
+    num_layers: int
+    modes: Modes = lambda: NOTHING  # that micro-batches run inside
+    metrics: Mapping[str, Callable[[Any, Any], float | Tensor]] = field(default_factory=dict)
+    generator: DeviceGenerator | None = None  # of the device's kernels; None: the CPU's, whose draws are redirected
+    compiled: CompiledLayers | None = None
+    inspector: Inspector | None = field(default=None, init=False)
+    current: str = field(default="", init=False)  # the layer that runs, for messages
 
-        generator: the one that the device's kernels draw from; None: the CPU's, whose draws are redirected one by one.
-        """
-        self.structure = structure
-        self.generator = generator
-        self.compiled = compiled
-        self.modes = modes
-        self.metrics = metrics or {}
-        self.current = ""  # the layer that runs, for messages
-        self.num_layers = num_layers
+    def __post_init__(self) -> None:
+        structure = self.structure
+        if isinstance(self.loss_fn, nn.Module):
+            self.loss_fn = structure.layers[self.num_layers]
         self.is_narrow = structure.narrow is not None
-        self.loss_fn = structure.layers[num_layers] if isinstance(loss_fn, nn.Module) else loss_fn
         self.anchor = torch.zeros((), device=structure.device, requires_grad=True)
         # As they are before any unit: what a forward leaves on its layers would stay on the device, and make one copy
         # of a layer another one than those of other devices.
         self.attributes = [Attributes(*each) for each in zip(structure.layers, structure.names, strict=True)]
-        self.inspector: Inspector | None = None
-        if generator is None:
+        if self.generator is None:
             register_draws()  # of what layers have imported
 
     def run(
@@ -250,8 +243,8 @@ class UnitRunning:
                 if inspector is not None:
                     inspector.enters(self._shard, m, micro)
                 drawing = Drawing(
-                    micro.random,
-                    executor.generator,
+                    state=micro.random,
+                    generator=executor.generator,
                     locked=spec.locked,
                     redirects=spec.draws or executor.generator is None,
                     is_compiled=executor.compiled is not None,

@@ -19,12 +19,12 @@ from partitioners.boundary import UnfitTensor, check_fit
 from partitioners.skips import Frame
 
 
+@dataclass(eq=False)
 class Arrival:
     """A tensor that arrives from below, and the gradient that leaves it."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
-        self.gradient: Tensor | None = None
+    tensor: Tensor | None
+    gradient: Tensor | None = None
 
 
 class Arrive(torch.autograd.Function):
@@ -106,7 +106,7 @@ class SavedTensors:
         """Return the context of one micro-batch's forward."""
         if self.created_bytes is not None:
             self._created_before = self.created_bytes()
-        return saved_tensors_hooks(self._pack, _unpacked)
+        return saved_tensors_hooks(self._pack, lambda packed: packed)
 
     def weigh(self, tensors: Iterable[Tensor]) -> None:
         """Find out whether the graph of a micro-batch's forward, which gave these tensors, holds more than was packed.
@@ -232,7 +232,3 @@ class GradientSums:
 
 def _reference(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def _unpacked(packed: Any) -> Any:
-    return packed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from operator import add
 from typing import TypeAlias, TypeVar
@@ -38,6 +39,8 @@ def _is_alike(a: Tensor, b: Tensor) -> bool:
 
 
 # Past 300 lines: all jobs of the compute lane, in the order in which a unit meets them.
+# More than seven parameters: its device's lanes, whose jobs it hands over to.
+@dataclass(eq=False)
 class Runner:
     """Computes one device's units. Those methods without an underscore are jobs of its compute lane.
 
@@ -45,31 +48,19 @@ class Runner:
         timing: of all units, where launching is not computing.
     """
 
-    # More than seven parameters: its device's lanes, whose jobs it hands over to.
-    def __init__(
-        self,
-        index: int,
-        device: OpenDevice,
-        trace: Trace,
-        report: Report,
-        decide: Callable[[], None],
-        spiller: Spiller,
-        claims: Claims,
-        kept_graphs: KeptGraphs,
-    ) -> None:
-        self.timing = Timing(0.0, 0.0)
-        self._index = index
-        self._device = device
-        self._trace = trace
-        self._report = report
-        self._decide = decide  # at the end of a job that has told something, where nothing is held any more
-        self._spiller = spiller
-        self._claims = claims
-        self._kept_graphs = kept_graphs
-        # Held while results are written to DRAM: whoever gives a unit up waits for that, and nothing follows.
-        self.storing = threading.Lock()
-        self._computing: Unit | None = None
-        self._struck: Unit | None = None  # after which the device did not finish any more
+    _index: int
+    _device: OpenDevice
+    _trace: Trace
+    _report: Report
+    _decide: Callable[[], None]  # at the end of a job that has told something, where nothing is held any more
+    _spiller: Spiller
+    _claims: Claims
+    _kept_graphs: KeptGraphs
+    timing: Timing = field(default_factory=lambda: Timing(0.0, 0.0))
+    # Held while results are written to DRAM: whoever gives a unit up waits for that, and nothing follows.
+    storing: threading.Lock = field(default_factory=threading.Lock)
+    _computing: Unit | None = None
+    _struck: Unit | None = None  # after which the device did not finish any more
 
     def compute(self, run: UnitRun, executor: Executor) -> None:
         """Compute a unit whose bytes are granted, report it, and have what it leaves stored."""
@@ -188,7 +179,7 @@ class Runner:
             self._device.submit(STORE, claim.label, job, at_once=True)
         else:
             self._report(computed)
-            self._device.submit(STORE, claim.label, partial(self._store_apart, run, kept_bytes))
+            self._device.submit(STORE, claim.label, partial(self._store, run, kept_bytes))
 
     @staticmethod
     def _is_in_turn(run: UnitRun) -> bool:
@@ -259,7 +250,7 @@ class Runner:
         def load() -> MicroInput:
             return self._spiller.load_input(claim.state, claim.unit.kind, claim.shard, m, arriving.pop())
 
-        job = partial(claim.keep, LOAD, self._device, promise, load)
+        job = partial(promise.fulfil, partial(claim.do, LOAD, self._device, load))
         self._device.submit(INPUT, claim.label, job, at_once=self._copies_here(run, num_bytes))
 
     def _place_input(self, run: UnitRun, m: int) -> Arriving:
@@ -326,9 +317,8 @@ class Runner:
             self._store_micro(claim, m, held.pop())
 
         at_once = self._is_in_turn(run) and self._copies_here(run, run.account.output_bytes)
-        self._device.submit(
-            STORE, claim.label, partial(claim.keep, STORE, self._device, stored, store), at_once=at_once
-        )
+        job = partial(stored.fulfil, partial(claim.do, STORE, self._device, store))
+        self._device.submit(STORE, claim.label, job, at_once=at_once)
         if run.is_metered:
             # What is stored counts apart: a metered run must not find it in one run and miss it in another.
             stored.result()
@@ -344,17 +334,14 @@ class Runner:
             self._device.finish()  # before it is let go, whose last holder this is
         self._spiller.keep_output(claim.state, claim.shard, m, out)
 
-    def _store_apart(self, run: UnitRun, kept_bytes: int) -> None:
-        """Do what `_store` does, in the lane that stores."""
-        try:
-            self._store(run, kept_bytes)
-        finally:
-            self._decide()
-
     def _store(self, run: UnitRun, kept_bytes: int, computed: Computed | None = None) -> None:
         """Send to DRAM what a unit has left; report that it is, by `computed` where that was not reported yet."""
-        with self.storing:
-            self._store_alone(run, kept_bytes, computed)
+        try:
+            with self.storing:
+                self._store_alone(run, kept_bytes, computed)
+        finally:
+            if computed is None:  # else the lane that computes is at work here, which decides at the end of its job
+                self._decide()
 
     def _store_alone(self, run: UnitRun, kept_bytes: int, computed: Computed | None) -> None:
         claim, output, spiller = run.claim, run.output, self._spiller

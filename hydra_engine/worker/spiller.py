@@ -160,7 +160,7 @@ class Spiller:
         micro = MicroInput(value=value, random=staging.random[j, m])
 
         def placed_all(value: Boundary) -> Boundary:
-            return value.around([self._place(each, copies) for each in value.tensors])
+            return value.around(self._place_all(value.tensors, copies))
 
         micro.skips = {name: placed_all(staging.entering(name, m)) for name in shard.arriving}
         if state.cut.is_last(shard) and state.task.purpose is not Purpose.PREDICT:
@@ -227,13 +227,13 @@ class Spiller:
             staging.norms[shard.index, WHOLE] = out.norms.tolist()
         if out.gradients and staging.parts is not None:
             _, end = staging.range_of(unit.part)
-            staging.parts.put(shard.index, end, out.gradients, self._copy_gradient, self._device.finish)
+            staging.parts.put(shard.index, end, out.gradients, self._store, self._device.finish)
         elif out.gradients:
             state.pool.gradients.lend(shard)
             for slot, gradient in out.gradients.items():
                 staging.has_gradient[slot] = gradient is not None
-                if gradient is not None:
-                    self._copy_gradient(state.pool.gradients.place(state.layout.slots[slot], gradient), gradient)
+                if gradient is not None:  # laid out as its parameter, except for dimensions of size 1
+                    self._store(state.pool.gradients.place(state.layout.slots[slot], gradient), gradient)
 
     def store_buffers(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
         """Send the buffers that a unit changed to DRAM; a backward gives those alone that it has written to itself."""
@@ -258,10 +258,6 @@ class Spiller:
             raise BuffersChanged(f"{unit} changed buffers that its shard's forward left alone at the sample")
         for index, value in changed.items():
             staging.buffers[index] = self._sent(value) if is_here else value
-
-    def _copy_gradient(self, place: Tensor, gradient: Tensor) -> None:
-        # Autograd lays a gradient out as its parameter, except for dimensions of size 1.
-        self._store(place, gradient)
 
     def keep_output(self, state: TaskState, shard: Shard, m: int, out: MicroOutput, granted_bytes: int = 0) -> int:
         """Keep what a unit left for the next one, if there is room. Return the bytes of `granted_bytes` that it takes.
@@ -394,12 +390,10 @@ class Spiller:
 
 
 def buffers_of(state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:
-    """Buffers that a shard's forward begins with, in DRAM; a shard below may have changed a shared one.
+    """Buffers that a shard's forward begins with, in DRAM, if it has any; a shard below may have changed a shared one.
 
     after: as all forwards of the step left them, which is what a backward that runs none of them sees.
     """
-    if not shard.buffers:
-        return {}
     sources = state.staging.buffers_for(shard, part, state.pool.buffers)
     if after:
         sources = {index: state.staging.buffers.get(index, tensor) for index, tensor in sources.items()}

@@ -119,10 +119,7 @@ class SlabLoad:
 
     def load(self) -> None:
         """Fill the slab. Its errors are of no unit: others may need it."""
-        try:
-            self.slab.keep(self._load())
-        except BaseException as error:
-            self.slab.give_up(error)
+        self.slab.fulfil(self._load)
 
 
 class ClaimStage(Enum):
@@ -180,13 +177,6 @@ class Claim:
         except BaseException as error:
             self.fail(error, f"{lane} lane")
             raise
-
-    def keep(self, lane: str, device: OpenDevice, promise: Promise[T], job: Callable[[], T]) -> None:
-        """Keep a promise by doing part of the unit, or give it up."""
-        try:
-            promise.keep(self.do(lane, device, job))
-        except BaseException as error:
-            promise.give_up(error)
 
 
 @dataclass(kw_only=True)
