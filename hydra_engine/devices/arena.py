@@ -93,22 +93,19 @@ class Arena:
                 self._taken.append((start, start + size))
             return Slab(storage=self._storage, offset=start, num_bytes=size)
 
-    def holds(self, slab: Slab) -> bool:
-        return slab.storage is self._storage
-
     def close(self) -> None:
         """Free the storage; nothing can be taken any more."""
         self._storage = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
 
-    def give_back(self, slab: Slab) -> None:
-        """Free a region."""
-        if not slab.num_bytes:
-            return
+    def give_back(self, slab: Slab) -> int:
+        """Free a region. Return its bytes where it lies elsewhere, else 0."""
         with self._lock:
-            if slab.storage is self._storage:
-                self._taken.remove((slab.offset, slab.offset + slab.num_bytes))
-            else:
+            if slab.storage is not self._storage:
                 self._elsewhere_bytes -= slab.num_bytes
+                return slab.num_bytes
+            if slab.num_bytes:
+                self._taken.remove((slab.offset, slab.offset + slab.num_bytes))
+            return 0
 
 
 class HostRegions:
@@ -125,10 +122,7 @@ class HostRegions:
         self._alignment = alignment
         self._lock = threading.Lock()
         self._freed: deque[tuple[Arena, Slab]] = deque()  # by whoever dropped one, in any thread at any moment
-        self._regions = [self._new_region(region_bytes)]
-
-    def _new_region(self, num_bytes: int) -> Arena:
-        return Arena(self._new_storage(num_bytes), self._alignment)
+        self._regions = [Arena(new_storage(region_bytes), alignment)]
 
     def take(self, num_bytes: int) -> torch.UntypedStorage:
         """A storage of its own, whose memory is free for others once nobody holds it."""
@@ -152,7 +146,8 @@ class HostRegions:
                 if slab is not None:
                     return region, slab
         size = -(-num_bytes // self._alignment) * self._alignment
-        region = self._new_region(size * max(1, self._region_bytes // size))  # as many of this size as go into one
+        times = max(1, self._region_bytes // size)  # as many of this size as go into one
+        region = Arena(self._new_storage(size * times), self._alignment)
         self._regions.append(region)
         return region, region.take(num_bytes)
 

@@ -95,7 +95,7 @@ class CudaDevice(DeviceSpec):
             )
         self.index = index
         self.torch_device = torch.device("cuda", index)
-        self.product = str(torch.cuda.get_device_properties(index).name)
+        self.ceilings_name = str(torch.cuda.get_device_properties(index).name)
         library_bytes = _library_bytes(index)
         free, self.total_bytes = torch.cuda.mem_get_info(index)
         used = self.total_bytes - free - torch.cuda.memory_reserved(index)
@@ -169,13 +169,9 @@ class CudaDevice(DeviceSpec):
                 f"this process's own tensors on it, or give CudaDevice({self.index}, memory=...) less"
             )
 
-    @property
-    def ceilings_name(self) -> str:
-        return self.product
-
     def ceilings(self) -> Ceilings:
         """Return the rates of its link: as stored, or else each direction alone, measured now."""
-        return stored(self.product) or self._measured
+        return stored(self.ceilings_name) or self._measured
 
     @cached_property  # since it keeps the device from working
     def _measured(self) -> Ceilings:
@@ -184,7 +180,7 @@ class CudaDevice(DeviceSpec):
             here = torch.empty(0, dtype=torch.uint8).set_(PageLocked(self.index).new(PROBE_BYTES))
             up, down = _copy_bytes_per_s(there, here), _copy_bytes_per_s(here, there)
         rates = dict(zip(LINK_RATES, (up, down, up, down), strict=True))
-        return Ceilings(name=self.product, origin=MEASURED_NOW, **rates)  # type: ignore[arg-type]
+        return Ceilings(name=self.ceilings_name, origin=MEASURED_NOW, **rates)  # type: ignore[arg-type]
 
     def numa_node(self) -> int | None:
         found = torch.cuda.get_device_properties(self.index)

@@ -170,9 +170,9 @@ class OpenDevice(ABC):
 
     def give_slab_back(self, slab: Slab) -> None:
         """Free a region that nothing queued reads or writes."""
-        self.arena.give_back(slab)
-        if self.ledger.is_split and slab.num_bytes and not self.arena.holds(slab):
-            self.ledger.release(slab.num_bytes)
+        elsewhere_bytes = self.arena.give_back(slab)
+        if self.ledger.is_split and elsewhere_bytes:
+            self.ledger.release(elsewhere_bytes)
 
     def explained(self, error: BaseException) -> BaseException:
         """Return the engine's error for one that something on the device raised."""
@@ -190,6 +190,7 @@ class DeviceSpec(ABC):
 
     Attributes:
         memory_bytes: all that a run's ledger gives out.
+        ceilings_name: that its ceilings are stored by.
         torch_device: where its tensors are.
         alignment_bytes: that places of parameters are a multiple of, in DRAM and in slabs.
         has_arena: part of its memory is for slabs and nothing else.
@@ -197,15 +198,11 @@ class DeviceSpec(ABC):
     """
 
     memory_bytes: int
+    ceilings_name: str
     torch_device: torch.device
     alignment_bytes: int
     has_arena: bool
     has_room_for_planning: bool
-
-    @property
-    @abstractmethod
-    def ceilings_name(self) -> str:
-        """The name that its ceilings are stored by."""
 
     @abstractmethod
     def ceilings(self) -> Ceilings:

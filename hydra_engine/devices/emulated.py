@@ -56,6 +56,7 @@ class EmulatedDevice(DeviceSpec):
     ) -> None:
         self.memory_bytes = default_bytes() if memory == "auto" else parse_bytes(memory, "memory")
         self.bandwidth = None if bandwidth is None else parse_bytes(bandwidth, "bandwidth")
+        self.ceilings_name = "cpu" if self.bandwidth is None else "emulated"
         self.chaos = chaos
         self.meter_every_unit = meter_every_unit
         self.has_arena = has_arena
@@ -65,10 +66,6 @@ class EmulatedDevice(DeviceSpec):
 
     def __repr__(self) -> str:
         return f"EmulatedDevice({format_bytes(self.memory_bytes)})"
-
-    @property
-    def ceilings_name(self) -> str:
-        return "cpu" if self.bandwidth is None else "emulated"
 
     def ceilings(self) -> Ceilings:
         """Return the rates of its link; where none is emulated, of copies in memory, as stored or else measured now."""

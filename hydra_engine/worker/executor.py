@@ -65,29 +65,21 @@ class Inspector(Protocol):
     in_backward: RandomState | None
     carries: bool  # units find the Python attributes that those before have left
 
-    def begins(self, kind: str, shard: Shard, views: Mapping[int, Tensor]) -> None:
-        """A unit begins, with these parameters."""
+    # A unit begins, with these parameters; a micro-batch starts from this, a layer or the loss from this value.
+    def begins(self, kind: str, shard: Shard, views: Mapping[int, Tensor]) -> None: ...
+    def enters(self, shard: Shard, m: int, micro: MicroInput) -> None: ...
+    def enters_layer(self, value: Any, frame: Frame, target: Any = None) -> None: ...
 
-    def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
-        """See what a micro-batch starts from."""
+    # The buffers as a recomputed forward left them, and after the backward, to say which of them that has written to.
+    def begins_backward(self, buffers: Mapping[int, Tensor]) -> None: ...
+    def ends_backward(self, buffers: Mapping[int, Tensor]) -> set[int]: ...
 
-    def enters_layer(self, value: Any, frame: Frame, target: Any = None) -> None:
-        """See the value that a layer, or the loss, starts from."""
+    # A backward left the generators otherwise than it found them.
+    def drew_in_backward(self) -> None: ...
 
-    def drew_in_backward(self) -> None:
-        """A backward left the generators otherwise than it found them."""
-
-    def begins_backward(self, buffers: Mapping[int, Tensor]) -> None:
-        """See the buffers as a recomputed forward left them."""
-
-    def ends_backward(self, buffers: Mapping[int, Tensor]) -> set[int]:
-        """See them after the backward: which of them it has written to."""
-
-    def ends(self, views: Mapping[int, Tensor], parameters: Sequence[nn.Parameter]) -> None:
-        """All micro-batches of a unit are through."""
-
-    def leaves(self, layer: int, attributes: Attributes) -> None:
-        """A unit has changed Python attributes of a layer."""
+    # All micro-batches of a unit are through; it has changed Python attributes of a layer.
+    def ends(self, views: Mapping[int, Tensor], parameters: Sequence[nn.Parameter]) -> None: ...
+    def leaves(self, layer: int, attributes: Attributes) -> None: ...
 
 
 @dataclass(eq=False)

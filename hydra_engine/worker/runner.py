@@ -39,7 +39,6 @@ def _is_alike(a: Tensor, b: Tensor) -> bool:
 
 
 # Past 300 lines: all jobs of the compute lane, in the order in which a unit meets them.
-# More than seven parameters: its device's lanes, whose jobs it hands over to.
 @dataclass(eq=False)
 class Runner:
     """Computes one device's units. Those methods without an underscore are jobs of its compute lane.
@@ -173,13 +172,11 @@ class Runner:
         self._computing = None
         goes_at_once = goes_at_once and self._is_in_turn(run)
         computed = Computed(self._index, claim.unit, seconds, failed=claim.error is not None, stored=goes_at_once)
-        if goes_at_once:
-            # Both are reported as one: whoever is woken by the first would only take the interpreter from the store.
-            job = partial(self._store, run, kept_bytes, computed)
-            self._device.submit(STORE, claim.label, job, at_once=True)
-        else:
+        # At once, both are reported as one: whoever is woken by this would only take the interpreter from the store.
+        if not goes_at_once:
             self._report(computed)
-            self._device.submit(STORE, claim.label, partial(self._store, run, kept_bytes))
+        job = partial(self._store, run, kept_bytes, computed if goes_at_once else None)
+        self._device.submit(STORE, claim.label, job, at_once=goes_at_once)
 
     @staticmethod
     def _is_in_turn(run: UnitRun) -> bool:
