@@ -219,6 +219,7 @@ class Ledger:
 
 
 NextUse = Callable[[], float]
+Dispose = Callable[[], None]
 
 
 def _nothing() -> None:
@@ -231,7 +232,7 @@ class _Resident:
     num_bytes: int
     kind: str  # of its bytes
     users: dict[str, NextUse]  # by task
-    dispose: Callable[[], None] = _nothing
+    dispose: Dispose = _nothing
     num_pins: int = 0
 
     def next_use_s(self) -> float:
@@ -255,9 +256,7 @@ class Residents:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._found
 
-    def add(
-        self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse, dispose: Callable[[], None]
-    ) -> None:
+    def add(self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse, dispose: Dispose) -> None:
         """Take in a slab, pinned once; next_use_s: how far away the next use is when it is asked; dispose: frees it."""
         with self._ledger.lock:
             assert key not in self._found, key
@@ -282,13 +281,7 @@ class Residents:
                 self._drop(key)
 
     def keep(
-        self,
-        key: Hashable,
-        value: Any,
-        num_bytes: int,
-        user: str,
-        next_use_s: NextUse,
-        dispose: Callable[[], None] = _nothing,
+        self, key: Hashable, value: Any, num_bytes: int, user: str, next_use_s: NextUse, dispose: Dispose = _nothing
     ) -> bool:
         """Take in a value with bytes that are granted already, and from now on its own; False: nobody will need it."""
         with self._ledger.lock:

@@ -73,16 +73,11 @@ class OpenDevice(ABC):
     is there, for whoever asks, and no other module has to know how a device orders its work. Only within the compute
     lane does one kernel follow the other without that; and a job that the compute lane submits to another begins once
     everything that the compute lane had queued before is through.
-
-    Attributes:
-        has_link: copies take longer than in memory, so that it pays to do something else meanwhile.
-        random: what kernels draw from, where that is not the CPU's generator.
-        trace: of its copies.
     """
 
-    has_link = True
+    has_link = True  # copies take longer than in memory, so that it pays to do something else meanwhile
     meter_every_unit = False
-    random: DeviceGenerator | None = None
+    random: DeviceGenerator | None = None  # what kernels draw from, where that is not the CPU's generator
 
     def __init__(
         self,
@@ -100,7 +95,7 @@ class OpenDevice(ABC):
         self.ledger.noted = partial(trace.note_memory, name)
         self.arena = Arena(storage, spec.alignment_bytes)
         self._lanes = lanes
-        self.trace = trace
+        self.trace = trace  # of its copies
 
     @property
     def is_here(self) -> bool:
@@ -186,23 +181,14 @@ class OpenDevice(ABC):
 
 
 class DeviceSpec(ABC):
-    """A device as users name it, and the base class of every kind: its memory, its rates, and `open`.
+    """A device as users name it, and the base class of every kind: its memory, its rates, and `open`."""
 
-    Attributes:
-        memory_bytes: all that a run's ledger gives out.
-        ceilings_name: that its ceilings are stored by.
-        torch_device: where its tensors are.
-        alignment_bytes: that places of parameters are a multiple of, in DRAM and in slabs.
-        has_arena: part of its memory is for slabs and nothing else.
-        has_room_for_planning: a rehearsal has memory of its own, so tasks can be planned while others train.
-    """
-
-    memory_bytes: int
-    ceilings_name: str
-    torch_device: torch.device
-    alignment_bytes: int
-    has_arena: bool
-    has_room_for_planning: bool
+    memory_bytes: int  # all that a run's ledger gives out
+    ceilings_name: str  # that its ceilings are stored by
+    torch_device: torch.device  # where its tensors are
+    alignment_bytes: int  # that places of parameters are a multiple of, in DRAM and in slabs
+    has_arena: bool  # part of its memory is for slabs and nothing else
+    has_room_for_planning: bool  # a rehearsal has memory of its own, so tasks can be planned while others train
 
     @abstractmethod
     def ceilings(self) -> Ceilings:

@@ -77,12 +77,10 @@ class Lane:
     def __init__(self, name: str, num_threads: int, inside: Callable[[], AbstractContextManager[Any]] = nullcontext):
         """Start the thread, which lives inside `inside()`; its jobs' operations have `num_threads` threads."""
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._num_threads = num_threads
-        self._inside = inside
-        self._entered: Promise[None] = Promise()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        entered: Promise[None] = Promise()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True, args=(num_threads, inside, entered))
         self._thread.start()
-        self._entered.result()
+        entered.result()
 
     @property
     def is_here(self) -> bool:
@@ -96,16 +94,13 @@ class Lane:
         self._jobs.put(None)
         self._thread.join()
 
-    def _work(self) -> None:
+    def _work(self, num_threads: int, inside: Callable[[], AbstractContextManager[Any]], entered: Promise[Any]) -> None:
         # A new thread inherits the last value that any thread set, and bits depend on it.
-        torch.set_num_threads(self._num_threads)
+        torch.set_num_threads(num_threads)
         with ExitStack() as stack:
-            try:
-                stack.enter_context(self._inside())
-            except BaseException as error:  # or whoever waits for its jobs would wait for ever
-                self._entered.give_up(error)
+            entered.fulfil(lambda: stack.enter_context(inside()))
+            if not entered.is_kept():  # whoever began it is told: nobody waits for its jobs
                 return
-            self._entered.keep(None)
             while (job := self._jobs.get()) is not None:
                 try:
                     job()

@@ -67,7 +67,9 @@ class PageLocked(HostMemory):
                 if code == 0:
                     locked.append(start)
                     continue
-                self._clear_error()
+                # Or the error that the call has left to this thread's next kernel would seem to be that one's.
+                with suppress(torch.AcceleratorError):
+                    torch.ones(1, device=torch.device("cuda", self._index))
                 self._unlock(locked)
                 if not self._has_told:
                     self._has_told = True
@@ -97,8 +99,3 @@ class PageLocked(HostMemory):
     def discard(self, storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
         if storage.data_ptr() not in self._unlocks:  # locked pages are not given back, and devices may still copy them
             discard(storage, start, num_bytes, is_shared=True)
-
-    def _clear_error(self) -> None:
-        """Take the error that a call has left to this thread's next kernel, which would seem to have failed."""
-        with suppress(torch.AcceleratorError):
-            torch.ones(1, device=torch.device("cuda", self._index))

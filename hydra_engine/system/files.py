@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,16 +118,13 @@ def fingerprint(path: Path, threads: Executor) -> Fingerprint:
         os.close(descriptor)
 
 
-class WriteBehind:
+class WriteBehind(AbstractContextManager["WriteBehind"]):
     """A thread that writes one portion while the next is filled, for one file after the other."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint-write")
         self._buffers: deque[memoryview] = deque()
         self._writes: deque[Future[None]] = deque()
-
-    def __enter__(self) -> WriteBehind:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -158,7 +156,7 @@ class WriteBehind:
         return writes
 
 
-class NewFile:
+class NewFile(AbstractContextManager["NewFile"]):
     """A file being written. Its checksums are of the very bytes that the disk is given."""
 
     def __init__(self, disk: Disk, path: Path, behind: WriteBehind) -> None:
@@ -168,9 +166,6 @@ class NewFile:
         self._buffer = behind.buffer()
         self._filled_bytes = 0  # of the buffer
         self._descriptor = disk.create(path)
-
-    def __enter__(self) -> NewFile:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._behind.settle()  # a descriptor that is closed in use may be another file's by then
@@ -227,7 +222,7 @@ class NewFile:
             self._disk.set_direct(self._descriptor, False)
 
 
-class OldFile:
+class OldFile(AbstractContextManager["OldFile"]):
     """A file being read, from its beginning to its end."""
 
     def __init__(self, path: Path) -> None:
@@ -235,9 +230,6 @@ class OldFile:
         self._checksum = 0  # of the portion that has begun
         self._num_bytes = 0
         self._file = path.open("rb")
-
-    def __enter__(self) -> OldFile:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()

@@ -30,6 +30,7 @@ from partitioners.precision import cast
 from partitioners.skips import Frame
 
 Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
+Arrived: TypeAlias = "tuple[list[Arrival | None], list[Tensor]]"  # where a value enters a graph, and what is in there
 OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # sees micro-batch m's recomputed output
 
 
@@ -393,7 +394,7 @@ class UnitRunning:
         found = [None if arrival is None else arrival.gradient for arrival in arrivals]
         return [None if each is None else self._gradients.apart(each, self._executor.current) for each in found]
 
-    def _arrive(self, value: Boundary) -> tuple[list[Arrival | None], list[Tensor]]:
+    def _arrive(self, value: Boundary) -> Arrived:
         """Bring a value into this shard's graph, where it needs gradients."""
         graph = self._spec.kind != EVALUATE
         arrivals = [
@@ -438,14 +439,7 @@ class UnitRunning:
             found[name] = _number(measured) if isinstance(measured, Tensor) else float(measured)
         return found
 
-    def _backward(
-        self,
-        value: Any,
-        micro: MicroInput,
-        m: int,
-        skips: Mapping[str, tuple[list[Arrival | None], list[Tensor]]],
-        frame: Frame,
-    ) -> None:
+    def _backward(self, value: Any, micro: MicroInput, m: int, skips: Mapping[str, Arrived], frame: Frame) -> None:
         """Run the backward of a shard that passes a value on."""
         shard, compiled, on_recomputed = self._shard, self._executor.compiled, self._spec.on_recomputed
         tensors = Boundary.of(value, f"the output of layer {self._executor.current}").tensors

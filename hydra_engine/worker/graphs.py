@@ -78,22 +78,15 @@ class GraphUse:
 
 
 class SavedTensors:
-    """Tensors that autograd saves in a unit's forward, beside the slabs: counted, and kept where there is room.
-
-    Attributes:
-        graphs: of the micro-batches so far; None where they are not kept.
-        num_bytes: bytes that were saved.
-        all_seen: the graphs hold nothing else; False where a layer keeps tensors for its backward by itself.
-        created_bytes: returns the bytes of what operations have created and is alive, where that is metered.
-    """
+    """Tensors that autograd saves in a unit's forward, beside the slabs: counted, and kept where there is room."""
 
     def __init__(self, room: int | None = None) -> None:
         """`room`: bytes for graphs to keep; None: they are only counted."""
         self._room = room or 0
-        self.graphs: list[Graph] | None = None if room is None else []
-        self.num_bytes = 0
-        self.all_seen = True
-        self.created_bytes: Callable[[], int] | None = None
+        self.graphs: list[Graph] | None = None if room is None else []  # of the micro-batches so far; None: not kept
+        self.num_bytes = 0  # that were saved
+        self.all_seen = True  # the graphs hold nothing else: no layer keeps tensors for its backward by itself
+        self.created_bytes: Callable[[], int] | None = None  # of what operations created and is alive, where metered
         self._created_before = 0
         # By weak references: an address may be another storage's once what it was is dropped.
         self._storages: set[StorageWeakRef] = set()

@@ -41,11 +41,7 @@ def _is_alike(a: Tensor, b: Tensor) -> bool:
 # Past 300 lines: all jobs of the compute lane, in the order in which a unit meets them.
 @dataclass(eq=False)
 class Runner:
-    """Computes one device's units. Those methods without an underscore are jobs of its compute lane.
-
-    Attributes:
-        timing: of all units, where launching is not computing.
-    """
+    """Computes one device's units. Those methods without an underscore are jobs of its compute lane."""
 
     _index: int
     _device: OpenDevice
@@ -55,7 +51,7 @@ class Runner:
     _spiller: Spiller
     _claims: Claims
     _kept_graphs: KeptGraphs
-    timing: Timing = field(default_factory=lambda: Timing(0.0, 0.0))
+    timing: Timing = field(default_factory=lambda: Timing(0.0, 0.0))  # of all units, where launching is not computing
     # Held while results are written to DRAM: whoever gives a unit up waits for that, and nothing follows.
     storing: threading.Lock = field(default_factory=threading.Lock)
     _computing: Unit | None = None

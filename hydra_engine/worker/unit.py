@@ -138,14 +138,7 @@ class Delay(Enum):
 
 
 class Claim:
-    """A unit's shard on its way to the device, or there, until its unit is computed or the claim is dropped.
-
-    Attributes:
-        slabs: by region; pinned.
-        views: parameters in the slabs, by slot, once the unit runs.
-        error: the first, of the unit too; `where` it was.
-        freed: kept once the slabs are let go.
-    """
+    """A unit's shard on its way to the device, or there, until its unit is computed or the claim is dropped."""
 
     def __init__(self, unit: Unit, state: TaskState) -> None:
         self.unit = unit
@@ -153,12 +146,12 @@ class Claim:
         self.state = state
         self.shard = state.cut.shards[unit.shard]
         self.regions = state.regions(self.shard)
-        self.slabs: dict[Region, SlabLoad] = {}
-        self.views: dict[int, Tensor] = {}
+        self.slabs: dict[Region, SlabLoad] = {}  # pinned
+        self.views: dict[int, Tensor] = {}  # parameters in the slabs, by slot, once the unit runs
         self.stage = ClaimStage.ASKED
-        self.error: BaseException | None = None
-        self.where = ""
-        self.freed: Promise[None] = Promise()
+        self.error: BaseException | None = None  # the first, of the unit too
+        self.where = ""  # the error was
+        self.freed: Promise[None] = Promise()  # kept once the slabs are let go
 
     def fail(self, error: BaseException, where: str = "") -> None:
         forget_frames(error)
@@ -261,15 +254,7 @@ class Passage:
 
 # More than 15 attributes: they come and go one by one on the unit's way, in three lanes.
 class UnitRun:
-    """A unit that is computed: what it works with on the device, and what it leaves there until that is stored.
-
-    Attributes:
-        after: of the unit before it, where that is still on its way to DRAM.
-        buffers, so_far, update: come with the first input.
-        first_input: brought by the lane that computes; `inputs`: the others on their way, by micro-batch.
-        stores: outputs on their way to DRAM, but for the last.
-        waited_s: seconds in which the compute lane waited for copies of micro-batches.
-    """
+    """A unit that is computed: what it works with on the device, and what it leaves there until that is stored."""
 
     def __init__(self, claim: Claim, ledger: Ledger, after: Passage | None) -> None:
         unit, state = claim.unit, claim.state
@@ -296,16 +281,17 @@ class UnitRun:
         )
         self.is_metered = False
         self.graphs = GraphUse()
-        self.after = after
+        self.after = after  # of the unit before it, where that is still on its way to DRAM
         self.passage = Passage()
+        # The next four are brought by the lane that computes.
+        self.first_input: MicroInput | None = None
         self.buffers: dict[int, Tensor] = {}
         self.so_far: dict[int, Tensor] = {}
         self.update: DeviceUpdate | None = None
-        self.first_input: MicroInput | None = None
-        self.inputs: dict[int, Promise[MicroInput]] = {}
-        self.stores: list[Promise[None]] = []
+        self.inputs: dict[int, Promise[MicroInput]] = {}  # the others on their way, by micro-batch
+        self.stores: list[Promise[None]] = []  # outputs on their way to DRAM, but for the last
         self.output: UnitOutput | None = None
-        self.waited_s = 0.0
+        self.waited_s = 0.0  # seconds in which the compute lane waited for copies of micro-batches
 
     def take_update(self) -> UpdateOnDevice | None:
         """Return what updates the shard on the device; None: the host does. It is no longer kept here."""
