@@ -40,15 +40,10 @@ class Ledger:
     Requests are granted strictly in order, each as soon as it fits: a unit that is about to run asks before the next
     unit's slab does, so a claim can never starve the unit in front of it. A request at the head that does not fit
     while nothing is active, so that nothing will be released by itself, is refused.
-
-    arena_bytes: of its memory, for slabs and nothing else; None: for whatever asks first. evict: releases what is
-    kept for later until so many bytes of a kind are free, or nothing of it is left. lock: held by whoever changes
-    anything here, and while callbacks run, in the order of the grants; reentrant for a callback that asks. noted: told
-    the bytes in use whenever they have changed, under the lock; not while a unit that was granted all that is free has
-    yet to tell what it uses.
     """
 
     def __init__(self, device: str, memory_bytes: int, arena_bytes: int | None = None) -> None:
+        """`arena_bytes`: of its memory, for slabs and nothing else; None: for whatever asks first."""
         self.device = device
         self.memory_bytes = memory_bytes
         self.is_split = arena_bytes is not None
@@ -58,11 +53,14 @@ class Ledger:
         self._used = {SLABS: 0, WORK: 0}
         self._num_active = 0
         self._closed = False
-        self._is_unsettled = False  # a unit was granted all that is free
+        self._is_unsettled = False  # a unit was granted all that is free, and has yet to tell what it uses
         self._is_pumping = False
         self._waiting: deque[Ticket] = deque()
+        # Releases what is kept for later until so many bytes of a kind are free, or nothing of it is left.
         self.evict: Callable[[int, str], None] = lambda _, __: None
+        # Told the bytes in use whenever they have changed, under the lock; not while `_is_unsettled`.
         self.noted: Callable[[int], None] = lambda _: None
+        # Held by whoever changes anything here, and while callbacks run, in the grants' order; reentrant: they may ask.
         self.lock = threading.RLock()
 
     @property

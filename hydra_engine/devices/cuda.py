@@ -58,7 +58,6 @@ OUT_OF_MEMORY = 2
 # For messages.
 KNOWN_NAMES = "'cuda:0', 'cuda:1', ..."
 
-
 _CONTEXT_BYTES: dict[int, int] = {}  # of cards on which this process has its context, whoever has named them
 
 
@@ -99,9 +98,8 @@ class CudaDevice(DeviceSpec):
         library_bytes = _library_bytes(index)
         free, self.total_bytes = torch.cuda.mem_get_info(index)
         used = self.total_bytes - free - torch.cuda.memory_reserved(index)
-        context = self.context_bytes = _CONTEXT_BYTES[index] = (
-            min(max(0, used - library_bytes), MOST_CONTEXT_BYTES) + library_bytes
-        )
+        self.context_bytes = min(max(0, used - library_bytes), MOST_CONTEXT_BYTES) + library_bytes
+        context = _CONTEXT_BYTES[index] = self.context_bytes
         if asked is not None and asked > self.total_bytes:
             raise ValueError(
                 f"memory: {format_bytes(asked)} ({asked} bytes) for 'cuda:{index}', limit: "
@@ -337,15 +335,11 @@ class OpenCudaDevice(OpenDevice):
             return error
         if _is_out_of_memory(error):
             return DeviceOutOfMemory(self.name, 0, self.ledger.free_bytes(), self.ledger.limit_bytes())
-        return DeviceLost(self.name, error) if self._is_lost() else error
-
-    def _is_lost(self) -> bool:
-        """Return True if nothing can be done on the device any more: its error comes back with every call."""
         try:
             torch.cuda.synchronize(self._index)
-        except RuntimeError:
-            return True
-        return False
+        except RuntimeError:  # nothing can be done on the device any more: its error comes back with every call
+            return DeviceLost(self.name, error)
+        return error
 
     def close(self) -> None:
         super().close()
@@ -365,10 +359,7 @@ class OpenCudaDevice(OpenDevice):
 
 
 class _ExpandableSegments:
-    """Lets torch's segments grow, as PYTORCH_ALLOC_CONF would, while any device of this process is open.
-
-    https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
-    """
+    """Lets torch's segments grow, as PYTORCH_ALLOC_CONF would, while any device of this process is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -393,13 +384,13 @@ class _ExpandableSegments:
                 self._set(False)
 
     def _set(self, expandable: bool) -> None:
+        # https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
         before = [each for each in self._before.split(",") if each.strip()]
         own = [each for each in before if "expandable_segments" in each]
+        others = [each for each in before if each not in own]
         if expandable or not own:
             own = [f"expandable_segments:{expandable}"]
-        torch._C._accelerator_setAllocatorSettings(
-            ",".join([*(each for each in before if "expandable_segments" not in each), *own])
-        )
+        torch._C._accelerator_setAllocatorSettings(",".join([*others, *own]))
 
 
 def _allocator_settings() -> str:

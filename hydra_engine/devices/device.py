@@ -131,10 +131,7 @@ class OpenDevice(ABC):
             self.trace.add(self.name, LOAD if lane == INPUT else lane, label, start_s)
 
     def copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], *, urgent: bool = False) -> int:
-        """Queue copies of each (target, source) across the link, and return their bytes.
-
-        urgent: before what else is on its way.
-        """
+        """Queue copies of each (target, source) across the link; urgent: before all others. Return their bytes."""
         num_bytes = sum([source.nbytes for _, source in pairs])
         self.trace.count_bytes(self.name, lane, num_bytes)
         self._copy(lane, pairs, num_bytes, urgent=urgent)

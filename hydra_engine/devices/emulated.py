@@ -54,7 +54,9 @@ class EmulatedDevice(DeviceSpec):
         meter_every_unit: bool = False,
         has_arena: bool = False,
     ) -> None:
-        self.memory_bytes = default_bytes() if memory == "auto" else parse_bytes(memory, "memory")
+        if memory == "auto":  # the other half is for the tasks, whose weights and states live there
+            memory = max(1, dram.available_dram_bytes() // 2)
+        self.memory_bytes = parse_bytes(memory, "memory")
         self.bandwidth = None if bandwidth is None else parse_bytes(bandwidth, "bandwidth")
         self.ceilings_name = "cpu" if self.bandwidth is None else "emulated"
         self.chaos = chaos
@@ -71,8 +73,7 @@ class EmulatedDevice(DeviceSpec):
         """Return the rates of its link; where none is emulated, of copies in memory, as stored or else measured now."""
         if self.bandwidth is not None:
             return Ceilings.of_link(self.ceilings_name, float(self.bandwidth), STATED)
-        found = stored(self.ceilings_name)
-        return found or Ceilings.of_link(self.ceilings_name, _copy_bytes_per_s(), MEASURED_NOW)
+        return stored(self.ceilings_name) or Ceilings.of_link(self.ceilings_name, _copy_bytes_per_s(), MEASURED_NOW)
 
     def check_free(self) -> None:
         pass  # nobody else has its memory
@@ -86,11 +87,6 @@ class EmulatedDevice(DeviceSpec):
 
     def open(self, index: int, trace: Trace, num_threads: int, arena_bytes: int | None = None) -> OpenEmulatedDevice:
         return OpenEmulatedDevice(self, self.name_at(index), trace, num_threads, arena_bytes)
-
-
-def default_bytes() -> int:
-    """Half of the free DRAM: the other half is for the tasks, whose weights and states live there."""
-    return max(1, dram.available_dram_bytes() // 2)
 
 
 def _copy_bytes_per_s() -> float:

@@ -97,12 +97,11 @@ def measure(
 def dram_bytes_per_s(num_workers: int, num_threads: int) -> float:
     """Bytes read and written in a second by copies in DRAM, one in each of so many threads."""
     num_bytes = max(1, min(DRAM_BYTES, dram.available_dram_bytes() // 8) // num_workers)
-    sources = [plain_host_bytes(num_bytes) for _ in range(num_workers)]
-    targets = [plain_host_bytes(num_bytes) for _ in range(num_workers)]
+    pairs = [(plain_host_bytes(num_bytes), plain_host_bytes(num_bytes)) for _ in range(num_workers)]
     with ThreadPoolExecutor(num_workers, "hydra-probe", torch.set_num_threads, (num_threads,)) as pool:
 
         def copy_all() -> None:
-            for copied in [pool.submit(target.copy_, source) for source, target in zip(sources, targets, strict=True)]:
+            for copied in [pool.submit(target.copy_, source) for source, target in pairs]:
                 copied.result()
 
         seconds = _median_s(copy_all)

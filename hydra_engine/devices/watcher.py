@@ -186,10 +186,8 @@ def _claimed(uuid: str) -> bool:
     """
     try:
         fcntl.lockf(_claim_file(uuid), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # no folder for temporary files: nothing can be claimed
-        return True
+    except OSError as error:  # or there is no folder for temporary files, so that nothing can be claimed
+        return not isinstance(error, BlockingIOError)
     return True
 
 

@@ -123,10 +123,8 @@ def num_cores(cores: frozenset[int]) -> int:
 
 
 def _quotas() -> Iterator[float]:
-    """Yield the number of cores that each cgroup of this process grants, from the outermost one on.
-
-    https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max), https://docs.kernel.org/scheduler/sched-bwc.html (v1)
-    """
+    """Yield the number of cores that each cgroup of this process grants, from the outermost one on."""
+    # https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max) and https://docs.kernel.org/scheduler/sched-bwc.html
     for line in _read(ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         own = controllers.split(",")

@@ -78,10 +78,8 @@ class PrivateMemory(HostMemory):
 
 
 def return_free_memory() -> None:
-    """Give freed memory back to the system: glibc keeps blocks of up to 32 MiB, and weights are such blocks.
-
-    https://man7.org/linux/man-pages/man3/malloc_trim.3.html
-    """
+    """Give freed memory back to the system: glibc keeps blocks of up to 32 MiB, and weights are such blocks."""
+    # https://man7.org/linux/man-pages/man3/malloc_trim.3.html
     with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

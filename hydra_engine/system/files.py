@@ -28,10 +28,8 @@ import numpy as np
 
 
 def cache_folder() -> Path:
-    """Return the folder of what can be made again, hydra_engine in the user's cache; it may not exist yet.
-
-    https://specifications.freedesktop.org/basedir-spec/latest/
-    """
+    """Return the folder of what can be made again, hydra_engine in the user's cache; it may not exist yet."""
+    # https://specifications.freedesktop.org/basedir-spec/latest/
     root = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(root):  # a relative one is not valid
         root = os.path.expanduser("~/.cache")
@@ -46,10 +44,8 @@ class Disk:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def set_direct(self, descriptor: int, is_direct: bool) -> bool:
-        """Let writes go past the page cache, in whole blocks from whole pages, or not; returns True if they do now.
-
-        https://man7.org/linux/man-pages/man2/open.2.html: O_DIRECT, which not every file system has.
-        """
+        """Let writes go past the page cache, in whole blocks from whole pages, or not; returns True if they do now."""
+        # O_DIRECT, which not every file system has: https://man7.org/linux/man-pages/man2/open.2.html
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         direct = getattr(os, "O_DIRECT", 0)
         try:

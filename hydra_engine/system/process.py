@@ -27,9 +27,8 @@ def command() -> dict[str, Any] | None:
     `multiprocessing` has begun. Environment variables are not part of it.
     """
     is_from_stdin = sys.argv[:1] in ([], [""], ["-"])
-    if is_interactive() or is_from_stdin or multiprocessing.parent_process() is not None:
-        return None
-    if not sys.executable or STARTED_IN is None:
+    is_child = multiprocessing.parent_process() is not None
+    if is_interactive() or is_from_stdin or is_child or not sys.executable or STARTED_IN is None:
         return None
     return {"argv": [sys.executable, *sys.orig_argv[1:]], "cwd": STARTED_IN}
 

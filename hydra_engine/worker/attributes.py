@@ -83,13 +83,9 @@ class Attributes:
         for key, child in module._modules.items():
             yield child, f"{name}.{key}", ""
         for key, value in own.items():
-            if (
-                key in IN_MODULES
-                or isinstance(value, (bool, int, float, str, type(None)))
-                or (key in OWN and not value)
-            ):
-                continue
-            yield value, name, key
+            is_plain = isinstance(value, (bool, int, float, str, type(None)))
+            if key not in IN_MODULES and not is_plain and (key not in OWN or value):
+                yield value, name, key
 
     def _add(self, container: Any, layer: str, attribute: str, *, is_own: bool = False) -> None:
         self._known.add(id(container))

@@ -146,7 +146,6 @@ class CompiledLayers:
         return layer(value) if form.obstacle else found
 
     def _first_call(self, index: int, form: Form, value: Any) -> Any:
-        name = self._structure.names[index]
         try:
             # The backward's graph too: later, it would be compiled beside other threads' calls.
             with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
@@ -159,7 +158,7 @@ class CompiledLayers:
             raise
         except Exception as error:  # the form has run uncompiled before, so it is the compilation's
             raise ValueError(
-                f"compile: layer {name} cannot be compiled as one graph: {str(error).strip()}\n"
+                f"compile: layer {self._structure.names[index]} cannot be compiled as one graph: {str(error).strip()}\n"
                 f"Decorate the layer's forward with torch.compiler.disable to leave it out, or leave out compile=True"
             ) from error
         self._begun[index].add(form)

@@ -34,8 +34,9 @@ class Drawing:
 
     def __exit__(self, *exc: Any) -> None:
         if self._installed is not None:
-            if exc[0] is None and self.in_backward is not None:
-                self.drew_in_backward = self._has_drawn_since(self.in_backward)
+            if exc[0] is None and (before := self.in_backward) is not None:  # checkpoints have put their states back
+                drew_on_device = self.generator is not None and self.generator.state() != self._after
+                self.drew_in_backward = drew_on_device or not capture()._replace(device=before.device).same_as(before)
             self._installed.__exit__(*exc)
 
     def forward(self) -> AbstractContextManager[TaskGenerator | None]:
@@ -65,8 +66,3 @@ class Drawing:
             self._after = after
             if after != before:  # a seed stays one until something is drawn
                 self.state = self.state._replace(device=after)
-
-    def _has_drawn_since(self, before: RandomState) -> bool:
-        """Return True if the states are no longer those that the backward found; checkpoints put theirs back."""
-        drew_on_device = self.generator is not None and self.generator.state() != self._after
-        return drew_on_device or not capture()._replace(device=before.device).same_as(before)

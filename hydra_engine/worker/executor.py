@@ -33,7 +33,6 @@ Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 Arrived: TypeAlias = "tuple[list[Arrival | None], list[Tensor]]"  # where a value enters a graph, and what is in there
 OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # sees micro-batch m's recomputed output
 
-
 # Entered by every unit, so made once.
 NOTHING = nullcontext()
 
@@ -254,10 +253,7 @@ class UnitRunning:
         return out
 
     def end(self, update: UpdateOnDevice | None = None) -> UnitOutput:
-        """Return what the unit leaves, once all its micro-batches are through.
-
-        update: of the parameters, in place, by the optimizer.
-        """
+        """Return what the unit leaves, once all its micro-batches are through; `update`: the optimizer's, in place."""
         spec, structure, shard = self._spec, self._structure, self._shard
         assert self._thread_modes is not None
         changed = put_back(self._thread_modes)
@@ -339,7 +335,12 @@ class UnitRunning:
     def _passed_on(self, value: Any, arrivals: list[Arrival | None], frame: Frame, drawing: Drawing) -> MicroOutput:
         """Return what a forward leaves to the shards above."""
         out, saved = Boundary.of(value, f"the output of layer {self._executor.current}"), self._saved
-        _check_place(out, self._structure.device, self._executor.current)
+        for tensor in out.tensors:
+            if tensor.device.type != self._structure.device.type:  # it would come back from DRAM on that one
+                raise ValueError(
+                    f"layer {self._executor.current} gave a tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
+                    f"limit: {self._structure.device}, where its inputs are; make it there, or pass it on as a number"
+                )
         if saved is not None:
             saved.weigh(out.tensors)
             if saved.graphs is not None:
@@ -464,16 +465,6 @@ class UnitRunning:
 def _set_grad_enabled(is_enabled: bool) -> None:
     if torch.is_grad_enabled() != is_enabled:
         torch.set_grad_enabled(is_enabled)
-
-
-def _check_place(value: Boundary, here: torch.device, layer: str) -> None:
-    """Check that a value which crosses to another shard is on the device: it comes back there, wherever it was."""
-    for tensor in value.tensors:
-        if tensor.device.type != here.type:
-            raise ValueError(
-                f"layer {layer} gave a tensor of shape {tuple(tensor.shape)} on {tensor.device}, limit: {here}, where "
-                f"its inputs are; make it there, or pass it on as a number"
-            )
 
 
 def _leaving(name: str, frame: Frame) -> Boundary:

@@ -203,10 +203,7 @@ class GradientSums:
         return totals
 
     def apart(self, tensor: Tensor, layer: str) -> Tensor:
-        """Return the tensor without its graph, and as a copy where it lies in the slab or in a buffer.
-
-        layer: the last one that ran, for messages.
-        """
+        """Return the tensor without its graph, and as a copy if it is in the slab or a buffer; layer: for messages."""
         if tensor.layout != torch.strided:
             check_fit(f"a gradient that leaves a shard, up to {layer},", tensor)
         tensor = tensor.detach()

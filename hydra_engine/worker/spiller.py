@@ -22,7 +22,6 @@ from partitioners.boundary import Boundary, extent_bytes
 VALUE, GRADIENT = "value", "gradient"
 LEAST_KEPT_BYTES = 2**12
 
-
 Pairs: TypeAlias = list[tuple[Tensor, Tensor]]  # target and source
 
 

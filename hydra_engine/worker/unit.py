@@ -205,10 +205,7 @@ class Account:
 
     @contextmanager
     def metered(self, saved: SavedTensors | None) -> Iterator[None]:
-        """Count the bytes that the body creates, and grow where they are more than was granted.
-
-        saved: told what is alive.
-        """
+        """Count the bytes that the body creates, for `saved` too, and grow where they are more than was granted."""
 
         def on_change(delta: int) -> None:
             if delta > 0:

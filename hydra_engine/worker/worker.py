@@ -33,6 +33,7 @@ from hydra_engine.worker.runner import Report, Runner
 from hydra_engine.worker.spiller import Spiller
 from hydra_engine.worker.unit import ClaimStage, Delay, Passage, UnitRun
 
+# The loss and the metrics, where they are not the task's own.
 Functions: TypeAlias = "tuple[Callable[[Any, Any], Tensor], Mapping[str, Callable[[Any, Any], float | Tensor]]]"
 
 
@@ -63,10 +64,7 @@ class Worker:
         return self._runner.timing
 
     def admit(self, state: TaskState, modes: Modes = lambda: NOTHING, functions: Functions | None = None) -> None:
-        """Make this device's copy of a task's structure; its micro-batches run inside `modes()`.
-
-        functions: the loss and the metrics, where they are not the task's own.
-        """
+        """Make this device's copy of a task's structure; its micro-batches run inside `modes()`."""
         structure = Structure(state.layout, self.device.torch_device)
         task = state.task
         compiled = CompiledLayers(structure) if task.compile else None
