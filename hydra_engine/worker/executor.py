@@ -336,7 +336,7 @@ class UnitRunning:
         """Return what a forward leaves to the shards above."""
         out, saved = Boundary.of(value, f"the output of layer {self._executor.current}"), self._saved
         for tensor in out.tensors:
-            if tensor.device.type != self._structure.device.type:  # it would come back from DRAM on that one
+            if tensor.device.type != self._structure.device.type:  # or it would come back here, from DRAM
                 raise ValueError(
                     f"layer {self._executor.current} gave a tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
                     f"limit: {self._structure.device}, where its inputs are; make it there, or pass it on as a number"

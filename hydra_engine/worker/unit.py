@@ -150,7 +150,7 @@ class Claim:
         self.views: dict[int, Tensor] = {}  # parameters in the slabs, by slot, once the unit runs
         self.stage = ClaimStage.ASKED
         self.error: BaseException | None = None  # the first, of the unit too
-        self.where = ""  # the error was
+        self.where = ""  # that the error came from
         self.freed: Promise[None] = Promise()  # kept once the slabs are let go
 
     def fail(self, error: BaseException, where: str = "") -> None:
@@ -208,10 +208,8 @@ class Account:
         """Count the bytes that the body creates, for `saved` too, and grow where they are more than was granted."""
 
         def on_change(delta: int) -> None:
-            if delta > 0:
-                missing = self.total_bytes(meter.current_bytes + delta) - self.held_bytes
-                if missing > 0:
-                    self.grow(missing)
+            if delta > 0 and (missing := self.total_bytes(meter.current_bytes + delta) - self.held_bytes) > 0:
+                self.grow(missing)
 
         meter = MemoryMeter(on_change)
         if saved is not None:
