@@ -19,15 +19,7 @@ from typing import Any
 from hydra_engine.schedule.events import Computed, Drop, Instruction, Lend, Load, Release, Run
 from hydra_engine.schedule.groups import NEVER, Group, Standing
 from hydra_engine.schedule.policies import NOT_YET, Candidate, Policy
-from hydra_engine.schedule.state import (
-    Part,
-    PartQueue,
-    RankedQueue,
-    ReadyQueue,
-    ScheduledDevice,
-    ScheduledTask,
-    Use,
-)
+from hydra_engine.schedule.state import Part, PartQueue, RankedQueue, ReadyQueue, ScheduledDevice, ScheduledTask, Use
 from hydra_engine.schedule.units import Unit
 
 # A task that alone takes so much of the time that all tasks take on all devices goes first on every one. With all of it
@@ -85,45 +77,39 @@ class Dispatch:
 
     def remove_device(self, index: int) -> None:
         """Begin nothing more on a device, and release it once its unit is through, and whoever has it is."""
-        device = self._devices.get(index)
-        if device is None:  # as in `lend`
+        if (device := self._devices.get(index)) is None:  # as in `lend`
             return
         self.num_devices -= 1
         device.leaves = True
-        self._forget(device)
-        if device.claim is not None:
-            self._drop(device)
+        self._empty(device)
         self._place(device)
 
     def at_device(self, index: int) -> tuple[Unit | None, Unit | None]:
         """Return the unit that a device runs, and the one that it claims."""
-        device = self._devices.get(index)
-        if device is None:
+        if (device := self._devices.get(index)) is None:
             return None, None
         return device.running, None if device.claim is None else device.claim.offer
 
     def lend(self, index: int) -> None:
         """Begin nothing more on a device, and lend it once its unit is through."""
-        device = self._devices.get(index)
-        if device is None:  # it could not be opened, which ends the run
+        if (device := self._devices.get(index)) is None:  # it could not be opened, which ends the run
             return
         device.use = Use.WANTED
-        self._forget(device)
-        if device.claim is not None:
-            self._drop(device)
+        self._empty(device)
         self.free(device)
 
     def take_back(self, index: int) -> None:
         """Use a device again."""
-        device = self._devices.get(index)
-        if device is not None:
+        if (device := self._devices.get(index)) is not None:
             device.use = Use.UNITS
             self.free(device)
 
-    def _forget(self, device: ScheduledDevice) -> None:
-        """Let other devices go on with what this one has begun."""
+    def _empty(self, device: ScheduledDevice) -> None:
+        """Let other devices go on with what this one has begun, and drop its claim."""
         for queue in (self._ready, self._claimed, self._loadable):
             queue.forget(device)
+        if device.claim is not None:
+            self._drop(device)
 
     def add_task(self, task: ScheduledTask) -> None:
         """Let a task share compute time from now on."""
@@ -147,7 +133,7 @@ class Dispatch:
 
     def revoke(self, task: ScheduledTask) -> None:
         """Drop all claims of a task."""
-        for part in task.all_parts:
+        for part in [*task.parts, task.ahead]:
             if part.claim is not None:
                 self._let_go(part.claim)
         self.refresh(task)
@@ -189,8 +175,7 @@ class Dispatch:
             self._touched[part.claim] = None
         elif not part.is_ahead:
             self._put(self._ready if is_ready else self._loadable, part)
-        only = part.computing or part.near
-        if only is not None:
+        if (only := part.computing or part.near) is not None:
             self._touched[only] = None
 
     def _put(self, queue: PartQueue | RankedQueue, part: Part) -> None:
@@ -221,25 +206,18 @@ class Dispatch:
         for device in touched:
             if device.running is None:
                 self._run_own(device)
-        while self._ready or self._claimed:
-            idle = self._idle.best()
-            if idle is None:
-                break
+        while (self._ready or self._claimed) and (idle := self._idle.best()) is not None:
             part = self._best(self._ready, idle) or self._best(self._claimed, idle)
             assert part is not None
             self._run(idle, self._before(part) or part)
         for device in {**touched, **self._touched}:
             self._claim_best(device, self._own_offers(device))
-        while self._ready or self._loadable:
-            wanting = self._wanting.best()
-            if wanting is None:
-                break
+        while (self._ready or self._loadable) and (wanting := self._wanting.best()) is not None:
             self._claim_best(wanting, ())
         self._touched = {}
 
     def _is_wanting(self, device: ScheduledDevice) -> bool:
-        is_free = device.claim is None and (device.running is None or self._double_buffer)
-        return is_free and device.is_in_use
+        return device.claim is None and (device.running is None or self._double_buffer) and device.is_in_use
 
     def free(self, device: ScheduledDevice) -> None:
         """Put a device where it is looked for, after its unit or its claim has changed."""
@@ -284,9 +262,8 @@ class Dispatch:
         if not device.is_in_use:
             return
         claim = device.claim
-        if claim is not None and not (claim.in_turn and (not claim.under_way or claim.near is device)):
-            claim = None
-        if claim is not None and not self._may_run(claim, device):
+        is_ready = claim is not None and claim.in_turn and (not claim.under_way or claim.near is device)
+        if claim is not None and not (is_ready and self._may_run(claim, device)):
             claim = None
         near = self._near(device) if claim is None or self._has_groups else []
         if claim is not None and (not near or claim.rank <= min(part.rank for part in near)):
@@ -313,21 +290,18 @@ class Dispatch:
         return (part.rank, part.key) < (claim.rank, claim.key) and self._is_critical(part.task)
 
     def _is_critical(self, task: ScheduledTask, nearly: float = 1.0) -> bool:
-        """Return True if the task alone takes as long as all tasks on all devices: nothing then hides its waiting.
-
-        nearly: the share of that which is enough.
-        """
+        """Return True if the task alone takes `nearly` what all take on all devices: nothing then hides its waiting."""
         return task.counted_s * self.num_devices >= nearly * self._remaining_s
 
     def _best(self, queue: PartQueue | RankedQueue, device: ScheduledDevice) -> Part | None:
         """Who goes first in a queue, on this device."""
         best = queue.best()
-        if best is None or (self._is_resident is not None and best.num_passed >= MOST_PASSED):
-            return best
+        if best is None:
+            return None
         if self._is_resident is None:
             goes_first = self._is_longest_first and self._is_critical(best.task, NEARLY)
             return best if goes_first else queue.best_on(device)
-        return self._first(queue.first(MOST_LOOKED_AT), device)
+        return best if best.num_passed >= MOST_PASSED else self._first(queue.first(MOST_LOOKED_AT), device)
 
     def _first(self, parts: Sequence[Part], device: ScheduledDevice) -> Part:
         """Who goes first of some parts, on this device."""
@@ -353,8 +327,7 @@ class Dispatch:
         if self._has_groups:
             part = self._next_in_groups(device, free)
         else:
-            ready = self._best(self._ready, device)
-            if ready is not None:
+            if (ready := self._best(self._ready, device)) is not None:
                 free.append(ready)
             part = self._first(free, device) if free else self._ahead(own) or self._best(self._loadable, device)
         if part is not None:
@@ -409,8 +382,7 @@ class Dispatch:
         ranks = {} if device.part is None else device.part.standing.group.ranks_without(device.part.standing)
         for queue, parts in ((self._ready, own), (self._loadable, [])):
             assert isinstance(queue, RankedQueue)
-            standings = dict.fromkeys([queue.first_standing(), *ranks])
-            for standing in standings:
+            for standing in dict.fromkeys([queue.first_standing(), *ranks]):
                 if standing is not None and self._is_resident is not None:
                     parts = parts + queue.first(MOST_LOOKED_AT, standing)
                 elif standing is not None and (best := queue.best_on(device, standing)) is not None:

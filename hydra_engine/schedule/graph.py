@@ -25,10 +25,9 @@ def step_graph(chain: Sequence[tuple[str, int]], unit_s: dict[tuple[str, int], f
     closes them, so that `networkx.dag_longest_path_length` is the critical path in seconds.
     """
     graph = nx.DiGraph()
-    for node in chain:
-        graph.add_node(node, seconds=unit_s[node])
-    for node, following in zip(chain, [*chain[1:], "end"], strict=True):
-        graph.add_edge(node, following, weight=unit_s[node])
+    graph.add_nodes_from((node, {"seconds": unit_s[node]}) for node in chain)
+    following = [*chain[1:], "end"]
+    graph.add_weighted_edges_from((node, after, unit_s[node]) for node, after in zip(chain, following, strict=True))
     return graph
 
 
@@ -86,12 +85,11 @@ def validate(schedule: Sequence[Placed], chains: dict[str, Sequence[tuple[str, i
         if not placed.end_s >= placed.start_s >= 0:
             raise ValueError(f"schedule: {placed} ends before it starts, or starts before 0")
     graph = schedule_graph(schedule)  # nothing twice
-    starts, ends = graph.nodes(data="start_s"), graph.nodes(data="end_s")
     placed_by_unit = {placed.unit: placed for placed in schedule}
     for before, after, of in graph.edges(data="of"):
-        if starts[after] < ends[before] - TOLERANCE_S:
+        one, other = placed_by_unit[before], placed_by_unit[after]
+        if other.start_s < one.end_s - TOLERANCE_S:
             what = "device" if of == "device" else "task"
-            one, other = placed_by_unit[before], placed_by_unit[after]
             raise ValueError(f"schedule: of one {what} at the same time:\n  {one}\n  {other}")
     for task, chain in (chains or {}).items():
         by_part = defaultdict(list)
@@ -113,8 +111,7 @@ def critical_path(schedule: Iterable[Placed]) -> list[Unit]:
 
     Where a unit waited for a copy or for the host, the path goes over whichever ended last before it.
     """
-    graph = schedule_graph(schedule)
-    if not graph:
+    if not (graph := schedule_graph(schedule)):
         return []
     ends = graph.nodes(data="end_s")
     path = [max(graph, key=lambda unit: ends[unit])]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from hydra_engine.elastic import Quota
@@ -38,7 +38,7 @@ class Standing:
 class Group:
     """Tasks that share a quota; without one they borrow whatever they run on."""
 
-    quota: Quota = field(default_factory=lambda: Quota(0))
+    quota: Quota
     remaining_s: float = 0.0  # of its tasks, on one device
     num_running: int = 0  # units
     num_wanted: int = 0  # devices, by its tasks
@@ -83,11 +83,9 @@ def shared_out(most: Mapping[Group, int], num_devices: int) -> dict[Group, int]:
 
     heap = [entry(group, order) for order, group in enumerate(most) if most[group] > 0]
     heapify(heap)
-    for _ in range(num_devices if heap else 0):
+    for _ in range(min(num_devices, sum(most.values()))):
         _, _, order, group = heappop(heap)
         numbers[group] += 1
         if numbers[group] < most[group]:
             heappush(heap, entry(group, order))
-        if not heap:
-            break
     return numbers

@@ -118,11 +118,7 @@ class FairShare:
 
 
 class RandomOrder:
-    """Any unit goes first. The order depends on the seed and on the run's events, not on the process's generators.
-
-    Args:
-        seed: of the order.
-    """
+    """Any unit goes first. The order depends on `seed` and on the run's events, not on the process's generators."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = int(seed)

@@ -129,7 +129,7 @@ class Scheduler:
             DeviceRemoved: self._device_removed,
             DeviceWanted: lambda event: self._dispatch.lend(event.device),
             DeviceReturned: lambda event: self._dispatch.take_back(event.device),
-            CaptureWanted: self._capture_wanted,
+            CaptureWanted: lambda event: self._capture(self._tasks[event.task]),
             TaskStopped: self._task_stopped,
             StopRequested: self._stop_requested,
         }
@@ -181,7 +181,6 @@ class Scheduler:
         task.estimate()
         self._tasks[event.task] = task
         self._num_unfinished += 1
-        self._numbers = None
         task.parts = [Part(task)]
         self._dispatch.add_task(task)
         self._read(task)
@@ -202,7 +201,6 @@ class Scheduler:
         task = self._tasks[event.task]
         task.units = task.units._replace(spreads=event.spreads)
         self._want(task, len(task.speedups))
-        self._numbers = None
 
     def _batch_ready(self, event: BatchReady) -> None:
         task = self._tasks[event.task]
@@ -216,7 +214,7 @@ class Scheduler:
 
     def _data_ended(self, event: DataEnded | DataFailed) -> None:
         task = self._tasks[event.task]
-        task.go_to(Phase.ALL_READ)
+        task.phase = max(task.phase, Phase.ALL_READ)
         self._advance(task)
 
     def _part(self, unit: Unit) -> Part:
@@ -305,7 +303,6 @@ class Scheduler:
         task.units = event.units
         task.unit_s = dict(event.units.unit_s)
         self._want(task, len(task.speedups))
-        self._numbers = None
         if task.next_batch is not None and not event.is_retried:  # read before this
             task.next_batch = task.next_batch._replace(new_shapes=True)
         if task.phase.is_over:
@@ -337,9 +334,6 @@ class Scheduler:
         self._advance(task)
         if any(part.offer is None for part in task.parts):
             self._dispatch.refresh(task)
-
-    def _capture_wanted(self, event: CaptureWanted) -> None:
-        self._capture(self._tasks[event.task])
 
     def _capture(self, task: ScheduledTask) -> None:
         if task.is_settled:
@@ -379,7 +373,7 @@ class Scheduler:
     def _end_whole(self, task: ScheduledTask) -> None:
         """Begin nothing more of a task, once a step that has updated shards already is committed."""
         if task.is_releasing and not task.phase.is_over:
-            task.go_to(Phase.LAST_STEP)
+            task.phase = Phase.LAST_STEP
             if task.ahead.claim is not None:
                 self._dispatch.revoke(task)
             else:
@@ -389,7 +383,7 @@ class Scheduler:
 
     def _end(self, task: ScheduledTask) -> None:
         """Begin nothing more of a task, and revoke what is claimed of it."""
-        task.go_to(Phase.OVER)
+        task.phase = max(task.phase, Phase.OVER)
         task.misfit = None
         self._dispatch.revoke(task)
         self._advance(task)
@@ -432,10 +426,9 @@ class Scheduler:
 
     def _finish(self, task: ScheduledTask) -> None:
         self._want(task, 0)
-        task.go_to(Phase.FINISHED)
+        task.phase = Phase.FINISHED
         self._dispatch.refresh(task)  # nothing is left of it
         self._num_unfinished -= 1
-        self._numbers = None
         if task.standing is not None:
             del self._members[task.standing.group][task]
         self._out.append(Finish(task.added.task, is_settled=not task.is_releasing))
@@ -462,7 +455,8 @@ class Scheduler:
         self._numbers.update(zip(tasks, numbers, strict=True))
 
     def _want(self, task: ScheduledTask, num_devices: int) -> None:
-        """Count the devices that a task's steps may be spread over; it may have finished."""
+        """Count the devices that a task's steps may be spread over, to be solved anew; it may have finished."""
+        self._numbers = None
         if task.phase is not Phase.FINISHED:
             if task.standing is not None:
                 task.standing.group.num_wanted += num_devices - task.num_wanted
@@ -484,19 +478,18 @@ class Scheduler:
             assert part.queue is None, part
         task.chain = task.units.training if task.batch.training else task.units.evaluation
         task.spread = task.units.spreads[num_parts - 1]
-        sizes = [end - first for first, end in part_ranges(num_micro_batches, num_parts)]
         homes = [part.home for part in task.parts]
         # The first part goes on from what was loaded ahead.
         first, task.ahead = task.ahead, Part(task, is_ahead=True)
         first.is_ahead = False
         assert first.claim is None or first.next_unit() == first.offer, first
         task.parts = [first, *(Part(task, k) for k in range(1, num_parts))]
-        for part, size in zip(task.parts, sizes, strict=True):
-            part.share = size / num_micro_batches
+        for part, (begin, end) in zip(task.parts, part_ranges(num_micro_batches, num_parts), strict=True):
+            part.share = (end - begin) / num_micro_batches
         for part, home in zip(task.parts, homes, strict=False):
             part.home = home
-        for before, after in pairwise(task.parts):
-            before.after, after.before = after, before
+        for before, part in pairwise(task.parts):
+            part.before = before
         task.estimate()
         self._dispatch.refresh(task)
         if task.added.reads_ahead and not task.added.reads_last:

@@ -11,9 +11,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import accumulate, count
 from numbers import Real
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -204,28 +204,21 @@ class ReadyQueue(Generic[T]):
         return None
 
 
-class PartQueue:
-    """Parts by the device that has begun them, and all of them; as a `ReadyQueue`.
-
-    The home of a part must not change while it is in here.
-    """
+class PartQueue(ReadyQueue["Part"]):
+    """All parts, and those that each device has begun. The home of a part must not change while it is in here."""
 
     def __init__(self) -> None:
-        self._all: ReadyQueue[Part] = ReadyQueue()
+        super().__init__()
         self._at: dict[ScheduledDevice | None, ReadyQueue[Part]] = {}
 
-    def __len__(self) -> int:
-        return len(self._all)
-
     def put(self, part: Part, key: Any) -> None:
-        """Add a part, or give it another key."""
         if part.home is not None and not part.home.is_in_use:
             part.home = None
-        self._all.put(part, key)
+        super().put(part, key)
         self._at.setdefault(part.home, ReadyQueue()).put(part, key)
 
     def discard(self, part: Part) -> None:
-        self._all.discard(part)
+        super().discard(part)
         self._at[part.home].discard(part)
 
     def forget(self, device: ScheduledDevice) -> None:
@@ -235,17 +228,9 @@ class PartQueue:
             part.home = None
             self._at.setdefault(None, ReadyQueue()).put(part, part.key)
 
-    def first(self, num: int) -> list[Part]:
-        """So many parts with the lowest keys, in their order."""
-        return self._all.first(num)
-
-    def best(self) -> Part | None:
-        """The part with the lowest key."""
-        return self._all.best()
-
     def best_on(self, device: ScheduledDevice) -> Part | None:
         """The best one that the device has begun, else that none has, else of all: of the highest priority, though."""
-        best = self._all.best()
+        best = self.best()
         for home in (device, None):
             part = self._at[home].best() if home in self._at else None
             if best is not None and part is not None and part.key[0] == best.key[0]:
@@ -265,7 +250,6 @@ class RankedQueue:
         return 0 if self.first_standing() is None else 1
 
     def put(self, part: Part, key: Any) -> None:
-        """Add a part, or give it another key."""
         standing = part.standing
         self._of.setdefault(standing, PartQueue()).put(part, key)
         self._changed[standing] = None
@@ -275,7 +259,6 @@ class RankedQueue:
         self._changed[part.standing] = None
 
     def forget(self, device: ScheduledDevice) -> None:
-        """Take from a device what it has begun."""
         for queue in self._of.values():
             queue.forget(device)
 
@@ -322,7 +305,7 @@ NEWEST, MOST_TIMES = 0.3, 2.0
 MOST_AHEAD = 2
 
 
-class Phase(Enum):
+class Phase(IntEnum):
     """Stations of a task on the way to its end. It only goes forward."""
 
     OPEN = 0  # batches come
@@ -331,9 +314,8 @@ class Phase(Enum):
     OVER = 3  # failed or stopped: nothing of it begins, and what is under way comes through
     FINISHED = 4  # nothing of it is under way: `Finish` was said
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.is_over = rank >= 3  # nothing of it begins any more
+    def __init__(self, number: int) -> None:
+        self.is_over = number >= 3  # nothing of it begins any more
 
 
 class OnHost(Enum):
@@ -367,7 +349,6 @@ class Part:
     index: int = 0
     share: float = 1.0  # of the batch
     before: Part | None = None  # the micro-batches before these
-    after: Part | None = None
     position: int = 0  # of the first unit that was not begun
     computing: ScheduledDevice | None = None  # has the unit before `position`
     storing: int = 0  # units before `position` that are on their way to DRAM
@@ -495,11 +476,6 @@ class ScheduledTask:
     def __post_init__(self) -> None:
         self.ahead = Part(self, is_ahead=True)
 
-    def go_to(self, phase: Phase) -> None:
-        """Come nearer to the end, if it is not as near already."""
-        if phase.rank > self.phase.rank:
-            self.phase = phase
-
     @property
     def under_way(self) -> bool:
         """True if a unit of any part is on a device, or on its way to DRAM."""
@@ -520,11 +496,6 @@ class ScheduledTask:
         chain = self.units.training if batch.training else self.units.evaluation
         changes = self.batch.training and chain and self.units.needs[chain[0][1]]
         return () if changes else chain
-
-    @property
-    def all_parts(self) -> list[Part]:
-        """Return the parts of the batch in progress, and the first one of the next batch."""
-        return [*self.parts, self.ahead]
 
     @property
     def is_releasing(self) -> bool:
@@ -589,10 +560,7 @@ class ScheduledTask:
 
     def estimate(self) -> None:
         """Add up a new chain's times, as they are estimated now."""
-        left_s = [0.0]
-        for node in reversed(self.chain):
-            left_s.append(left_s[-1] + self.unit_s.get(node, 0.0))
-        self.left_s = left_s[::-1]
+        self.left_s = list(accumulate((self.unit_s.get(n, 0.0) for n in reversed(self.chain)), initial=0.0))[::-1]
         in_training = self.batch.training and bool(self.chain)
         self.step_s = self.left_s[0] if in_training else sum(self.unit_s.get(n, 0.0) for n in self.units.training)
 
@@ -623,11 +591,10 @@ class ScheduledTask:
     def measured(self, node: tuple[str, int], seconds: float) -> None:
         """Take a measurement of a unit into its estimate."""
         estimate = self.unit_s.get(node, 0.0)
-        if estimate <= 0:
-            self.unit_s[node] = seconds
-            return
-        seconds = min(max(seconds, estimate / MOST_TIMES), estimate * MOST_TIMES)
-        self.unit_s[node] = (1 - NEWEST) * estimate + NEWEST * seconds
+        if estimate > 0:
+            seconds = min(max(seconds, estimate / MOST_TIMES), estimate * MOST_TIMES)
+            seconds = (1 - NEWEST) * estimate + NEWEST * seconds
+        self.unit_s[node] = seconds
 
 
 class Use(Enum):

@@ -37,16 +37,14 @@ class Unit(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Unit:
         """The unit that prints as `text`."""
-        match = _PATTERN.fullmatch(text)
-        if match is None:
+        if (match := _PATTERN.fullmatch(text)) is None:
             raise ValueError(f"unit: {text!r} is not of the form task.kind+shard@step, such as 'bert.f2@5'")
         return cls(match["task"], match["kind"], int(match["shard"]), int(match["step"]), int(match["part"] or 0))
 
 
 def part_ranges(num_micro_batches: int, num_parts: int) -> list[tuple[int, int]]:
     """The micro-batches [first, end) of each part of a step, whose numbers differ by at most 1."""
-    ends = [num_micro_batches * k // num_parts for k in range(num_parts + 1)]
-    return list(pairwise(ends))
+    return list(pairwise(num_micro_batches * k // num_parts for k in range(num_parts + 1)))
 
 
 def training_chain(num_shards: int, lowest_backward: int) -> tuple[tuple[str, int], ...]:
@@ -107,8 +105,7 @@ class Placed(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Placed:
         """The placed unit that prints as `text`."""
-        match = _PLACED.fullmatch(text.strip())
-        if match is None:
+        if (match := _PLACED.fullmatch(text.strip())) is None:
             raise ValueError(f"schedule: {text!r} is not of the form 'bert.f2@5 on 1 from 0.25 to 0.5'")
         return cls(Unit.parse(match["unit"]), int(match["device"]), float(match["start"]), float(match["end"]))
 
