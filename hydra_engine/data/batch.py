@@ -179,8 +179,6 @@ def own_pair(task: str, inputs: Any, target: Any) -> tuple[Boundary, Boundary]:
 
 def _own(boundary: Boundary) -> Boundary:
     own = boundary.around([copy_in_dram(tensor) for tensor in boundary.tensors])
-    if not any(isinstance(leaf, np.ndarray) for leaf in own.leaves):
-        return own
     leaves = (copy_of_array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in own.leaves)
     return own._replace(leaves=tuple(leaves))
 

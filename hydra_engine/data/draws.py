@@ -217,8 +217,7 @@ class CallbackDraws:
 
     def check(self, who: str) -> None:
         """Raise RuntimeError where callbacks drew from what the task draws from; `who` was called last."""
-        mine = sorted(self._drawn & self._of_task())
-        if mine:
+        if mine := sorted(self._drawn & self._of_task()):
             raise RuntimeError(
                 f"{who} or one before, or another thread meanwhile, drew from {' and '.join(mine)}, from which the "
                 f"task's loader or layers draw, too: in a plain loop these would draw other numbers after it; {_OWN}"
@@ -322,9 +321,6 @@ class LayerDraws:
     def attribute(self, name: str) -> Any:
         return getattr(_GLOBAL, name)
 
-    def install_in_child(self) -> None:
-        """Do nothing: a layer that forks leaves its process as a dispatch mode would."""
-
 
 class _Watch:
     """Lets draws be, and sees those that come from no function of torch's in this thread."""
@@ -351,9 +347,6 @@ class _Watch:
             return job()
         finally:
             self._last = ask(_GLOBAL.get_state)
-
-    def install_in_child(self) -> None:
-        """Do nothing: a process that was forked in the middle of a read has the stream's states already."""
 
 
 _StandIn: TypeAlias = "_Own | LayerDraws | _Watch | None"
@@ -414,6 +407,8 @@ def _leave_in_child() -> None:
     _TORCH_RANDOM.default_generator = _GLOBAL
     if stand_in is not None:
         torch._C._dispatch_tls_set_dispatch_key_included(_registered(), False)
+    # Where a read is watched, the stream's states are there already; a layer leaves its fork as a dispatch mode would.
+    if isinstance(stand_in, _Own):
         stand_in.install_in_child()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader, StepChoice
@@ -70,29 +71,23 @@ class Lead:
         self.choice: StepChoice | None = None
         self.devices = (1, 1)
         self._asked: StepChoice | None = None  # for the batch that is read
-        self._epoch = 0
-        self._passes_before = 0  # over the loader, when the epoch began
 
     @contextmanager
     def over(self, epoch: int, passes: int | None = None) -> Iterator[None]:
         """Have the iterator that the body opens ask here. `passes`: before the epoch began; None: it begins now."""
-        self._epoch, self._passes_before = epoch, self._loader.num_passes if passes is None else passes
-        self._loader.guide = self._next_size
+        self._loader.guide = partial(self._next_size, epoch, self._loader.num_passes if passes is None else passes)
         try:
             yield
         finally:
             self._loader.guide = None
 
-    def _next_size(self) -> int | None:
+    def _next_size(self, epoch: int, passes_before: int) -> int | None:
         """Choose the size of the batch that is about to be read; None: the epoch is over."""
-        is_over = self._adaptation.is_over(self.choice, self._epoch)
+        is_over = self._adaptation.is_over(self.choice, epoch)
         if is_over is None:  # the loader has no length: an epoch is a pass
-            is_over = self._loader.num_passes > self._passes_before
-        self._asked = None if is_over else self._next()
+            is_over = self._loader.num_passes > passes_before
+        self._asked = None if is_over else self._adaptation.choose(self.choice, *self.devices)
         return None if self._asked is None else self._asked.batch_size
-
-    def _next(self) -> StepChoice:
-        return self._adaptation.choose(self.choice, *self.devices)
 
     def given(self) -> StepChoice:
         """Return the choice as the batch has come out: at the end of the data it may be smaller."""
@@ -102,7 +97,7 @@ class Lead:
 
     def apart(self) -> StepChoice:
         """Return a choice for a batch that was read for a plan."""
-        return self._adaptation.sized(self._next(), self._loader.last_size)
+        return self._adaptation.sized(self._adaptation.choose(self.choice, *self.devices), self._loader.last_size)
 
 
 class Epochs:
@@ -123,10 +118,7 @@ class Epochs:
         *,
         keeps: bool,
     ) -> None:
-        """`start`: it goes on from there. keeps: items of training say where the task stands.
-
-        adaptation: chooses the sizes of batches.
-        """
+        """`start`: it goes on from there. keeps: items say where the task stands. adaptation: chooses batch sizes."""
         self._task = task
         self.lead = None if adaptation is None else Lead(task.adaptive_loader, adaptation)
         if self.lead is not None and start is not None:
@@ -284,8 +276,7 @@ class Epochs:
         if self._task.validation is None:
             return
         outside = self.stream.state
-        iterator = self._validation.opened(self.stream)
-        for inputs, target in self._validation.pairs(iterator, self.stream):
+        for inputs, target in self._validation.pairs(self._validation.opened(self.stream), self.stream):
             self._num_evaluated += 1
             yield Item(inputs, target, self._num_evaluated - 1, epoch, False, self._num_evaluations)
         self.stream.state = self.stream.state._replace(torch=outside.torch, device=outside.device)

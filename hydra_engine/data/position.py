@@ -16,15 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hydra_engine.adaptive import AdaptiveDataLoader, StepChoice
 from hydra_engine.data.generators import same_states, set_states, states_of
-from hydra_engine.data.streams import (
-    RandomState,
-    Stream,
-    capture,
-    copied,
-    install,
-    installed,
-    random_from_state,
-)
+from hydra_engine.data.streams import RandomState, Stream, capture, copied, install, installed, random_from_state
 
 _MISSING = object()
 _REMEDY = (
@@ -141,51 +133,42 @@ def _has_index_stream(loader: Any) -> bool:
     return is_plain and not isinstance(loader.dataset, IterableDataset)
 
 
-class _Advanced:
-    """A sampler's iterator, past its first indices: drawn when the first one behind them is asked for, or before."""
-
-    def __init__(self, sampler: _AdvancedOnce) -> None:
-        self._sampler = sampler
-        self._indices = iter(sampler.sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        self.advance()
-        return next(self._indices)
-
-    def advance(self) -> None:
-        """Draw what is before the position, unless an iterator has done so."""
-        position, self._sampler.position = self._sampler.position, None
-        # A loader keeps the iterator of its persistent workers, which keeps the sampler: a cycle, whose workers torch
-        # ends only after time-outs.
-        loader, self._sampler.loader = self._sampler.loader, None
-        if position is None:
-            return
-        if position.start.has_workers:  # no seed was drawn for them then, as it was just now
-            install(position.start.random)
-            set_states(loader, position.start.generators)
-            self._indices = iter(self._sampler.sampler)
-        self._sampler.drew_later = _passed(self._indices, position)
-
-
 class _AdvancedOnce:
-    """A sampler whose first iterator that is used begins at a position: torch's workers open two, use the second."""
+    """A sampler whose first iterator that is used begins at a position: torch's workers open two, use the second.
+
+    What is before the position is drawn when the first index behind it is asked for, or by `advance` before.
+    """
 
     def __init__(self, loader: Any, sampler: Iterable[Any], position: LoaderPosition) -> None:
-        self.loader: Any = loader  # until the position was reached
         self.sampler = sampler
-        self.position: LoaderPosition | None = position  # until it was reached
+        # Until the position was reached. A loader keeps the iterator of its persistent workers, which keeps the
+        # sampler: a cycle, whose workers torch ends only after time-outs.
+        self.ahead: tuple[Any, LoaderPosition] | None = loader, position
         self.drew_later = False  # at every batch, not only at the first
-        self.last: _Advanced | None = None
+        self._indices: Iterator[Any] = iter(())  # those that were opened last
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        self.last = _Advanced(self)
-        return self.last
+        self._indices = iter(self.sampler)
+        return self._behind()
+
+    def _behind(self) -> Iterator[Any]:
+        self.advance()
+        yield from self._indices
+
+    def advance(self) -> None:
+        """Draw what is before the position, unless an iterator has done so."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is None:
+            return
+        loader, position = ahead
+        if position.start.has_workers:  # no seed was drawn for them then, as it was just now
+            install(position.start.random)
+            set_states(loader, position.start.generators)
+            self._indices = iter(self.sampler)
+        self.drew_later = _passed(self._indices, position)
 
 
 def _replayed(loader: Any, position: LoaderPosition) -> tuple[Iterator[Any], bool]:
@@ -197,8 +180,7 @@ def _replayed(loader: Any, position: LoaderPosition) -> tuple[Iterator[Any], boo
     iterator = iter(other)
     if loader.num_workers and loader.persistent_workers:
         loader._iterator = iterator  # of the epochs that follow
-    assert sampler.last is not None
-    sampler.last.advance()
+    sampler.advance()
     return iterator, sampler.drew_later
 
 

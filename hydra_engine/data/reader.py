@@ -86,10 +86,8 @@ class Reader:
                 f"{self._name}: the loader is empty; {what} needs at least one batch: look at "
                 f"drop_last, the sampler, and the length of the data"
             )
-        found = self._largest or first
-        assert found is not None
         apart = Stream(self._epochs.stream.state)
-        return self._batch(found._replace(training=training), apart)  # split anew as it begins
+        return self._batch(self._sample_item()._replace(training=training), apart)  # split anew as it begins
 
     @property
     def is_empty(self) -> bool:
@@ -98,16 +96,17 @@ class Reader:
     @property
     def sample_inputs(self) -> Any:
         """The sample's inputs as the loader gave them, for a forward that takes whole batches."""
-        found = self._largest or self._peek()
-        assert found is not None
-        return found.inputs
+        return self._sample_item().inputs
 
     @property
     def sample_target(self) -> Any:
         """The sample's target, as the loader gave it."""
+        return self._sample_item().target
+
+    def _sample_item(self) -> Item:
         found = self._largest or self._peek()
         assert found is not None
-        return found.target
+        return found
 
     def _peek(self) -> Item | None:
         if self._pending is None:
@@ -143,8 +142,7 @@ class Reader:
 
     def split_sample(self, num_micro_batches: int) -> None:
         """Split the first batch of an adaptive task into more micro-batches than were chosen: these do not fit."""
-        first = self._largest or self._peek()
-        assert first is not None
+        first = self._sample_item()
         assert first.choice is not None
         found = first._replace(choice=replace(first.choice, micro_batches=num_micro_batches))
         if self._largest is None:
@@ -158,8 +156,7 @@ class Reader:
         """The same batch of an adaptive task in smaller micro-batches: a device has no room for these."""
         assert self.adaptation is not None
         assert batch.choice is not None
-        smaller = replace(batch, choice=self.adaptation.smaller(batch.choice))
-        return self.split_again(smaller, batch.accumulation_steps)
+        return self.split_again(replace(batch, choice=self.adaptation.smaller(batch.choice)), batch.accumulation_steps)
 
     def split_again(self, batch: Batch, num_micro_batches: int) -> Batch:
         """The same batch in another number of micro-batches. Raises ValueError where that draws otherwise."""
@@ -199,10 +196,7 @@ class Reader:
             yield
 
     def request(self, main: RandomState | None, num_devices: int = 1) -> None:
-        """Ask for the next batch; `main` is where the layers have left the main stream, if they draw from it.
-
-        num_devices: that its step is spread over, as things stand.
-        """
+        """Ask for a batch. main: its stream as layers have left it, if they draw; num_devices: of its step, by now."""
         self._calls.end()
         self._requests.put((main, num_devices))
 

@@ -7,7 +7,6 @@ from operator import gt
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from partitioners.boundary import Boundary, Form
 
@@ -108,14 +107,7 @@ def resized(value: Any, sizes: Sequence[int], numbers: Sequence[int]) -> Any:
     dims, tensors = iter(sizes), []
     for tensor in boundary.tensors:
         shape = [next(dims) for _ in range(tensor.dim())]
-        tensors.append(_empty(tensor, shape).requires_grad_(tensor.requires_grad))
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # of its dimensions in memory
+        empty = torch.empty_permuted(shape, order, dtype=tensor.dtype)
+        tensors.append(empty.requires_grad_(tensor.requires_grad))
     return boundary.with_numbers(numbers).build(tensors)
-
-
-def _empty(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor of another shape whose dimensions lie in memory in the same order."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    strides, step = [0] * tensor.dim(), 1
-    for k in reversed(order):
-        strides[k], step = step, step * max(1, shape[k])
-    return torch.empty_strided(shape, strides, dtype=tensor.dtype)

@@ -3,8 +3,6 @@
 The process has one CPU generator, one `random` and one `numpy.random`. Who draws from the last two runs with the task's
 states installed, under one lock. A layer's draws from torch go to the task's own generator instead, one by one,
 without a lock; how, and a loader's, as `hydra_engine/data/draws.py` says.
-
-A stream's states are also turned into values that a checkpoint takes bit for bit, and back.
 """
 
 from __future__ import annotations
@@ -90,11 +88,7 @@ class RandomState(NamedTuple):
 
     def moved_outside_torch(self, other: RandomState) -> set[str]:
         """Return those of `random` and `numpy.random` that were drawn from between the two."""
-        is_same = (
-            self.numpy[2] == other.numpy[2]
-            and bool(np.array_equal(self.numpy[1], other.numpy[1]))
-            and self.numpy[3:] == other.numpy[3:]
-        )
+        is_same = self.numpy[2:] == other.numpy[2:] and bool(np.array_equal(self.numpy[1], other.numpy[1]))
         moved = {"`random`": self.python != other.python, "`numpy.random`": not is_same}
         return {name for name, has_moved in moved.items() if has_moved}
 
@@ -176,18 +170,14 @@ def with_generator(func: Any) -> Any | None:
 
     if "generator" in names(func):
         return func
-    packet = func.overloadpacket
-    for name in packet.overloads():
-        overload = getattr(packet, name)
-        if sorted(names(overload)) == sorted([*names(func), "generator"]):
-            return overload
-    return None
+    packet, wanted = func.overloadpacket, sorted([*names(func), "generator"])
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    return next((each for each in overloads if sorted(names(each)) == wanted), None)
 
 
 def draw_from(generator: torch.Generator, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run a seeded op of the CPU with draws from this generator instead of the process's."""
-    overload = with_generator(func)
-    if overload is not None:
+    if (overload := with_generator(func)) is not None:
         return overload(*args, **{**kwargs, "generator": generator})
     with GLOBAL_GENERATORS.held():  # it takes no generator
         outside = ask(torch.default_generator.get_state)
