@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 TRAINING_LOSS, VALIDATION_LOSS = "loss", "validation_loss"
@@ -18,11 +18,8 @@ def is_better(value: float, than: float | None, direction: str) -> bool:
 
 def best_index(values: Sequence[float], direction: str) -> int | None:
     """Return the place of the best number, the first of equal ones; None if there is none."""
-    found: int | None = None
-    for k, value in enumerate(values):
-        if is_better(value, None if found is None else values[found], direction):
-            found = k
-    return found
+    numbers = [k for k, value in enumerate(values) if value == value]
+    return min(numbers, key=lambda k: values[k] if direction == MIN else -values[k], default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +50,3 @@ class Best:
             total += losses[k]
         found = self.after(total / len(counted) if counted else float("nan"), len(losses))
         return replace(found, epoch_first=len(losses))
-
-
-def known_figures(metrics: Mapping[str, object], *, is_validated: bool) -> list[str]:
-    """Return the names of figures that a task has."""
-    return [TRAINING_LOSS, *([VALIDATION_LOSS] if is_validated else []), *metrics]

@@ -58,5 +58,4 @@ class Callback:
 
 def begin_epochs(callbacks: Iterable[Callback]) -> bool:
     """Return True if one of them has something to do before an epoch begins."""
-    own = Callback.on_epoch_begin
-    return any(getattr(each.on_epoch_begin, "__func__", None) is not own for each in callbacks)
+    return any(getattr(each.on_epoch_begin, "__func__", None) is not Callback.on_epoch_begin for each in callbacks)

@@ -1,7 +1,4 @@
-"""Tasks that train nothing: a loader is evaluated, or predicted on, through the same shards.
-
-Its figures are means over batches, kept as sums.
-"""
+"""Tasks that train nothing: a loader is evaluated, or predicted on, through the same shards; figures are means."""
 
 from __future__ import annotations
 
@@ -85,8 +82,7 @@ def joined_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
             f"it is too large for a layer alone, and {len(sizes)} parts of {sizes[0]} do not tell by which dim their "
             f"outputs are to be joined; give batches of {sizes[0]}, or use a device with more memory"
         )
-    flat = [pytree.tree_flatten(part) for part in parts]
-    specs = [spec for _, spec in flat]
+    flat, specs = zip(*map(pytree.tree_flatten, parts), strict=True)
     if any(spec != specs[0] for spec in specs):
         raise ValueError(_not_joined("outputs", "differ in their structure", len(sizes)))
 
@@ -101,8 +97,7 @@ def joined_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         has = f"has {len(dims)} dims" if dims else "has no dim"
         raise ValueError(_not_joined(f"an output ({kind})", f"{has} of samples to join by", len(sizes)))
 
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([join(column) for column in columns], specs[0])
+    return pytree.tree_unflatten([join(column) for column in zip(*flat, strict=True)], specs[0])
 
 
 def _not_joined(what: str, why: str, number: int) -> str:

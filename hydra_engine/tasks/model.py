@@ -34,13 +34,10 @@ class Model(nn.Sequential):
 
     def __init__(self, x: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module], example: Any = None) -> None:
         super().__init__()
-        # Kept out of _modules: it must not appear in state_dict() or children().
-        object.__setattr__(self, "source", x if isinstance(x, nn.Module) else None)
-        self._set(is_converted=False, is_pending=False)
+        self._set(source=x if isinstance(x, nn.Module) else None, is_converted=False, is_pending=False)
         if isinstance(x, Model) and x.is_converted:
             self._modules.update(x._modules)
-            object.__setattr__(self, "source", x.source)
-            self._set(is_converted=True, is_pending=x.is_pending)
+            self._set(source=x.source, is_converted=True, is_pending=x.is_pending)
             return
         if isinstance(x, nn.Module) and _has_own_forward(x):
             _check_no_hooks(x)
@@ -104,10 +101,11 @@ class Model(nn.Sequential):
             self._modules.clear()
             self._set(is_converted=True, is_pending=True)
 
-    def _set(self, *, is_converted: bool, is_pending: bool) -> None:
-        # Not as attributes of a module, which would be compared with those of the copies that devices have.
-        object.__setattr__(self, "is_converted", is_converted)
-        object.__setattr__(self, "is_pending", is_pending)
+    def _set(self, **values: Any) -> None:
+        # Not as attributes of a module: the source must not appear in state_dict() or children(), and the flags would
+        # be compared with those of the copies that devices have.
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def train(self, mode: bool = True) -> Model:
         """Set the mode of all layers; of converted ones, by that of the module that they come from."""
@@ -176,8 +174,7 @@ def _has_own_forward(module: nn.Module) -> bool:
 def _may_be_chain(module: nn.Module) -> bool:
     """Return True if a module holds nothing but children that can be called."""
     children = [child for child in module._modules.values() if child is not None]
-    is_bare = not (module._parameters or module._buffers)
-    return bool(children) and is_bare and all(map(_can_be_called, children))
+    return bool(children) and not (module._parameters or module._buffers) and all(map(_can_be_called, children))
 
 
 def _check_no_hooks(model: nn.Module) -> None:

@@ -84,13 +84,12 @@ class ModelWatch:
         self._now = list(map(vars, self._named))
         self._then = list(map(_copied, self._now))
         # Hooks and the like: most are empty, and looked at all together.
-        self._empty = [value for now in self._now for value in now.values() if _is_empty(value)]
+        self._empty = [value for now in self._now for value in now.values() if type(value) in _CONTAINERS and not value]
         holders = [holder for module in self._named for holder in (module._parameters, module._buffers)]
         self._holders = [holder for holder in holders if holder]
         self._tensors = self._held()
-        parameters = list({id(each): each for each in self._tensors if isinstance(each, nn.Parameter)}.values())
-        self._parameters = parameters
-        self._trained = list(map(_REQUIRES_GRAD, parameters))
+        self._parameters = list({id(each): each for each in self._tensors if isinstance(each, nn.Parameter)}.values())
+        self._trained = list(map(_REQUIRES_GRAD, self._parameters))
         self._weights = _Weights()
         self._before: tuple[list[int], list[int], Tensor | None] | None = None
         self._writes = _Writes((), {})
@@ -102,13 +101,12 @@ class ModelWatch:
         *,
         is_steady: bool = True,
         stays: bool = True,
-        hidden: Mapping[int, Hidden] | None = None,
+        hidden: Mapping[int, Hidden] = MappingProxyType({}),
     ) -> None:
         """Watch these weights: no update changes them in a call (`is_steady`), or gives them other memory (`stays`).
 
         hidden: those of them, by id, that are to be shown to a call which reads them.
         """
-        hidden = hidden or {}
         there = [each for each in weights if id(each) not in hidden]
         self._weights = _Weights(is_steady, stays, hidden, _Elements(there) if there and is_steady else None)
 
@@ -152,17 +150,14 @@ class ModelWatch:
             is_same = all(map(eq, self._now, self._then)) and not any(self._empty)
         except Exception:  # a tensor took another one's place, and the two do not compare
             is_same = False
-        if not is_same or self._types != list(map(type, self._named)):
-            change = self._changed_module()
-            if change is not None:
-                return change
-        held = self._held()
-        if list(map(id, held)) != list(map(id, self._tensors)):
+        is_other = not is_same or self._types != list(map(type, self._named))
+        if is_other and (change := self._changed_module()) is not None:
+            return change
+        if list(map(id, held := self._held())) != list(map(id, self._tensors)):
             known = set(map(id, self._tensors))
             new = next((each for each in held if id(each) not in known), None)
             return "took a parameter or buffer away" if new is None else f"replaced {self._name(new)}"
-        trained = list(map(_REQUIRES_GRAD, self._parameters))
-        if trained != self._trained:
+        if (trained := list(map(_REQUIRES_GRAD, self._parameters))) != self._trained:
             k = next(k for k, (old, new) in enumerate(zip(self._trained, trained, strict=True)) if old != new)
             return f"set requires_grad of {self._name(self._parameters[k])} from {self._trained[k]} to {trained[k]}"
         return None
@@ -354,10 +349,6 @@ class _Elements:
         if torch.equal(now, before):
             return None
         return self._tensors[int(self._owners[now != before][0])]
-
-
-def _is_empty(value: object) -> bool:
-    return type(value) in _CONTAINERS and not value
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:

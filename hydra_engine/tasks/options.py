@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from hydra_engine.adaptive import AdaptiveDataLoader, ScalingRule, StepChoice
-from hydra_engine.tasks.best import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS, known_figures
+from hydra_engine.tasks.best import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS
 from hydra_engine.tasks.callback import Callback
 from partitioners.boundary import UnfitTensor, check_fit
 from partitioners.precision import DTYPES
@@ -31,6 +31,10 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_a(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
 
 
 def _is_partitioner(value: object) -> bool:
@@ -83,7 +87,7 @@ _OF_THREE = "{!r} is not a bool; give True, False, or None for where DRAM is too
 _TIMEOUTS = ("loader_timeout_s", "callback_timeout_s")
 # Raise TypeError.
 TYPES: tuple[Rule, ...] = (
-    ("name", _or_none(lambda value: isinstance(value, str)), "{!r} is not a str; give a name, or leave it out"),
+    ("name", _or_none(_is_a(str)), "{!r} is not a str; give a name, or leave it out"),
     ("loss_fn", lambda value: not isinstance(value, type), "{.__name__} is a class; give an instance of it"),
     ("loss_fn", callable, f"{{!r}} is not callable; {_FUNCTIONS['loss_fn']}"),
     *((field, _or_none(callable), f"{{!r}} is not callable; {_FUNCTIONS[field]}") for field in [*_FUNCTIONS][1:]),
@@ -110,7 +114,7 @@ TYPES: tuple[Rule, ...] = (
     ("max_device_batch", _or_none(_is_int), "{!r} is not an int; give a number of samples, None for no limit"),
     (
         "scaling_rule",
-        _or_none(lambda value: isinstance(value, ScalingRule)),
+        _or_none(_is_a(ScalingRule)),
         "{!r} is not a ScalingRule; give AdaScale(), AdamScale(), LinearScale(), SqrtScale() or LEGWScale(...)",
     ),
     (
@@ -124,20 +128,16 @@ TYPES: tuple[Rule, ...] = (
         "{!r} is not an int; give a number of training steps, or 'epoch'",
     ),
     ("priority", _is_int, "{!r} is not an int; 0 is every task's, higher goes first"),
-    ("group", _or_none(lambda value: isinstance(value, str)), "{!r} is not a str; give a name in quotas="),
+    ("group", _or_none(_is_a(str)), "{!r} is not a str; give a name in quotas="),
     ("min_devices", _is_int, "{!r} is not an int; give a number of devices"),
     ("max_devices", _or_none(_is_int), "{!r} is not an int; give a number of devices, None for any"),
     ("max_retries", _is_int, "{!r} is not an int; give a number of retries, 0 for none"),
     ("weight", _is_number, "{!r} is not a number; 1 is every task's"),
     ("max_grad_norm", _or_none(_is_number), "{!r} is not a number; give a norm such as 1.0, or leave it out"),
     *((field, _or_none(_is_number), "{!r} is not a number; None waits for ever") for field in _TIMEOUTS),
-    *((field, lambda value: isinstance(value, bool), "{!r} is not a bool; give True or False") for field in _FLAGS),
-    ("split_weights", _or_none(lambda value: isinstance(value, bool)), _OF_THREE),
-    (
-        "compile",
-        lambda value: isinstance(value, bool),
-        "{!r} is not a bool; give True for torch.compile of each layer, or False",
-    ),
+    *((field, _is_a(bool), "{!r} is not a bool; give True or False") for field in _FLAGS),
+    ("split_weights", _or_none(_is_a(bool)), _OF_THREE),
+    ("compile", _is_a(bool), "{!r} is not a bool; give True for torch.compile of each layer, or False"),
     (
         "partitioner",
         _or_none(lambda value: isinstance(value, str) or _is_partitioner(value)),
@@ -153,11 +153,7 @@ TYPES: tuple[Rule, ...] = (
         ),
         "{!r} does not map names to functions; give {{'accuracy': accuracy}}",
     ),
-    (
-        "keep_best",
-        _or_none(lambda value: isinstance(value, str)),
-        "{!r} is not a str; give 'validation_loss', a name in metrics=, or 'loss'",
-    ),
+    ("keep_best", _or_none(_is_a(str)), "{!r} is not a str; give 'validation_loss', a name in metrics=, or 'loss'"),
     ("patience", _or_none(_is_int), "{!r} is not an int; give a number of validations, None for no end"),
     (
         "hparams",
@@ -171,7 +167,7 @@ TYPES: tuple[Rule, ...] = (
     ),
     (
         "grad_scaler",
-        _or_none(lambda value: isinstance(value, torch.amp.GradScaler)),
+        _or_none(_is_a(torch.amp.GradScaler)),
         "{!r} is not a torch.amp.GradScaler; give GradScaler('cpu', init_scale=...), or leave it out",
     ),
     (
@@ -243,7 +239,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     for callback in options["callbacks"]:
         if not isinstance(callback, Callback):
             raise TypeError(f"callbacks: {callback!r} is not a Callback; give objects of a class derived from it")
-    for text in _conflicts(options):
+    for text in _conflicts(SimpleNamespace(**options)):
         raise ValueError(text)
 
 
@@ -275,84 +271,79 @@ def check_loader(field: str, loader: object) -> None:
         )
 
 
-def vetoes(options: Mapping[str, Any]) -> list[str]:
-    """The options that may veto a step once all of its gradients are there, so that updates wait for them."""
+def vetoes(task: Any) -> list[str]:
+    """The options of a task that may veto a step once all of its gradients are there, so that updates wait for them."""
     found = {
-        "max_grad_norm": options["max_grad_norm"] is not None,
-        "precision='float16'": options["precision"] == "float16",
-        "optimizer_scope='task'": options["optimizer_scope"] == "task",
-        "max_retries": options["max_retries"] > 0,
-        "nonfinite": options["nonfinite"] is not None,
+        "max_grad_norm": task.max_grad_norm is not None,
+        "precision='float16'": task.precision == "float16",
+        "optimizer_scope='task'": task.optimizer_scope == "task",
+        "max_retries": task.max_retries > 0,
+        "nonfinite": task.nonfinite is not None,
     }
     return [option for option, may_veto in found.items() if may_veto]
 
 
-def splits_against(options: Mapping[str, Any]) -> list[str]:
-    """The options with which float32 weights have to be in DRAM."""
+def splits_against(task: Any) -> list[str]:
+    """The options of a task with which float32 weights have to be in DRAM."""
     found = {
-        f"precision={options['precision']!r}": options["precision"] != "bfloat16",
-        "optimizer_scope='task'": options["optimizer_scope"] == "task",
-        "optimizer_device='device'": options["optimizer_device"] == "device",
-        "read_ahead=False": not options["read_ahead"],  # the loader reads weights
+        f"precision={task.precision!r}": task.precision != "bfloat16",
+        "optimizer_scope='task'": task.optimizer_scope == "task",
+        "optimizer_device='device'": task.optimizer_device == "device",
+        "read_ahead=False": not task.read_ahead,  # the loader reads weights
     }
     return [option for option, is_against in found.items() if is_against]
 
 
-def _conflicts(options: Mapping[str, Any]) -> Iterator[str]:
-    for option in splits_against(options) if options["split_weights"] else ():
+def _conflicts(task: Any) -> Iterator[str]:
+    for option in splits_against(task) if task.split_weights else ():
         yield f"split_weights: with {option} all weights are needed in float32; leave out one"
     whole = {
-        "precision='float32'": options["precision"] == "float32",
-        "optimizer_scope='task'": options["optimizer_scope"] == "task",
-        "optimizer_device='device'": options["optimizer_device"] == "device",
+        "precision='float32'": task.precision == "float32",
+        "optimizer_scope='task'": task.optimizer_scope == "task",
+        "optimizer_device='device'": task.optimizer_device == "device",
     }
-    for option in whole if options["moments"] != "float32" else ():
-        if whole[option]:
-            yield f"moments: {options['moments']!r} with {option}, where updates are the optimizer's own; leave out one"
-    scaler, precision, validation = options["grad_scaler"], options["precision"], options["validation"]
-    if scaler is not None and precision != "float16":
-        yield f"grad_scaler: given with precision {precision!r}; only 'float16' scales its loss"
-    if scaler is not None and not scaler.is_enabled():
+    for option in (each for each in whole if whole[each] and task.moments != "float32"):
+        yield f"moments: {task.moments!r} with {option}, where updates are the optimizer's own; leave out one"
+    if task.grad_scaler is not None and task.precision != "float16":
+        yield f"grad_scaler: given with precision {task.precision!r}; only 'float16' scales its loss"
+    if task.grad_scaler is not None and not task.grad_scaler.is_enabled():
         yield "grad_scaler: it is disabled, as one for an absent device is; make a GradScaler('cpu')"
-    least, most = options["min_devices"], options["max_devices"]
-    if most is not None and least > most:
-        yield f"min_devices: {least}, limit: max_devices={most}; lower it, or raise the maximum"
+    if task.max_devices is not None and task.min_devices > task.max_devices:
+        yield f"min_devices: {task.min_devices}, limit: max_devices={task.max_devices}; lower it, or raise the maximum"
     is_early = {
-        "early_release": options["early_release"],
-        "optimizer_device='device'": options["optimizer_device"] == "device",
+        "early_release": task.early_release,
+        "optimizer_device='device'": task.optimizer_device == "device",
     }
-    for option, veto in ((option, veto) for option in is_early if is_early[option] for veto in vetoes(options)):
+    for option, veto in ((option, veto) for option in is_early if is_early[option] for veto in vetoes(task)):
         yield f"{option}: with {veto} a step waits until all gradients are there; leave out one"
-    most, number = options["max_device_batch"], options["accumulation_steps"]
+    most, number = task.max_device_batch, task.accumulation_steps
     if most is not None and number != 1:
         yield (
             f"max_device_batch: {most} with accumulation_steps {number!r}, limit: one of them, since each decides the "
             f"number of micro-batches; leave out one"
         )
-    yield from _adaptive_conflicts(options)
-    interval, metrics = options["validation_interval"], options["metrics"]
-    if validation is None and interval != "epoch":
-        yield f"validation_interval: {interval} without a validation loader; give validation="
-    if validation is None and metrics:
-        yield f"metrics: {', '.join(metrics)} without a validation loader; give validation="
-    yield from _best_conflicts(options)
-    epochs, loader = options["epochs"], options["dataloader"]
+    yield from _adaptive_conflicts(task)
+    if task.validation is None and task.validation_interval != "epoch":
+        yield f"validation_interval: {task.validation_interval} without a validation loader; give validation="
+    if task.validation is None and task.metrics:
+        yield f"metrics: {', '.join(task.metrics)} without a validation loader; give validation="
+    yield from _best_conflicts(task)
     for field, number, when in (
-        ("dataloader", epochs, f"in {epochs} epochs"),
-        ("validation", epochs if interval == "epoch" else 2, "at every validation"),
+        ("dataloader", task.epochs, f"in {task.epochs} epochs"),
+        ("validation", task.epochs if task.validation_interval == "epoch" else 2, "at every validation"),
     ):
-        if number > 1 and _is_used_up(options[field]):
-            kind = type(options[field]).__name__
+        if number > 1 and _is_used_up(getattr(task, field)):
+            kind = type(getattr(task, field)).__name__
             yield (
                 f"{field}: a {kind} gives its batches once, and is to be read {when}; give a loader that starts anew "
                 f"at each iter() (a list, a DataLoader, an object whose __iter__ is a generator)"
             )
-    if options["scan_batches"] and isinstance(loader, Iterator):
+    if task.scan_batches and isinstance(task.dataloader, Iterator):
         yield (
-            f"scan_batches: the loader is a {type(loader).__name__}, which can be read only once; give one "
+            f"scan_batches: the loader is a {type(task.dataloader).__name__}, which can be read only once; give one "
             f"that starts anew at each iter(), or leave scan_batches out"
         )
-    if options["scan_batches"] and getattr(loader, "persistent_workers", False):
+    if task.scan_batches and getattr(task.dataloader, "persistent_workers", False):
         yield (
             "scan_batches: the loader has persistent workers, which begin anew for the scan and lose their place; "
             "give one with persistent_workers=False, or leave scan_batches out"
@@ -364,15 +355,15 @@ def is_adaptive(loader: object) -> bool:
     return isinstance(loader, AdaptiveDataLoader) and loader.autoscale is not None
 
 
-def _adaptive_conflicts(options: Mapping[str, Any]) -> Iterator[str]:
-    if not is_adaptive(options["dataloader"]):
-        for option in (each for each in ("scaling_rule", "replay") if options[each]):
+def _adaptive_conflicts(task: Any) -> Iterator[str]:
+    if not is_adaptive(task.dataloader):
+        for option in (each for each in ("scaling_rule", "replay") if getattr(task, each)):
             yield (
                 f"{option}: given with a loader whose batches stay as they are; give an AdaptiveDataLoader, and call "
                 f"its autoscale_batch_size() before the task is made"
             )
         return
-    loader = options["dataloader"]
+    loader = task.dataloader
     low, _ = loader.autoscale.local_bsz_bounds or (1, None)
     if low > loader.batch_size // 2:
         yield (
@@ -384,12 +375,12 @@ def _adaptive_conflicts(options: Mapping[str, Any]) -> Iterator[str]:
             "dataloader: an AdaptiveDataParallel leads it, limit: nobody, since the engine chooses batches; give "
             "the task a loader of its own, or call close() of the other first"
         )
-    if options["validation"] is loader:
+    if task.validation is loader:
         yield (
             "validation: the loader that is trained on, limit: another, since this one keeps its place in its data; "
             "give validation a loader of its own"
         )
-    number, most = options["accumulation_steps"], options["max_device_batch"]
+    number, most = task.accumulation_steps, task.max_device_batch
     if number != 1:
         yield (
             f"accumulation_steps: {number!r} with batches that adapt, limit: 1, since each step has the number that is "
@@ -399,21 +390,22 @@ def _adaptive_conflicts(options: Mapping[str, Any]) -> Iterator[str]:
         yield f"max_device_batch: {most} with batches that adapt; leave it out, and give local_bsz_bounds=(1, {most})"
 
 
-def _best_conflicts(options: Mapping[str, Any]) -> Iterator[str]:
-    by, metrics = options["keep_best"], options["metrics"] or {}
+def _best_conflicts(task: Any) -> Iterator[str]:
+    by, metrics = task.keep_best, task.metrics or {}
     if by is None:
-        if options["patience"] is not None:
-            yield f"patience: {options['patience']} without keep_best; name the figure that is to get better"
-        if options["best"] != MIN:
-            yield f"best: {options['best']!r} without keep_best; name the figure that is to be large"
+        if task.patience is not None:
+            yield f"patience: {task.patience} without keep_best; name the figure that is to get better"
+        if task.best != MIN:
+            yield f"best: {task.best!r} without keep_best; name the figure that is to be large"
         return
-    known = known_figures(metrics, is_validated=options["validation"] is not None)
+    is_validated = task.validation is not None
+    known = [TRAINING_LOSS, *([VALIDATION_LOSS] if is_validated else []), *metrics]
     if by not in known:
-        remedy = "add it to metrics=" if options["validation"] is not None else "give validation="
+        remedy = "add it to metrics=" if is_validated else "give validation="
         yield f"keep_best: {by!r}, known: {', '.join(map(repr, known))}; name one of these, or {remedy}"
     if by in (TRAINING_LOSS, VALIDATION_LOSS) and by in metrics:
         yield f"keep_best: {by!r} is a loss, and the name of a metric as well; give the metric another name"
-    if options["ema_decay"] is not None:
+    if task.ema_decay is not None:
         yield (
             "keep_best: with ema_decay a task has two sets of weights, and its figures are of one of them; leave out "
             "one"

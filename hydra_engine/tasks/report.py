@@ -132,16 +132,14 @@ class Plan:
         return list(rows)
 
     def _remarks(self) -> list[str]:
-        lines: list[str] = []
-        lines += dict.fromkeys(plan.ceilings for plan in self.tasks.values() if plan.ceilings)
+        lines = list(dict.fromkeys(plan.ceilings for plan in self.tasks.values() if plan.ceilings))
         cuts: dict[str, list[str]] = {}
         for plan in self.tasks.values():
             cuts.setdefault(plan.cut_because, []).append(printable(plan.name))
         lines += [f"{', '.join(names)}: {because}" for because, names in cuts.items() if because]
         launching = [plan for plan in self.tasks.values() if plan.launch_share is not None]
         lines += [f"{printable(plan.name)}: {plan._launches(len(self.devices))}" for plan in launching]
-        doubling = {plan.name: plan.doubled_bytes for plan in self.tasks.values() if plan.doubled_bytes}
-        if doubling:
+        if doubling := {plan.name: plan.doubled_bytes for plan in self.tasks.values() if plan.doubled_bytes}:
             lines.append(
                 f"{', '.join(doubling)}: {format_bytes(sum(doubling.values()))} of frozen weights are equal to another "
                 f"task's, yet lie in DRAM and cross the link by themselves; give these tasks the same layers, or models"
@@ -239,11 +237,10 @@ class TaskReport:
                 f"was trained on; lower lr, set max_grad_norm, or choose what becomes of such steps with nonfinite="
             )
         if self.skipped_steps:
-            number = len(self.skipped_steps)
-            found.append(f"{number} step{'s' * (number > 1)} changed nothing (skipped_steps), first {min(skipped)}")
+            number = _plural(len(self.skipped_steps), "step")
+            found.append(f"{number} changed nothing (skipped_steps), first {min(skipped)}")
         validations = zip(self.validation_steps, self.validation_losses, strict=False)  # a callback may look between
-        missing = [step for step, loss in validations if not math.isfinite(loss)]
-        if missing:
+        if missing := [step for step, loss in validations if not math.isfinite(loss)]:
             found.append(f"the validation loss is infinite or NaN {len(missing)} times, first after step {missing[0]}")
         found += map(str, (*self.revisions, *self.retries))
         return [*found, *(f"at the end {choice}" for choice in self.adaptive[-1:])]
@@ -375,8 +372,7 @@ class Report:
                 if span.lane == AGAIN:
                     steps.pop(step, None)
                 else:
-                    units = steps.setdefault(step, {})
-                    units[unit] = Placed(unit, indices[span.device], span.start_s, span.end_s)
+                    steps.setdefault(step, {})[unit] = Placed(unit, indices[span.device], span.start_s, span.end_s)
         return sorted((placed for units in steps.values() for placed in units.values()), key=lambda each: each.end_s)
 
     def raise_failures(self) -> None:
@@ -393,12 +389,12 @@ class Report:
         """
         if best not in (MIN, MAX):
             raise ValueError(f"best: {best!r}, known: {MIN!r}, {MAX!r}")
-        known = {VALIDATION_LOSS: 0, TRAINING_LOSS: 0}
-        known |= {name: 0 for task in self.tasks.values() for name in task.validation_metrics}
+        metrics = [name for task in self.tasks.values() for name in task.validation_metrics]
+        known = dict.fromkeys([VALIDATION_LOSS, TRAINING_LOSS, *metrics])
         if by not in known:
             raise ValueError(f"by: {by!r}, known: {', '.join(map(repr, known))}; name one of these")
         names = list(dict.fromkeys(name for task in self.tasks.values() for name in task.hparams))
-        ranked: list[tuple[tuple[bool, float], tuple[str, ...]]] = []
+        ranked = []
         for task in self.tasks.values():
             steps, values = task.values(by)
             at = best_index(values, best)
@@ -406,13 +402,11 @@ class Report:
             told = ("-", "-", "-") if at is None else (f"{value:.6g}", str(steps[at]), f"{values[-1]:.6g}")
             hparams = [_short_value(task.hparams[name]) if name in task.hparams else "-" for name in names]
             status = f"{task.status}, early" if task.stopped_early else task.status
-            ranked.append(
-                ((at is None, value if best == MIN else -value), (task.name, *told, status, str(task.steps), *hparams))
-            )
+            rank = (at is None, value if best == MIN else -value)
+            ranked.append((rank, (task.name, *told, status, str(task.steps), *hparams)))
         ranked.sort(key=lambda each: each[0])  # equal ones stay in their order
-        return "\n".join(
-            table([("task", f"best {by}", "at step", "last", "status", "steps", *names), *(row for _, row in ranked)])
-        )
+        head = ("task", f"best {by}", "at step", "last", "status", "steps", *names)
+        return "\n".join(table([head, *(row for _, row in ranked)]))
 
     def frame(self) -> Any:
         """A pandas DataFrame of the tasks by name, one row each, in their order.
@@ -492,8 +486,7 @@ class Report:
 
         Raises ValueError for another ending and an empty window, ImportError without matplotlib.
         """
-        ending = Path(path).suffix.lower()
-        if ending not in PICTURES:
+        if (ending := Path(path).suffix.lower()) not in PICTURES:
             raise ValueError(f"path: {os.fspath(path)!r}, known endings: {', '.join(PICTURES)}; give one of these")
         picture = draw_timeline(self._figures(), start_s=start_s, end_s=end_s)
         if ending == ".png":
@@ -536,21 +529,18 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return the tables for a notebook."""
-        return html_table(self._task_rows()) + html_table(self._device_rows()) + html_lines(self._remarks())
+        remarks = html_lines([*self._told(), *self._end()])
+        return html_table(self._task_rows()) + html_table(self._device_rows()) + remarks
 
     def __str__(self) -> str:
         told = self._told()
         tasks, devices = table(self._task_rows()), table(self._device_rows())
         return "\n".join([*tasks, *([""] if told else []), *told, "", *devices, *self._end()])
 
-    def _remarks(self) -> list[str]:
-        return [*self._told(), *self._end()]
-
     def _task_rows(self) -> list[tuple[str, ...]]:
-        rows = [("task", "status", "steps", "loss", "validation")]
-        for task in self.tasks.values():
-            rows.append((task.name, task.status, str(task.steps), _ends(task.losses), _ends(task.validation_losses)))
-        return list(rows)
+        tasks = self.tasks.values()
+        rows = ((t.name, t.status, str(t.steps), _ends(t.losses), _ends(t.validation_losses)) for t in tasks)
+        return [("task", "status", "steps", "loss", "validation"), *rows]
 
     def _device_rows(self) -> list[tuple[str, ...]]:
         columns = [("device", "busy", "loaded", "stored", "peak of budget")]
@@ -563,8 +553,7 @@ class Report:
 
     def _told(self) -> list[str]:
         """Return what a reader of the figures has to know, task by task, and of the run."""
-        told = [f"{task.name}: {each}" for task in self.tasks.values() for each in task.remarks]
-        return [*told, *self.messages]
+        return [*(f"{task.name}: {each}" for task in self.tasks.values() for each in task.remarks), *self.messages]
 
     def _end(self) -> list[str]:
         launches = [

@@ -36,10 +36,9 @@ def save(report: Any, path: str | os.PathLike[str]) -> None:
 
 def load(kind: type[T], path: str | os.PathLike[str]) -> T:
     """Read what `save` has written. Raises ValueError for a file that holds no such report, or one of a later form."""
-    text = Path(path).read_bytes()
     where = f"Report.load: {os.fspath(path)!r}"
     try:
-        state = json.loads(text)
+        state = json.loads(Path(path).read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is no JSON ({error}); give a file that Report.save() has written") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
@@ -104,8 +103,10 @@ def from_json(hint: Any, value: Any) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return None if value is None else from_json(next(each for each in inner if each is not NoneType), value)
+    if hint is Any and isinstance(value, dict):
+        return {key: from_json(Any, each) for key, each in value.items()}
     if hint is Any:
-        return _plain(value)
+        return [from_json(Any, each) for each in value] if isinstance(value, list) else value
     if is_dataclass(hint):
         return _dataclass(hint, value)
     if isinstance(hint, type) and issubclass(hint, BaseException):
@@ -131,13 +132,6 @@ def _dataclass(kind: Any, value: Mapping[str, Any]) -> Any:
     if missing := [name for name in needed if name not in found]:
         raise ValueError(f"{kind.__name__} lacks {', '.join(missing)}")
     return kind(**found)
-
-
-def _plain(value: Any) -> Any:
-    """Put floats that JSON has not back, at any depth."""
-    if isinstance(value, dict):
-        return float(value[FLOAT]) if _is_float(value) else {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 def _is_float(value: Any) -> bool:

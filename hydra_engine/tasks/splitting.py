@@ -13,15 +13,11 @@ LossReduction: TypeAlias = "str | Callable[[Any], float]"
 MicroBatch: TypeAlias = "tuple[Any, Any, float]"
 Split: TypeAlias = "Callable[[Any, Any, int], Sequence[MicroBatch]]"
 
-
 LABELS = "labels"  # of a batch, by the data collators of `transformers`
 
 
 def unpack_batch(batch: Any, *, with_labels: bool = False) -> tuple[Any, Any]:
-    """The default `unpack`: a batch is a pair (inputs, target), or a mapping of inputs and `labels`, the target.
-
-    with_labels: the inputs have the labels, too.
-    """
+    """Unpack a pair (inputs, target), or a mapping of inputs and `labels`, the target; with_labels: also an input."""
     if isinstance(batch, Mapping) and LABELS in batch:
         inputs = {name: value for name, value in batch.items() if with_labels or name != LABELS}
         return inputs, batch[LABELS]
@@ -37,10 +33,8 @@ def unpack_batch(batch: Any, *, with_labels: bool = False) -> tuple[Any, Any]:
 
 def batch_size(inputs: Any) -> int:
     """Samples in a batch: dim 0 of the first tensor that has one; 1 where none has."""
-    for leaf in pytree.tree_leaves(inputs):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
-    return 1
+    sizes = (leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0)
+    return next(sizes, 1)
 
 
 def split(inputs: Any, target: Any, num_micro_batches: int, loss_reduction: LossReduction = "mean") -> list[MicroBatch]:

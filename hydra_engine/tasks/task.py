@@ -275,12 +275,12 @@ class ModelTask:
     @property
     def may_split_weights(self) -> bool:
         """True if no option stands against `split_weights`."""
-        return self.purpose is Purpose.TRAIN and not splits_against(vars(self))
+        return self.purpose is Purpose.TRAIN and not splits_against(self)
 
     @property
     def may_veto(self) -> bool:
         """True if a step may be vetoed once all gradients are there, so that updates wait for them."""
-        return bool(vetoes(vars(self)))
+        return bool(vetoes(self))
 
     def __repr__(self) -> str:
         return f"ModelTask({self.name or 'unnamed'}: {len(self.model)} layers, {self.epochs} epochs)"
