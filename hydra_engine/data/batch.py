@@ -123,6 +123,8 @@ class Splitter:
         pairs = [whole] if not is_split else [own_pair(self._name, x, y) for x, y, _ in micro_batches]
         if not pairs:
             raise ValueError(f"{self._name}: split= returned no micro-batches for a batch of {batch_size(inputs)}")
+        if self._dtype is not None:  # inputs as they cross the link; not targets, since the loss computes in float32
+            pairs = [(x.around(cast(x.tensors, self._dtype)), y) for x, y in pairs]
         main = stream.state
         start = [main] * len(pairs)
         if is_split and training:
@@ -134,7 +136,7 @@ class Splitter:
             training=training,
             evaluation=evaluation,
             micro_batches=micro_batches,
-            boundaries=[self._narrow(pair) for pair in pairs],
+            boundaries=pairs,
             read=read,
             main=main,
             start=start,
@@ -165,11 +167,6 @@ class Splitter:
         if for_plan:
             self._planned = planned
         return planned.micro_batches, planned.main
-
-    def _narrow(self, pair: tuple[Boundary, Boundary]) -> tuple[Boundary, Boundary]:
-        """Inputs as they cross the link; the target as it is, since the loss computes in float32."""
-        inputs, target = pair
-        return inputs.around(cast(inputs.tensors, self._dtype)) if self._dtype is not None else inputs, target
 
 
 def own_pair(task: str, inputs: Any, target: Any) -> tuple[Boundary, Boundary]:

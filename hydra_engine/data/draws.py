@@ -277,7 +277,7 @@ class _Own:
     """A generator of the task's, which stands in for the global one."""
 
     def __init__(self, state: RandomState) -> None:
-        self._state = state
+        self.state = state  # as it began
         self.generator = torch.Generator()
         if state.torch.numel():
             self.generator.set_state(state.torch)
@@ -289,10 +289,6 @@ class _Own:
 
     def attribute(self, name: str) -> Any:
         return getattr(self.generator, name)
-
-    def install_in_child(self) -> None:
-        """Leave the stream's states in a process that was forked in the middle of a read."""
-        install(self._state._replace(torch=self.generator.get_state()))
 
 
 class LayerDraws:
@@ -407,9 +403,10 @@ def _leave_in_child() -> None:
     _TORCH_RANDOM.default_generator = _GLOBAL
     if stand_in is not None:
         torch._C._dispatch_tls_set_dispatch_key_included(_registered(), False)
-    # Where a read is watched, the stream's states are there already; a layer leaves its fork as a dispatch mode would.
+    # A fork in the middle of a read gets the stream's states. Where the read is watched, they are there already; and a
+    # layer leaves its fork as a dispatch mode would.
     if isinstance(stand_in, _Own):
-        stand_in.install_in_child()
+        install(stand_in.state._replace(torch=stand_in.generator.get_state()))
 
 
 os.register_at_fork(after_in_child=_leave_in_child)
