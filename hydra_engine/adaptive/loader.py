@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -34,7 +35,12 @@ class Autoscale:
     gradient_accumulation: bool = True
 
 
-# Past 300 lines: a third of them say what its methods promise, and a quarter are attributes of torch's DataLoader.
+def _of_plain(name: str) -> Any:
+    """Return an attribute of torch's loader, to be read."""
+    return property(attrgetter(f"plain.{name}"))
+
+
+# Past 300 lines: a third of them say what its methods promise.
 class AdaptiveDataLoader:
     """A DataLoader whose batches have the size that is asked for when they are read.
 
@@ -56,6 +62,14 @@ class AdaptiveDataLoader:
     short batch, as it is with torch's.
     """
 
+    dataset: Any = _of_plain("dataset")
+    batch_size: int = _of_plain("batch_size")  # the initial one, in samples
+    sampler: Any = _of_plain("sampler")
+    num_workers: int = _of_plain("num_workers")
+    collate_fn: Callable[[list[Any]], Any] = _of_plain("collate_fn")
+    drop_last: bool = _of_plain("drop_last")
+    generator: torch.Generator | None = _of_plain("generator")
+
     def __init__(
         self,
         dataset: Any,
@@ -73,14 +87,15 @@ class AdaptiveDataLoader:
                 "batch_size="
             )
         _check_int("batch_size", batch_size)
-        # Checks the arguments as torch does and fills in its defaults; never iterated.
-        self._plain: DataLoader[Any] = DataLoader(
+        # Torch's loader of the same data, in batches of the initial size, which keeps no place. It checks the arguments
+        # as torch does and fills in its defaults; never iterated here.
+        self.plain: DataLoader[Any] = DataLoader(
             dataset, batch_size, shuffle=shuffle, sampler=sampler, num_workers=num_workers, **kwargs
         )
         self._indices: _Indices | None = None
         if not isinstance(dataset, IterableDataset):
-            self._indices = _Indices(self._plain.sampler, batch_size)
-        length = _length(dataset if self._indices is None else self._plain.sampler)
+            self._indices = _Indices(self.plain.sampler, batch_size)
+        length = _length(dataset if self._indices is None else self.plain.sampler)
         if length is not None and length < batch_size:
             raise ValueError(
                 f"batch_size: {batch_size}, limit: {length}, the samples of a pass; lower batch_size, or give more data"
@@ -90,46 +105,12 @@ class AdaptiveDataLoader:
         self._flow: Iterator[Any] | None = None  # the next samples of the pass in progress
         self._given = 0  # samples of the pass in progress
         self.last_size = 0  # samples of the batch that was given last
-        self._passes = 0  # that are over
+        self.num_passes = 0  # that are over
         self.epoch = 0  # iterations that ran to their end
         self.autoscale: Autoscale | None = None
         self.guide: Callable[[], int | None] | None = None  # asked for the size of each batch by `iter()`
         # Asked how a batch of so many samples is given: in micro-batches of these sizes, in samples. None: whole.
         self.cut: Callable[[int], Iterator[int]] | None = None
-
-    @property
-    def dataset(self) -> Any:
-        return self._plain.dataset
-
-    @property
-    def batch_size(self) -> int:
-        """The initial size of a batch, in samples."""
-        return cast(int, self._plain.batch_size)
-
-    @property
-    def sampler(self) -> Any:
-        return self._plain.sampler
-
-    @property
-    def num_workers(self) -> int:
-        return self._plain.num_workers
-
-    @property
-    def collate_fn(self) -> Callable[[list[Any]], Any]:
-        return self._plain.collate_fn
-
-    @property
-    def drop_last(self) -> bool:
-        return self._plain.drop_last
-
-    @property
-    def generator(self) -> torch.Generator | None:
-        return cast("torch.Generator | None", self._plain.generator)
-
-    @property
-    def plain(self) -> DataLoader[Any]:
-        """Torch's loader of the same data, in batches of the initial size, which keeps no place."""
-        return self._plain
 
     def begin_anew(self) -> None:
         """Leave the pass in progress: the next iteration begins another one."""
@@ -138,35 +119,25 @@ class AdaptiveDataLoader:
             self._indices.order = None
 
     @property
-    def num_passes(self) -> int:
-        """Passes over the data that are over."""
-        return self._passes
-
-    @property
     def steps_per_pass(self) -> float | None:
         """Steps of the initial batch that a pass is worth; None: the data has no length."""
         length = _length(self.dataset if self._indices is None else self.sampler)
-        if length is None:
-            return None
-        return length / self.batch_size  # also with drop_last: in larger batches a pass may give all
+        return None if length is None else length / self.batch_size  # with drop_last too: larger batches may give all
 
     @property
     def place(self) -> tuple[int, int, int]:
         """Epochs that are done, passes that are over, and samples of the pass in progress that were given."""
-        return self.epoch, self._passes, self._given
+        return self.epoch, self.num_passes, self._given
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_flow": None}  # a copy goes on with the pass by the samples given
 
     def __len__(self) -> int:
         """Return the batches of a pass at the initial size. Raises TypeError for data without a length."""
-        return len(self._plain)
+        return len(self.plain)
 
     def autoscale_batch_size(
-        self,
-        max_batch_size: int,
-        local_bsz_bounds: tuple[int, int] | None = None,
-        gradient_accumulation: bool = True,
+        self, max_batch_size: int, local_bsz_bounds: tuple[int, int] | None = None, gradient_accumulation: bool = True
     ) -> None:
         """Let batches grow to `max_batch_size` samples, in micro-batches of a size within the bounds, both included.
 
@@ -214,7 +185,7 @@ class AdaptiveDataLoader:
             "given": self._given,
             "num_samples": _length(self.dataset),
             "order": None if self._indices is None else self._indices.order,
-            "passes": self._passes,
+            "passes": self.num_passes,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -229,7 +200,7 @@ class AdaptiveDataLoader:
         self._flow = None
         if self._indices is not None:
             self._indices.order = state["order"]
-        self.epoch, self._passes, self._given = state["epoch"], state["passes"], state["given"]
+        self.epoch, self.num_passes, self._given = state["epoch"], state["passes"], state["given"]
 
     # -- reading
 
@@ -300,30 +271,24 @@ class AdaptiveDataLoader:
         assert self._flow is not None
         if self._indices is not None:
             remaining = len(self._indices.drawn()) - self._given
-            if self._is_over(remaining, size):  # a rest that is dropped is not loaded
-                self._end_pass()
+            if self._ends_pass(remaining, size):  # a rest that is dropped is not loaded
                 return _END
             if self.num_workers == 0:
                 self._indices.size = min(size, remaining)
         try:
             samples = list(islice(self._flow, size))
-            if self._is_over(len(samples), size):
-                self._end_pass()
-                return _END
         except BaseException:
             self._flow = None  # it is past samples that were not given
             raise
-        return samples
+        return _END if self._ends_pass(len(samples), size) else samples
 
-    def _is_over(self, number: int, size: int) -> bool:
-        """Return True if a pass has no batch any more where `size` samples were asked for and `number` are there."""
-        return number < size and number < (self.batch_size if self.drop_last else 1)
-
-    def _end_pass(self) -> None:
-        self._flow = None
-        if self._indices is not None:
-            self._indices.order = None
-        self._given, self._passes = 0, self._passes + 1
+    def _ends_pass(self, number: int, size: int) -> bool:
+        """Close the pass if it has no batch of the `number` samples that are there, where `size` were asked for."""
+        if number >= size or number >= (self.batch_size if self.drop_last else 1):
+            return False
+        self.begin_anew()
+        self.num_passes += 1
+        return True
 
     def _pinned(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return them in page-locked memory, if that was asked for."""
@@ -331,7 +296,8 @@ class AdaptiveDataLoader:
             return batches
         # torch's loader knows how to, and draws a seed, which is not to come from the user's generators.
         own = torch.Generator()
-        return iter(DataLoader(_Given(batches), batch_size=None, collate_fn=_same, generator=own, **self._pinning))
+        given = _Given(batches)
+        return iter(DataLoader(given, batch_size=None, collate_fn=lambda batch: batch, generator=own, **self._pinning))
 
     # -- positions
 
@@ -469,10 +435,6 @@ def _as_list(samples: Any) -> list[Any]:
             f"batch may have samples of several calls; return a list"
         )
     return list(samples)
-
-
-def _same(batch: Any) -> Any:
-    return batch
 
 
 def _order_of(sampler: Any) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from types import MethodType
@@ -20,13 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.adaptive.adaptation import (
-    Adaptation,
-    StepChoice,
-    StepMeasures,
-    choices_from_state,
-    choices_to_state,
-)
+from hydra_engine.adaptive.adaptation import Adaptation, StepChoice, StepMeasures, choices_from_state, choices_to_state
 from hydra_engine.adaptive.loader import AdaptiveDataLoader, Autoscale
 from hydra_engine.adaptive.norms import square_norms
 from hydra_engine.adaptive.rules import ScalingRule, rule_for
@@ -114,7 +108,6 @@ class AdaptiveDataParallel(nn.Module):
         self._undo = self._lead()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -215,37 +208,29 @@ class AdaptiveDataParallel(nn.Module):
 
     def close(self) -> None:
         """Leave loader, optimizer, schedule and scaler as they were given; another wrapper may take them."""
-        for each in self._undo:
-            each()
-        self._undo = []
+        self._undo.close()
 
     # -- the loop
 
-    def _lead(self) -> list[Callable[[], None]]:
+    def _lead(self) -> ExitStack:
         """Put the loop's hooks in place; return what takes them away again."""
-        loop, optimizer = self._loop, self.optimizer
-        undo: list[Callable[[], None]] = []
-        for parameter in _parameters(optimizer):
+        loop, undo = self._loop, ExitStack()
+        for parameter in _parameters(self.optimizer):
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(loop.computed)  # type: ignore[no-untyped-call]
-                undo.append(hook.remove)
+                undo.callback(hook.remove)
         if self.loader is not None:
             self.loader.cut = loop.cut
-            if self.loader.autoscale is not None:
-                self.loader.guide = loop.next_size
-            undo.append(self._leave_loader)
-        undo.append(_led_step(optimizer, loop))
+            self.loader.guide = None if self.loader.autoscale is None else loop.next_size
+            for name in ("cut", "guide"):
+                undo.callback(setattr, self.loader, name, None)
+        _lead_step(self.optimizer, loop, undo)
         if self.lr_scheduler is not None:
-            undo.append(_only_at_the_last(self.lr_scheduler, ("step",), loop))
+            _only_at_the_last(self.lr_scheduler, ("step",), loop, undo)
         if self.scaler is not None:
-            undo.append(_only_at_the_last(self.scaler, ("unscale_", "update"), loop))
-            undo.append(_only_at_the_last(self.scaler, ("step",), loop, then=loop.end_skipped))
-        undo.reverse()
+            _only_at_the_last(self.scaler, ("unscale_", "update"), loop, undo)
+            _only_at_the_last(self.scaler, ("step",), loop, undo, then=loop.end_skipped)
         return undo
-
-    def _leave_loader(self) -> None:
-        assert self.loader is not None
-        self.loader.cut = self.loader.guide = None
 
 
 # -- steps
@@ -356,11 +341,12 @@ class _Loop:
         else:
             choice = self.adaptation.choose(self.last)
             factors = self.adaptation.factored(choice).factors  # of the initial batch: a shorter last one is no choice
-            choice = self.adaptation.given(choice, num_samples)
-            choice = replace(choice, micro_batches=1, factors=factors)
+            choice = replace(self.adaptation.given(choice, num_samples), micro_batches=1, factors=factors)
             self._began_s = self._clock()
         self.gradients.drop()
-        self._step = _Step(choice=choice, sizes=_even(num_samples, choice.micro_batches))
+        number = choice.micro_batches  # whose sizes differ by at most 1, larger ones first
+        sizes = tuple((num_samples + k) // number for k in reversed(range(number)))
+        self._step = _Step(choice=choice, sizes=sizes)
         return self._step
 
     # -- told by torch
@@ -529,7 +515,7 @@ class _Gradients:
         ]
         if both:
             torch._foreach_add_(*map(list, zip(*both, strict=True)))
-        self._sums |= dict(zip(parameters, weighed, strict=True))
+        self._sums.update(zip(parameters, weighed, strict=True))
         self._before = None  # which was not the step before any more
         if is_last:
             for parameter, total in self._sums.items():  # one that this micro-batch did not reach, too
@@ -608,12 +594,6 @@ def _numbers(norms: Sequence[Tensor]) -> tuple[float, ...]:
     return tuple(map(float, norms))
 
 
-def _even(num_samples: int, number: int) -> tuple[int, ...]:
-    """Sizes of so many micro-batches; they differ by at most 1, larger ones come first."""
-    size, num_larger = divmod(num_samples, number)
-    return (size + 1,) * num_larger + (size,) * (number - num_larger)
-
-
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
@@ -622,9 +602,13 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 # -- others' methods
 
 
-def _led_step(optimizer: torch.optim.Optimizer, loop: _Loop) -> Callable[[], None]:
-    """Have the loop run `optimizer.step`; return what puts it back."""
-    own, is_own = optimizer.step, "step" in vars(optimizer)
+def _lead_step(optimizer: torch.optim.Optimizer, loop: _Loop, undo: ExitStack) -> None:
+    """Have the loop run `optimizer.step`, until `undo` puts it back."""
+    own = optimizer.step
+    if "step" in vars(optimizer):
+        undo.callback(setattr, optimizer, "step", own)
+    else:
+        undo.callback(vars(optimizer).pop, "step", None)
 
     @wraps(getattr(own, "__func__", own))  # with the marks of a schedule
     def step(_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -633,19 +617,11 @@ def _led_step(optimizer: torch.optim.Optimizer, loop: _Loop) -> Callable[[], Non
     step._is_led = True  # type: ignore[attr-defined]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # schedules want a method
 
-    def undo() -> None:
-        if is_own:
-            optimizer.step = own  # type: ignore[method-assign]
-        else:
-            vars(optimizer).pop("step", None)
-
-    return undo
-
 
 def _only_at_the_last(
-    target: Any, names: Sequence[str], loop: _Loop, then: Callable[[], None] | None = None
-) -> Callable[[], None]:
-    """Have methods do nothing before a step's last micro-batch; return what undoes that. then: is called after them.
+    target: Any, names: Sequence[str], loop: _Loop, undo: ExitStack, then: Callable[[], None] | None = None
+) -> None:
+    """Have methods do nothing before a step's last micro-batch, until `undo`. then: is called after them.
 
     The class changes, not the object: a schedule's state dict has whatever is in the object.
     """
@@ -666,11 +642,7 @@ def _only_at_the_last(
         return call
 
     target.__class__ = type(own.__name__, (own,), {"__module__": own.__module__, **{name: led(name) for name in names}})
-
-    def undo() -> None:
-        target.__class__ = own
-
-    return undo
+    undo.callback(setattr, target, "__class__", own)
 
 
 # -- arguments
