@@ -14,15 +14,7 @@ from hydra_engine.adaptive.loader import AdaptiveDataLoader, Autoscale, remainin
 from hydra_engine.adaptive.noise import GradientNoiseScale, NoiseLevel
 from hydra_engine.adaptive.norms import square_norms
 from hydra_engine.adaptive.parallel import AdaptiveDataParallel
-from hydra_engine.adaptive.rules import (
-    AdamScale,
-    AdaScale,
-    LEGWScale,
-    LinearScale,
-    ScalingRule,
-    SqrtScale,
-    rule_for,
-)
+from hydra_engine.adaptive.rules import AdamScale, AdaScale, LEGWScale, LinearScale, ScalingRule, SqrtScale, rule_for
 from hydra_engine.adaptive.step_times import LaneSeconds, StepTimes
 from hydra_engine.adaptive.throughput import StepTime, ThroughputModel, ThroughputParameters
 

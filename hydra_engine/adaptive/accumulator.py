@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any, NoReturn
 
@@ -147,15 +148,13 @@ class Accumulator(MutableMapping[Hashable, Any]):
         self._added.clear()
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class _Sum:
     """A sum that is not known here: it keeps what is added, and refuses to be read."""
 
-    __slots__ = ("added", "key", "owner")
-
-    def __init__(self, owner: Accumulator, key: Hashable, added: tuple[Any, ...]) -> None:
-        self.owner = owner
-        self.key = key
-        self.added = added
+    owner: Accumulator
+    key: Hashable
+    added: tuple[Any, ...]
 
     def __add__(self, value: Any) -> _Sum:
         return _Sum(self.owner, self.key, (*self.added, self._checked(value)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hydra_engine.adaptive.noise import GradientNoiseScale, NoiseLevel, whole_number
 from hydra_engine.adaptive.throughput import ThroughputModel
@@ -26,8 +27,7 @@ class Choice:
     goodput: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Limits:
+class _Limits(NamedTuple):
     """Splits that are allowed."""
 
     max_batch_size: int
@@ -196,13 +196,7 @@ class Goodput:
         whole_number("least_micro_batches", least_micro_batches)
         low, high = (1, max_batch_size) if bounds is None else bounds
         whole_number("bounds", high, least=whole_number("bounds", low))
-        return _Limits(
-            max_batch_size=max_batch_size,
-            least_micro=low,
-            most_micro=high,
-            accumulation=accumulation,
-            least_micro_batches=least_micro_batches,
-        )
+        return _Limits(max_batch_size, low, high, accumulation, least_micro_batches)
 
     def _choice(self, devices: int, batch_size: int, split: tuple[int, int]) -> Choice:
         micro, extra = split

@@ -72,14 +72,6 @@ class _Average(NamedTuple):
     var: tuple[float, ...]
     weight: float
 
-    def after(self, sqr: Numbers, var: Numbers, theta: float) -> _Average:
-        """Return the averages with one more sample, of weight 1 - theta."""
-        return _Average(
-            tuple(theta * old + (1 - theta) * new for old, new in zip(self.sqr, sqr, strict=True)),
-            tuple(theta * old + (1 - theta) * new for old, new in zip(self.var, var, strict=True)),
-            theta * self.weight + (1 - theta),
-        )
-
 
 class GradientNoiseScale:
     """The noise of a task's gradients, averaged over its steps.
@@ -186,9 +178,8 @@ class GradientNoiseScale:
             for group in range(self.num_groups)
         ]
         scale = samples / self.initial_batch_size
-        added = self._added(
-            self._of_steps, len(rows), scale, locals_, self._norms("total_square_norms", total_square_norms)
-        )
+        totals = self._norms("total_square_norms", total_square_norms)
+        added = self._added(self._of_steps, len(rows), scale, locals_, totals)
         if added is None:
             return False
         self._of_steps = self._read = added
@@ -262,7 +253,12 @@ class GradientNoiseScale:
         var = [(local - total) * scale / (num - 1) for local, total in pairs]
         if not all(map(math.isfinite, (*sqr, *var))):
             return None
-        return average.after(sqr, var, self.smoothing**scale)
+        theta = self.smoothing**scale
+        return _Average(
+            tuple(theta * old + (1 - theta) * new for old, new in zip(average.sqr, sqr, strict=True)),
+            tuple(theta * old + (1 - theta) * new for old, new in zip(average.var, var, strict=True)),
+            theta * average.weight + (1 - theta),
+        )
 
     def _check_batch(self, batch_size: float) -> None:
         if not 0 < batch_size < math.inf:

@@ -29,13 +29,12 @@ class ScalingRule(ABC):
 
 @dataclass(frozen=True)
 class AdaScale(ScalingRule):
-    """The gain of each parameter group, for SGD (arXiv 2007.05105).
+    """The gain of each parameter group, for SGD (arXiv 2007.05105), from 1 to batch_size / initial_batch_size.
 
     It is 1 until the noise is known: the learning rate of the initial batch is safe for a larger one.
     """
 
     def factors(self, noise: GradientNoiseScale, batch_size: int, progress: float) -> tuple[float, ...]:
-        """Return gains, which lie between 1 and batch_size / initial_batch_size."""
         return noise.gains(batch_size)
 
 
@@ -47,7 +46,6 @@ class AdamScale(ScalingRule):
     """
 
     def factors(self, noise: GradientNoiseScale, batch_size: int, progress: float) -> tuple[float, ...]:
-        """Return square roots of gains."""
         return tuple(map(math.sqrt, noise.gains(batch_size)))
 
 
@@ -56,7 +54,6 @@ class LinearScale(ScalingRule):
     """The batch's size as a multiple of the initial batch, for all parameter groups."""
 
     def factors(self, noise: GradientNoiseScale, batch_size: int, progress: float) -> tuple[float, ...]:
-        """Return batch_size / initial_batch_size for each group."""
         return (_scale(noise, batch_size),) * noise.num_groups
 
 
@@ -65,7 +62,6 @@ class SqrtScale(ScalingRule):
     """The square root of the batch's size as a multiple of the initial batch, for all parameter groups."""
 
     def factors(self, noise: GradientNoiseScale, batch_size: int, progress: float) -> tuple[float, ...]:
-        """Return sqrt(batch_size / initial_batch_size) for each group."""
         return (math.sqrt(_scale(noise, batch_size)),) * noise.num_groups
 
 

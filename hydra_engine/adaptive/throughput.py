@@ -154,8 +154,7 @@ class ThroughputModel:
             raise ValueError("observations: none, limit: at least 1; time a step first")
         finite_number("load_s", load_s)
         finite_number("sample_s", sample_s)
-        fit = _Fit(observations, load_s, sample_s)
-        a_c, b_c, a_r, b_r, gamma = fit.solve()
+        a_c, b_c, a_r, b_r, gamma = _Fit(observations, load_s, sample_s).solve()
         parameters = ThroughputParameters(
             a_c=a_c, b_c=b_c, a_n=0.0, b_n=0.0, a_r=a_r, b_r=b_r, gamma=gamma, load_s=load_s, sample_s=sample_s
         )
