@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hydra_engine.elastic.split import split_batch
+from hydra_engine.elastic.split import at_least_one, split_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,7 @@ def init(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = Non
     """
     if gpus is None:
         gpus = int(os.environ.get("WORLD_SIZE", 0)) or max(1, torch.accelerator.device_count())
-    for name, value in (("max_gpu_batch_size", max_gpu_batch_size), ("gpus", gpus)):
-        at_least_one(name, value)
-    at_least_one("global_batch_size", global_batch_size)
+    at_least_one(max_gpu_batch_size=max_gpu_batch_size, gpus=gpus, global_batch_size=global_batch_size)
     sizes = split_batch(global_batch_size, max_gpu_batch_size, gpus)
     return BatchSplit(
         steps=-(-len(sizes) // gpus),
@@ -46,11 +44,3 @@ def init(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = Non
         gpus=gpus,
         master=os.environ.get("RANK", "0") == "0",
     )
-
-
-def at_least_one(name: str, value: object) -> None:
-    """Refuse what is no whole number of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: {value!r} is not an int; give a whole number")
-    if value < 1:
-        raise ValueError(f"{name}: {value}, limit: at least 1; give more")

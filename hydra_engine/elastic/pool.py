@@ -103,12 +103,12 @@ class DevicePool(Generic[T]):
             if name is None:  # one object may be several devices
                 found = [(each.place is Place.IN, name) for name, each in self._members.items() if each.spec is spec]
                 name = min(found)[1] if found else self._name_of(spec, self._next_index())
-            if self._place(name) is Place.LEAVING:
+            member = self._members.get(name)
+            if member is not None and member.place is Place.LEAVING:
                 return name, None
-            if self._place(name) is Place.IN:
+            if member is not None and member.place is Place.IN:
                 raise ValueError(f"add_device: {name!r} is in already, limit: each device once; see `devices`")
             self.check_room(1, "add_device")
-            member = self._members.get(name)
             index = self._next_index() if member is None else member.index
             self._members[name] = _Member(index, spec)
             return name, index
@@ -116,7 +116,7 @@ class DevicePool(Generic[T]):
     def wait_until_out(self, name: str) -> None:
         """Wait while a device is leaving."""
         with self._changed:
-            self._changed.wait_for(lambda: self._place(name) is not Place.LEAVING)
+            self._changed.wait_for(lambda: self.places.get(name) is not Place.LEAVING)
 
     def check_room(self, num_more: int, what: str) -> None:
         """Refuse more devices than there may be."""
@@ -134,7 +134,7 @@ class DevicePool(Generic[T]):
         with self._changed:
             member = self._members.get(name)
             if member is None or member.place is Place.OUT:
-                known = ", ".join(map(repr, (each for each, m in self._members.items() if m.place is Place.IN)))
+                known = ", ".join(repr(each) for each, place in self.places.items() if place is Place.IN)
                 raise ValueError(f"remove_device: {name!r} is not in, limit: one of {known or 'none: no device is in'}")
             member.place = Place.OUT if at_once else Place.LEAVING
             self._changed.notify_all()
@@ -181,10 +181,6 @@ class DevicePool(Generic[T]):
     def begin(self) -> None:
         """Begin to count failures anew: a run begins."""
         self._num_failures = 0
-
-    def _place(self, name: str) -> Place | None:
-        member = self._members.get(name)
-        return None if member is None else member.place
 
     def _next_index(self) -> int:
         return 1 + max((each.index for each in self._members.values()), default=-1)

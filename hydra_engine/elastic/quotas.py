@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -65,63 +65,55 @@ class Quotas:
         if not (quotas is None or isinstance(quotas, Mapping)):
             raise TypeError(f"quotas: {quotas!r} maps no groups to numbers of devices; give {{'a': 2, 'b': 2}}")
         self._num_devices = num_devices
-        self._quotas: dict[str, Quota] | None = None if quotas is None else {}
+        self.are_given = quotas is not None
+        self._quotas: dict[str | None, Quota] = {}  # by group
         for group, quota in (quotas or {}).items():
-            self._add(group, quota)
+            self._quotas[group] = self._checked(group, quota)
         tasks = list(tasks)
         self._num_tasks = Counter(getattr(task, "group", None) for task in tasks)  # by group
         self._changing = threading.Lock()
         for task in tasks:
-            self._check(task)
-        empty = [group for group in self._quotas or () if all(task.group != group for task in tasks)]
+            self._check(task, self.of(task))
+        empty = [group for group in self._quotas if all(task.group != group for task in tasks)]
         if empty:
             raise ValueError(
                 f"quotas: group {empty[0]!r} has no task, limit: groups of the tasks that are given; leave it out, and "
                 f"give add_task(quota=) with its first one"
             )
 
-    @property
-    def are_given(self) -> bool:
-        return self._quotas is not None
-
     def of(self, task: Asking) -> Quota | None:
         """Return the quota of a task's group."""
-        return None if task.group is None or self._quotas is None else self._quotas.get(task.group)
+        return self._quotas.get(task.group)
 
     @contextmanager
     def coming(self, task: Asking, quota: object) -> Iterator[None]:
         """Check a task that comes, and take in the quota of its group, if it brings one; not where the body raises."""
         with self._changing:
-            if quota is not None:
-                self._bring(task, quota)
-            try:
-                self._check(task)
-            except BaseException:
-                if quota is not None and self._quotas is not None and task.group is not None:
-                    del self._quotas[task.group]
-                raise
+            brought = None if quota is None else self._brought(task, quota)
+            self._check(task, brought or self.of(task))
+            if brought is not None:
+                self._quotas[task.group] = brought
             self._num_tasks[task.group] += 1
         try:
             yield
         except BaseException:
             with self._changing:
                 self._num_tasks[task.group] -= 1
-                if self._quotas is not None and task.group is not None and not self._num_tasks[task.group]:
+                if not self._num_tasks[task.group]:
                     self._quotas.pop(task.group, None)  # nobody else counts on it
             raise
 
-    def _bring(self, task: Asking, quota: object) -> None:
-        """Take in the quota of a group that comes with a task."""
-        if self._quotas is None or task.group is None or task.group in self._quotas:
+    def _brought(self, task: Asking, quota: object) -> Quota:
+        """Return the quota of a group that comes with a task."""
+        if not self.are_given or task.group is None or task.group in self._quotas:
             raise ValueError(
                 f"quota: {quota!r} for {_name(task)} of group {task.group!r}, limit: a group that is none of "
                 f"{_known(self._quotas)}, in an orchestrator with quotas= (or {{}}); leave it out"
             )
-        self._add(task.group, quota)
+        return self._checked(task.group, quota)
 
-    def _check(self, task: Asking) -> None:
-        """Refuse a task of an unknown group, and one that could never begin."""
-        quota, least = self.of(task), task.min_devices
+    def _check(self, task: Asking, quota: Quota | None) -> None:
+        """Refuse a task of a group without a quota, and one that could never begin; `quota`: of its group."""
         if task.group is not None and quota is None:
             raise ValueError(
                 f"{_name(task)}: group {task.group!r} has no quota, known: {_known(self._quotas)}; name it in quotas=, "
@@ -137,12 +129,12 @@ class Quotas:
             )
         if not task.preemptible and quota is not None:
             limits["its group's quota, as it is not preemptible"] = quota.devices
+        least = task.min_devices
         for what, most in limits.items():
             if least > most:
                 raise ValueError(f"{_name(task)}: min_devices={least}, limit: {most}, {what}; lower it, or raise that")
 
-    def _add(self, group: Any, quota: Any) -> None:
-        assert self._quotas is not None
+    def _checked(self, group: object, quota: object) -> Quota:
         if not isinstance(group, str) or not group:
             raise TypeError(f"quotas: {group!r} is no name of a group; give a str that is not empty")
         if not isinstance(quota, Quota):
@@ -160,11 +152,11 @@ class Quotas:
                 f"quotas: {total} devices with group {group!r}, limit: {most}, the devices that there may be; lower a "
                 f"quota, or give more devices, or a larger max_devices"
             )
-        self._quotas[group] = quota
+        return quota
 
 
-def _known(quotas: Mapping[str, Quota] | None) -> str:
-    return ", ".join(map(repr, quotas or ())) or "no group"
+def _known(quotas: Iterable[str | None]) -> str:
+    return ", ".join(map(repr, quotas)) or "no group"
 
 
 def _name(task: Asking) -> str:
