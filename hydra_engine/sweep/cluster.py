@@ -33,7 +33,7 @@ import torch
 from hydra_engine.sweep.folder import NODE
 from hydra_engine.sweep.live import name_of
 from hydra_engine.sweep.search import Search, SearchSettings
-from hydra_engine.sweep.study import Trials, load_optuna
+from hydra_engine.sweep.study import Trials, is_of_space, load_optuna
 from hydra_engine.system import say
 
 # A head that does not take a connection is given up after this.
@@ -133,15 +133,6 @@ class NodeTrials:
         """The caller decides about rungs, before it gives a trial out."""
         return []
 
-    def is_pruning(self, error: BaseException) -> bool:
-        """Return True for the exception by which user code prunes a trial."""
-        return isinstance(error, load_optuna().TrialPruned)
-
-    @staticmethod
-    def is_of_space(error: BaseException) -> bool:
-        """Return True if Optuna itself has refused what a trial asked for, here or with the caller."""
-        return getattr(error, "is_of_space", False) or Trials.is_of_space(error)
-
     def __getattr__(self, method: str) -> Any:
         return lambda trial, *args: self._ask(method, trial.number, *args)
 
@@ -156,12 +147,9 @@ class NodeEngine:
         self._search: Search | None = None
         self._error: BaseException | None = None
 
-    def train(
-        self, settings: SearchSettings, checkpoints: Path | None, name: str, verbose: int, num_threads: int
-    ) -> Iterator[Request]:
-        """Train trials until the caller has no more; yield what is asked meanwhile."""
-        run = partial(self._train, settings, checkpoints, name, verbose, num_threads)
-        thread = threading.Thread(target=run, name="sweep-node", daemon=True)
+    def train(self, make: Callable[[Trials], Search], num_threads: int) -> Iterator[Request]:
+        """Train trials until the caller has no more, by the search that `make` gives; yield what is asked meanwhile."""
+        thread = threading.Thread(target=self._train, args=(make, num_threads), name="sweep-node", daemon=True)
         thread.start()
         while (request := self._requests.get()) is not None:
             yield request
@@ -182,13 +170,10 @@ class NodeEngine:
         if self._search is not None:
             self._search.look_again()
 
-    def _train(
-        self, settings: SearchSettings, checkpoints: Path | None, name: str, verbose: int, num_threads: int
-    ) -> None:
+    def _train(self, make: Callable[[Trials], Search], num_threads: int) -> None:
         torch.set_num_threads(num_threads)  # the caller's, on which bits depend
         try:
-            trials = cast(Trials, NodeTrials(self._ask))
-            self._search = Search(settings, trials, checkpoints, verbose, name)
+            self._search = make(cast(Trials, NodeTrials(self._ask)))
             self._search.run()
         except SystemExit as end:  # a device is lost, and with it this process; the trials go on in another
             for stream in (sys.stdout, sys.stderr):
@@ -381,9 +366,8 @@ class ClusterSearch:
 
     def _begin(self, member: Member) -> None:
         train = member.actor.train.options(num_returns="streaming")
-        member.requests = train.remote(
-            self._settings, self._checkpoints, member.name, self._verbose, torch.get_num_threads()
-        )
+        make = partial(Search, self._settings, checkpoints=self._checkpoints, verbose=self._verbose, node=member.name)
+        member.requests = train.remote(make, torch.get_num_threads())
 
     def _hear(self, member: Member) -> None:
         """Answer a node's request, or note that it has no more, or is gone. Raises what ends the sweep."""
@@ -403,7 +387,7 @@ class ClusterSearch:
         try:
             result = self._handout.answer(member.name, request.method, *request.args)
         except Exception as error:
-            error.is_of_space = Trials.is_of_space(error)  # type: ignore[attr-defined]  # its traceback stays here
+            error.is_of_space = is_of_space(error)  # type: ignore[attr-defined]  # its traceback stays here
             raised = error
         member.actor.answer.remote(request.number, result, raised)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
@@ -11,6 +12,8 @@ from hydra_engine.errors import PauseTask, StopTask
 from hydra_engine.sweep.objective import Objective
 from hydra_engine.sweep.study import Trials
 from hydra_engine.tasks import Callback, ModelTask, TaskReport
+
+Put: TypeAlias = "Callable[[LiveTrial, TaskReport | None], None]"
 
 
 def name_of(trial: Any) -> str:
@@ -21,20 +24,16 @@ def name_of(trial: Any) -> str:
 class LiveTrial:
     """A trial with a task in DRAM."""
 
-    def __init__(self, trial: Any, task: ModelTask) -> None:
+    def __init__(self, trial: Any, task: ModelTask, trials: Trials, objective: Objective, put: Put) -> None:
+        """`put`: called at the task's first step, with None, and at its end, with its report."""
         self.trial = trial
         self.task = task
         self.name = task.name = name_of(trial)
         task.hparams = task.hparams or dict(trial.params)
+        task.callbacks = (_First(self, put), *task.callbacks, _Last(self, put, trials, objective))
         self.is_planned = False
         self.is_pruned = False  # and the study was told
         self.is_in_callbacks = False  # of the user's; they have ended the task where it ends there
-
-    def follow(self, trials: Trials, objective: Objective, put: Callable[[LiveTrial, TaskReport | None], None]) -> None:
-        """Call `put` at the task's first step, with None, and at its end, with its report; report its validations."""
-        first = _First(self, put)
-        last = _Last(self, trials, objective, put)
-        self.task.callbacks = (first, *self.task.callbacks, last)
 
     def release(self) -> None:
         """Free the DRAM of the weights that were trained, whoever holds the model, and refer to the task no more."""
@@ -45,62 +44,58 @@ class LiveTrial:
         del self.task
 
 
+@dataclass(eq=False)
 class _First(Callback):
     """Called before the user's callbacks."""
 
-    def __init__(self, live: LiveTrial, put: Callable[[LiveTrial, TaskReport | None], None]) -> None:
-        self._live = live
-        self._put = put
-        self._has_begun = False
+    live: LiveTrial
+    put: Put
+    has_begun: bool = False
 
     def on_step(self, report: TaskReport) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            self._put(self._live, None)
-        self._live.is_in_callbacks = True
+        if not self.has_begun:
+            self.has_begun = True
+            self.put(self.live, None)
+        self.live.is_in_callbacks = True
 
     def on_validation(self, report: TaskReport) -> None:
-        self._live.is_in_callbacks = True
+        self.live.is_in_callbacks = True
 
     def on_epoch(self, report: TaskReport, epoch: int) -> None:
-        self._live.is_in_callbacks = True
+        self.live.is_in_callbacks = True
 
 
+@dataclass(eq=False)
 class _Last(Callback):
-    """Called after the user's callbacks."""
+    """Called after the user's callbacks; reports validations."""
 
-    def __init__(
-        self,
-        live: LiveTrial,
-        trials: Trials,
-        objective: Objective,
-        put: Callable[[LiveTrial, TaskReport | None], None],
-    ) -> None:
-        self._live = live
-        self._trials = trials
-        self._objective = objective
-        self._put = put
-        self._reported = trials.reported(live.trial)
+    live: LiveTrial
+    put: Put
+    trials: Trials
+    objective: Objective
+
+    def __post_init__(self) -> None:
+        self.reported = self.trials.reported(self.live.trial)
 
     def on_step(self, report: TaskReport) -> None:
-        self._live.is_in_callbacks = False
+        self.live.is_in_callbacks = False
 
     def on_validation(self, report: TaskReport) -> None:
-        self._live.is_in_callbacks = False
-        values, step = self._objective.last(report), len(report.validation_losses) - 1
+        self.live.is_in_callbacks = False
+        values, step = self.objective.last(report), len(report.validation_losses) - 1
         # After a resume, validations may come again whose report was answered already.
-        is_new = self._trials.has_pruning and step not in self._reported
-        if values is not None and is_new and self._trials.prunes(self._live.trial, values[0], step):
-            self._live.is_pruned = True
+        is_new = self.trials.has_pruning and step not in self.reported
+        if values is not None and is_new and self.trials.prunes(self.live.trial, values[0], step):
+            self.live.is_pruned = True
             raise StopTask
-        if self._trials.is_at_rung(self._live.trial, step + 1):
+        if self.trials.is_at_rung(self.live.trial, step + 1):
             raise PauseTask
 
     def on_epoch(self, report: TaskReport, epoch: int) -> None:
-        self._live.is_in_callbacks = False
+        self.live.is_in_callbacks = False
 
     def on_task_end(self, report: TaskReport) -> None:
-        self._put(self._live, report)
+        self.put(self.live, report)
 
     def on_task_pause(self, report: TaskReport) -> None:
-        self._put(self._live, report)
+        self.put(self.live, report)

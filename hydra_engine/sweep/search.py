@@ -34,7 +34,7 @@ from hydra_engine.sweep.live import LiveTrial, name_of
 from hydra_engine.sweep.objective import Objective
 from hydra_engine.sweep.policy import SweepPolicy, frozen
 from hydra_engine.sweep.population import Population
-from hydra_engine.sweep.study import Trials, load_optuna
+from hydra_engine.sweep.study import Trials, is_of_space, load_optuna
 from hydra_engine.system import dram, say
 from hydra_engine.tasks import FAILED, FINISHED, PAUSED, ModelTask, Report, TaskReport
 
@@ -137,17 +137,14 @@ class _Models:
     def add(self, task: ModelTask, name: str) -> None:
         """Add a trial's model; refuse one that another trial trains or has trained."""
         self.is_empty = False
-        for parameter_name, parameter in task.model.named_parameters():
-            if not parameter.requires_grad:
-                continue
+        own = {each: parameter for each, parameter in task.model.named_parameters() if parameter.requires_grad}
+        for parameter_name, parameter in own.items():
             if self._parameters.get(id(parameter)) is parameter:
                 raise ValueError(
                     f"build_task: {name} got a model whose parameter {parameter_name} another trial trains, limit: a "
                     f"model of its own; make a new one in each call, and share frozen ones at most"
                 )
-        for parameter in task.model.parameters():
-            if parameter.requires_grad:
-                self._parameters[id(parameter)] = parameter
+        self._parameters.update({id(parameter): parameter for parameter in own.values()})
 
 
 class Search:
@@ -208,11 +205,9 @@ class Search:
         if not self._live:
             self._orchestra = None
         self._has_room = True
-        for live in list(self._live.values()):
-            self._plan(live)  # those that came too late to join
+        self._plan()  # those that came too late to join
         while len(self._live) < self._num_first() and self._has_room and self._begin():
-            for live in list(self._live.values()):
-                self._plan(live)
+            self._plan()
         return bool(self._live)
 
     def _num_first(self) -> int:
@@ -227,7 +222,7 @@ class Search:
 
     def _begin(self) -> bool:
         """Build the study's next trial and add its task, if it can be; False where there is none, or no room."""
-        if self._live and self._dram_left_bytes() < self._largest_bytes:
+        if self._live and self._orchestra is not None and self._orchestra.dram_left_bytes < self._largest_bytes:
             self._has_room = False
             return False
         self._climb()
@@ -239,20 +234,17 @@ class Search:
             self._add(live)
         return True
 
-    def _dram_left_bytes(self) -> int:
-        return dram.available_dram_bytes() if self._orchestra is None else self._orchestra.dram_left_bytes
-
     def _built(self, trial: Any) -> LiveTrial | None:
         """Call `build_task`; None where that failed the trial, or pruned it. Raises what every trial would meet."""
         try:
             task = self._settings.build(trial)
         except Exception as error:
-            if self._trials.is_pruning(error):
+            if isinstance(error, load_optuna().TrialPruned):
                 self._trials.prune(trial)
                 self._outcomes.pruned(trial, "pruned, by build_task")
                 return None
             self._failed(trial, error)
-            if self._trials.is_of_space(error):
+            if is_of_space(error):
                 raise
             return None
         if self._stage is _Stage.LEFT:
@@ -263,9 +255,8 @@ class Search:
         except (TypeError, ValueError) as error:
             self._failed(trial, error)
             raise
-        live = LiveTrial(trial, task)
-        live.follow(self._trials, self._settings.objective, lambda live, report: self._events.put((live, report)))
-        return live
+        objective = self._settings.objective
+        return LiveTrial(trial, task, self._trials, objective, lambda *event: self._events.put(event))
 
     def _add(self, live: LiveTrial) -> None:
         """Add a trial's task; while others train, it is planned and joins them."""
@@ -304,20 +295,19 @@ class Search:
             if found is not None and found != self._checkpoints:
                 orchestra.resume_task(live.name, found)
 
-    def _plan(self, live: LiveTrial) -> None:
-        """Plan a trial while nothing trains, so that what is wrong with it is its own failure."""
-        if live.is_planned:
-            return
-        assert self._orchestra is not None
-        try:
-            self._orchestra.generate()
-        except Exception as error:
-            self._orchestra.stop_task(live.name)
-            self._orchestra.forget_task(live.name)  # it may come again
-            del self._live[live.name]
-            self._refused(live, error)
-        else:
-            self._note_plan(live)
+    def _plan(self) -> None:
+        """Plan trials one by one while nothing trains, so that what is wrong with one is its own failure."""
+        for live in [each for each in self._live.values() if not each.is_planned]:
+            assert self._orchestra is not None
+            try:
+                self._orchestra.generate()
+            except Exception as error:
+                self._orchestra.stop_task(live.name)
+                self._orchestra.forget_task(live.name)  # it may come again
+                del self._live[live.name]
+                self._refused(live, error)
+            else:
+                self._note_plan(live)
 
     def _refused(self, live: LiveTrial, error: Exception) -> None:
         """The trial has failed; or it waits, where only DRAM is missing that others have now."""

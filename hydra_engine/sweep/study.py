@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -103,23 +104,18 @@ def _named_study(optuna: Any, url: str | None, directions: Sequence[str]) -> tup
 
 def _in_time(job: Callable[[], T], timeout_s: float) -> T:
     """Run a job in a thread, which is left behind where it does not return."""
-    results: list[T] = []
-    errors: list[BaseException] = []
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(job())
+            result.set_result(job())
         except BaseException as error:
-            errors.append(error)
+            result.set_exception(error)
 
-    thread = threading.Thread(target=run, name="sweep-storage", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if errors:
-        raise errors[0]
-    if not results:
+    threading.Thread(target=run, name="sweep-storage", daemon=True).start()
+    if not wait([result], timeout_s).done:
         raise TimeoutError(f"no answer in {timeout_s:g} s")
-    return results[0]
+    return result.result()
 
 
 class Trials:
@@ -218,12 +214,6 @@ class Trials:
     def has_more(self) -> bool:
         """True if `next` has a trial."""
         return self.num_waiting > 0 or (self.num_known < self._num_trials and not self._is_stopped)
-
-    @property
-    def untold(self) -> list[Any]:
-        """Trials that were given out, wait at no rung, and of which the study has not been told how they ended."""
-        with self._lock:
-            return [trial for number, trial in self._untold.items() if number not in self._at_rung]
 
     def _trial_id(self, storage: Any, number: int) -> int:
         study_id = storage.get_study_id_from_name(self._study.study_name)
@@ -343,8 +333,10 @@ class Trials:
 
     def interrupt(self, error: BaseException, *, go_on: bool) -> list[Any]:
         """Note that an error has ended the sweep. Return the trials that go on as it is run again; else they failed."""
+        with self._lock:
+            untold = [trial for number, trial in self._untold.items() if number not in self._at_rung]
         found = []
-        for trial in self.untold:
+        for trial in untold:
             if not go_on:
                 self.fail(trial, f"the sweep was ended by {type(error).__name__}")
                 continue
@@ -353,18 +345,17 @@ class Trials:
                 found.append(trial)
         return found
 
-    def is_pruning(self, error: BaseException) -> bool:
-        """Return True for the exception by which user code prunes a trial."""
-        return isinstance(error, self._optuna.TrialPruned)
 
-    @staticmethod
-    def is_of_space(error: BaseException) -> bool:
-        """Return True if Optuna itself has refused what a trial asked for, such as a range without values."""
-        traceback = error.__traceback__
-        while traceback is not None and traceback.tb_next is not None:
-            traceback = traceback.tb_next
-        name = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
-        return name.partition(".")[0] == "optuna"
+def is_of_space(error: BaseException) -> bool:
+    """Return True if Optuna itself has refused what a trial asked for, such as a range without values.
+
+    Where that was on another machine, from which no traceback comes, the error says so as its attribute `is_of_space`.
+    """
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    name = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
+    return name.partition(".")[0] == "optuna" or getattr(error, "is_of_space", False)
 
 
 def _born_after(trial: Any) -> int:
