@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -113,16 +114,12 @@ def choices_to_state(choices: Sequence[StepChoice]) -> dict[str, Tensor]:
 
 def choices_from_state(saved: Mapping[str, Tensor]) -> list[StepChoice]:
     """Return what `choices_to_state` was given."""
-    columns = {name: saved[name].tolist() for name in _COLUMNS}
-    found = []
-    rows = zip(saved["factors"].tolist(), saved["seconds"].tolist(), strict=True)
-    for k, (factors, seconds) in enumerate(rows):
-        row = {name: values[k] for name, values in columns.items()}
-        row = {name: int(value) if name in _WHOLE else value for name, value in row.items()}
-        row |= {name: None for name in _MAY_BE_NONE if math.isnan(row[name])}
-        lanes = None if math.isnan(seconds[0]) else LaneSeconds(*seconds)
-        found.append(StepChoice(**row, factors=tuple(factors), seconds=lanes))
-    return found
+    columns: dict[str, Any] = {name: saved[name].tolist() for name in (*_COLUMNS, "factors", "seconds")}
+    columns |= {name: map(int, columns[name]) for name in _WHOLE}
+    columns |= {name: [None if math.isnan(each) else each for each in columns[name]] for name in _MAY_BE_NONE}
+    columns["factors"] = map(tuple, columns["factors"])
+    columns["seconds"] = [None if math.isnan(each[0]) else LaneSeconds(*each) for each in columns["seconds"]]
+    return [StepChoice(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
 _WHOLE = ("step", "batch_size", "micro_batches", "devices", "desired_devices")
@@ -147,8 +144,7 @@ class _Held(NamedTuple):
 
     step: int  # for which it was made
     devices: int
-    choice: Choice
-    is_known: bool = False  # its goodput is
+    choice: Choice  # of goodput 0 where it is not known
     desired_devices: int = 1
 
 
@@ -177,7 +173,6 @@ class _Bounds:
 
     @property
     def most(self) -> int:
-        """The most samples of a micro-batch that the user allows."""
         return min(self._bounds[1], self.max_batch_size)
 
     def number(self, batch: int, micro_batch: int, devices: int) -> int:
@@ -200,29 +195,27 @@ class _Bounds:
 
     def optimized(self, goodput: Goodput, devices: int, current: Choice | None = None) -> Choice | None:
         """The best choice on so many devices; None: no batch keeps to the bounds there."""
-        limits = self._on(devices)
+        accumulates, most = self.accumulates, self.most_batch
+        if not accumulates and devices < LEAST_MICRO_BATCHES:  # alone, it has several whatever the user says of that
+            accumulates, most = True, max(self.initial, min(most, LEAST_MICRO_BATCHES * self.high))
+        optimize = partial(
+            goodput.optimize,
+            devices,
+            max_batch_size=most,
+            bounds=(self.low, self.high),
+            accumulation=accumulates,
+            least_micro_batches=LEAST_MICRO_BATCHES,
+        )
         try:
-            best = goodput.optimize(devices, **limits)
+            best = optimize()
             if current is None:
                 return best
-            kept = goodput.optimize(devices, **limits, current=current)
+            kept = optimize(current=current)
         except ValueError:
             return None
         # Near its maximum goodput is flat: a batch that is kept for being nearly as good may be far from the best one.
         ratio = max(best.batch_size / kept.batch_size, kept.batch_size / best.batch_size)
         return best if ratio > FAR and best.goodput > WORTH_GOING * kept.goodput else kept
-
-    def _on(self, devices: int) -> dict[str, Any]:
-        """A device alone has several micro-batches, whatever the user says of accumulation."""
-        accumulates, most = self.accumulates, self.most_batch
-        if not accumulates and devices < LEAST_MICRO_BATCHES:
-            accumulates, most = True, max(self.initial, min(most, LEAST_MICRO_BATCHES * self.high))
-        return {
-            "max_batch_size": most,
-            "bounds": (self.low, self.high),
-            "accumulation": accumulates,
-            "least_micro_batches": LEAST_MICRO_BATCHES,
-        }
 
     def desired(self, goodput: Goodput, max_devices: int) -> int:
         """The most devices of which each is worth at least half of the first."""
@@ -388,7 +381,7 @@ class Adaptation:
                     desired_devices=held.desired_devices,
                     noise=self.noise_scale,
                     progress=self._progress(after),
-                    goodput=held.choice.goodput if held.is_known else None,
+                    goodput=held.choice.goodput if held.choice.goodput > 0 else None,
                 )
             )
 
@@ -422,8 +415,7 @@ class Adaptation:
     def _worth(self, choice: StepChoice) -> StepChoice:
         """A choice with its gain. Less than the initial batch is worth its samples."""
         scale = choice.batch_size / self._initial
-        known = self._noise.is_known and scale > 1
-        return replace(choice, gain=self._noise.gain(choice.batch_size) if known else scale if scale < 1 else 1.0)
+        return replace(choice, gain=self._noise.gain(choice.batch_size) if scale > 1 else scale)
 
     def _chosen(self, step: int, devices: int, max_devices: int) -> _Held:
         """Return the choice that goes on, or make another where it is time for that."""
@@ -436,7 +428,7 @@ class Adaptation:
         current = held.choice if held is not None and held.devices == devices else None
         found = self._limits.optimized(goodput, devices, current) or self._limits.first(devices, 0)
         desired = self._limits.desired(goodput, max(devices, max_devices))
-        self._held = _Held(step, devices, found, found.goodput > 0, desired)
+        self._held = _Held(step, devices, found, desired)
         return self._held
 
     # -- devices
@@ -518,7 +510,6 @@ class Adaptation:
             }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
         with self._lock:
             self._limits.room, self._limits.taught = saved["room"], saved["taught"]
             num_groups = len(saved["noise"]["read"]["sqr"])

@@ -214,9 +214,7 @@ class Goodput:
     def _kept(self, devices: int, limits: _Limits, current: Choice) -> Choice | None:
         """Return the current choice with its goodput on these devices, split anew if need be, or None."""
         size, micro = current.batch_size, current.micro_batch
-        if not self.noise.initial_batch_size <= size <= limits.max_batch_size:
-            return None
-        if not limits.least_micro <= micro <= limits.most_micro:
+        if size < self.noise.initial_batch_size or not limits.least_micro <= micro <= limits.most_micro:
             return None
         passes = current.accumulation_steps + 1
         is_split = micro == _ceil(size, devices * passes) and limits.allows(size, devices, passes)

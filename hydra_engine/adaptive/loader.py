@@ -40,7 +40,6 @@ def _of_plain(name: str) -> Any:
     return property(attrgetter(f"plain.{name}"))
 
 
-# Past 300 lines: a third of them say what its methods promise.
 class AdaptiveDataLoader:
     """A DataLoader whose batches have the size that is asked for when they are read.
 

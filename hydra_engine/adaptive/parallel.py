@@ -152,11 +152,9 @@ class AdaptiveDataParallel(nn.Module):
     # -- state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the model's state dict."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict of the model."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def checkpoint(self) -> dict[str, Any]:
@@ -245,7 +243,7 @@ class _Step:
     index: int = 0  # of the micro-batch in progress
     norms: dict[int, list[Tensor]] = field(default_factory=dict)  # by micro-batch and parameter group
     total: list[Tensor] | None = None  # squared norms of the step's gradient, by parameter group
-    pair: _Pair | None = None  # of a step of one micro-batch
+    pair: tuple[list[Tensor], ...] | None = None  # of a step of one micro-batch, as `_Gradients.paired` gives it
 
     @property
     def is_last(self) -> bool:
@@ -372,8 +370,9 @@ class _Loop:
         """Measure `.grad`, and add it to the gradients of the step."""
         num_samples, gradients = step.choice.batch_size, self.gradients
         if len(step.sizes) == 1:
-            norms = step.norms[0] = step.total = gradients.norms()
-            step.pair = gradients.paired(num_samples, norms, is_first=step.pair is None)
+            is_first = not step.norms
+            step.norms[0] = gradients.norms()
+            step.pair = gradients.paired(num_samples, step.norms[0], is_first=is_first)
             return
         if step.index in step.norms:
             raise RuntimeError(
@@ -428,9 +427,9 @@ class _Loop:
             assert step.total is not None
             micro = tuple(_numbers(step.norms[k]) for k in range(len(step.sizes)))
             self.adaptation.measured(StepMeasures(tuple(map(float, step.sizes)), micro, _numbers(step.total)))
-        elif step.pair is not None and step.pair.mean:
-            pair = step.pair
-            self.adaptation.measured_alone(step.choice.batch_size, *map(_numbers, pair))
+        elif step.pair is not None:
+            now, before, mean = map(_numbers, step.pair)
+            self.adaptation.measured_alone(step.choice.batch_size, now, before, mean)
 
     def _end(self, step: _Step) -> None:
         """Put the step in the record."""
@@ -449,17 +448,6 @@ class _Loop:
 
 
 # -- gradients
-
-
-class _Pair(NamedTuple):
-    """Squared norms, by parameter group, of a step's gradient, of the one of the step before, and of their mean.
-
-    Both others are empty where the step before tells nothing.
-    """
-
-    now: list[Tensor]
-    before: list[Tensor]
-    mean: list[Tensor]
 
 
 class _Before(NamedTuple):
@@ -531,19 +519,20 @@ class _Gradients:
         """Forget the sum, of a step that is over."""
         self._sums = {}
 
-    def paired(self, num_samples: int, norms: list[Tensor], *, is_first: bool) -> _Pair:
-        """Keep `.grad` for the next step, and return its norms with those of the step before.
+    def paired(self, num_samples: int, norms: list[Tensor], *, is_first: bool) -> tuple[list[Tensor], ...] | None:
+        """Keep `.grad` for the next step; return its squared norms, those of the step before, and of the mean of both.
 
-        is_first: it is the first time in this step. The gradient that was kept is this step's own otherwise.
+        None: the step before tells nothing. is_first: it is the first time in this step. The gradient that was kept is
+        this step's own otherwise.
         """
         unscaling = self._unscaling
         now = {parameter: parameter.grad * unscaling for parameter in self._with_gradients()}  # copies
         before, self._before = self._before, _Before(num_samples, norms, now)
         if before is None or not is_first or before.num_samples != num_samples:
-            return _Pair(norms, [], [])
+            return None
         sums = {each: now[each] + before.gradients.get(each, 0) for each in now}
         sums |= {each: gradient for each, gradient in before.gradients.items() if each not in now}
-        return _Pair(norms, before.norms, [each / 4 for each in self._norms_of(sums)])
+        return norms, before.norms, [each / 4 for each in self._norms_of(sums)]
 
     @contextmanager
     def scaled_rates(self, factors: Sequence[float]) -> Generator[None, None, None]:

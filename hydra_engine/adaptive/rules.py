@@ -92,26 +92,16 @@ def _scale(noise: GradientNoiseScale, batch_size: int) -> float:
     return whole_number("batch_size", batch_size) / noise.initial_batch_size
 
 
-ADAM_LIKE = (
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.SparseAdam,
-)
-
-
 def rule_for(optimizer: torch.optim.Optimizer) -> ScalingRule:
     """Return AdamScale for Adam and its variants, and AdaScale for other optimizers.
 
-    A variant is known by its class, or by "Adam" in the name of its class, as those of other libraries have it. For an
-    optimizer that wraps another as its attribute `optimizer`, the wrapped one decides.
+    A variant is known by "Adam" in the name of its class, or of one that it derives from; so are those of other
+    libraries. For an optimizer that wraps another as its attribute `optimizer`, the wrapped one decides.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer; give one")
     wrapped = getattr(optimizer, "optimizer", None)
     if isinstance(wrapped, torch.optim.Optimizer) and wrapped is not optimizer:
         return rule_for(wrapped)
-    is_named = any("adam" in each.__name__.lower() for each in type(optimizer).__mro__)
-    return AdamScale() if is_named or isinstance(optimizer, ADAM_LIKE) else AdaScale()
+    is_adam = any("adam" in each.__name__.lower() for each in type(optimizer).__mro__)
+    return AdamScale() if is_adam else AdaScale()

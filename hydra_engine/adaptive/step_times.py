@@ -91,7 +91,6 @@ class StepTimes:
         return {"known": [[list(key), list(each)] for key, each in self._known.items()], "most": self.most_devices}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
         self._known = {(key[0], key[1], key[2]): _Sums(*each) for key, each in saved["known"]}
         self.most_devices = saved["most"]
 

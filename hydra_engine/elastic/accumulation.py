@@ -67,7 +67,6 @@ class GradientAccumulation(torch.optim.Optimizer):
         return f"{type(self).__name__} (steps: {self.steps}, reduction: {self.reduction}) of {self.optimizer!r}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def weigh(self, loss: Tensor, size: int, total: float) -> Tensor:

@@ -82,7 +82,6 @@ class Quotas:
             )
 
     def of(self, task: Asking) -> Quota | None:
-        """Return the quota of a task's group."""
         return self._quotas.get(task.group)
 
     @contextmanager
