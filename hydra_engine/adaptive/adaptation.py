@@ -219,12 +219,11 @@ class _Bounds:
 
     def desired(self, goodput: Goodput, max_devices: int) -> int:
         """The most devices of which each is worth at least half of the first."""
-        if max_devices == 1:
+        if max_devices == 1 or (first := self.optimized(goodput, 1)) is None:
             return 1
-        first = self.optimized(goodput, 1)
-        for devices in range(max_devices, 1, -1) if first is not None else ():
+        for devices in range(max_devices, 1, -1):
             best = self.optimized(goodput, devices)
-            if best is not None and first is not None and best.goodput >= first.goodput * devices / 2:
+            if best is not None and best.goodput >= first.goodput * devices / 2:
                 return devices
         return 1
 

@@ -40,6 +40,7 @@ def _of_plain(name: str) -> Any:
     return property(attrgetter(f"plain.{name}"))
 
 
+# More than 15 attributes: seven are those of torch's DataLoader.
 class AdaptiveDataLoader:
     """A DataLoader whose batches have the size that is asked for when they are read.
 

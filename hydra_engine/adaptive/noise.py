@@ -168,9 +168,8 @@ class GradientNoiseScale:
                 f"micro_square_norms: of {len(micro_square_norms)} micro-batches, limit: {len(batch_sizes)}, as in "
                 "batch_sizes; give one entry per micro-batch"
             )
-        for size in batch_sizes:
-            if finite_number("batch_sizes", size) == 0:
-                raise ValueError("batch_sizes: 0, limit: more than 0; leave micro-batches without samples out")
+        if any(finite_number("batch_sizes", size) == 0 for size in batch_sizes):
+            raise ValueError("batch_sizes: 0, limit: more than 0; leave micro-batches without samples out")
         rows = [self._norms("micro_square_norms", row) for row in micro_square_norms]
         samples = sum(batch_sizes)
         locals_ = [

@@ -183,7 +183,11 @@ class _Fit:
         """Return logarithms of a_c, b_c, a_r and b_r, and gamma's, where the search begins. NEVER stays as it is."""
         passes = self.seconds / (self.extra + 1)
         passes = torch.where(self.near_link, passes / 2, passes)
-        told = self._told_of_passes()
+        # Observations that say most of a pass: of one device, and not near the link, if there are such.
+        told = torch.ones_like(self.alone)
+        for better in (~self.near_link, self.alone):
+            if (told & better).any():
+                told = told & better
         mean = (self.weights * passes)[told].sum() / self.weights[told].sum()
         m = (self.weights * self.micro)[told].sum() / self.weights[told].sum()
         a_c, b_c = mean / 2, mean / 2 / m
@@ -206,14 +210,6 @@ class _Fit:
         if len(self.seconds) > 2 + min(counts, 2):
             start[4] = math.log(0.2)
         return start
-
-    def _told_of_passes(self) -> Tensor:
-        """Return the observations that say most of a pass: of one device, and not near the link, if there are such."""
-        told = torch.ones_like(self.alone)
-        for better in (~self.near_link, self.alone):
-            if (told & better).any():
-                told = told & better
-        return told
 
     def _gamma(self, x: Tensor) -> Tensor:
         return 1 + (MOST_GAMMA - 1) * x[4].exp() / (MOST_GAMMA - 1 + x[4].exp())

@@ -121,7 +121,6 @@ class NodeTrials:
         self.has_pruning = ask("has_pruning")
 
     def next(self) -> NodeTrial | None:
-        """Return the next trial to train."""
         number = self._ask("next")
         return None if number is None else NodeTrial(number, self._ask)
 
@@ -229,7 +228,6 @@ class Handout:
         return result
 
     def climb(self) -> None:
-        """Decide who goes on from a rung, if one is full."""
         for trial in self._trials.climb():
             self.num_well += 1
             say(f"trial {trial.number}: pruned at its rung")
@@ -285,7 +283,6 @@ class ClusterSearch:
         self._looked_s = self._had_nodes_s = time.monotonic()
 
     def run(self) -> None:
-        """Train until no trial is left."""
         with connected(self._cluster) as self._ray:
             try:
                 self._meet()
@@ -304,7 +301,6 @@ class ClusterSearch:
                     self._ray.kill(member.actor)
 
     def check(self) -> None:
-        """Raise the first failure, if every trial has failed."""
         if self._handout.first_failure is not None and not self._handout.num_well:
             raise RuntimeError(self._handout.first_failure)
 

@@ -50,12 +50,10 @@ class SweepFolder:
 
     @property
     def study_url(self) -> str:
-        """Storage of the study, where the user gave none."""
         return f"sqlite:///{self.path / 'study.db'}"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the trials' checkpoints."""
         return self.path / "checkpoints"
 
     @staticmethod

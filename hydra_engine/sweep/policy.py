@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -25,13 +26,10 @@ class SweepPolicy:
 
     @property
     def longest_first(self) -> bool:
-        """As of the policy that was chosen."""
         return getattr(self._policy, "longest_first", False)
 
-    def key(self, candidate: Candidate) -> float:
-        """As of the policy that was chosen."""
-        key: float = self._policy.key(candidate)
-        return key
+    def key(self, candidate: Candidate) -> Any:
+        return self._policy.key(candidate)
 
 
 def frozen(task: ModelTask) -> set[nn.Parameter]:

@@ -89,9 +89,8 @@ class Population:
 
             sampler: Any = optuna.samplers.RandomSampler(seed=draws.getrandbits(32))
             return sampler.sample_independent(None, None, "value", distribution)
-        if hasattr(distribution, "choices"):
-            return _moved(value, distribution, draws.choice((0.5, 2.0)))
-        return _moved(value, distribution, draws.choice(self.factors))
+        factors = (0.5, 2.0) if hasattr(distribution, "choices") else self.factors
+        return _moved(value, distribution, draws.choice(factors))
 
     # -- refused
 

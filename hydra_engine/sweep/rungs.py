@@ -93,7 +93,8 @@ def full_rung(
         for each in (*here, *decided)
         if step in each.intermediate_values and rung_of(each) >= rung
     ]
-    ranked.sort(key=lambda each: (_badness(each[1], maximize), each[0].number))
+    # The best first, and what is no number last.
+    ranked.sort(key=lambda each: (each[1] != each[1], -each[1] if maximize else each[1], each[0].number))
     return FullRung(rung, [each.number for each in here], ranked)
 
 
@@ -110,7 +111,3 @@ def rung_of(trial: Any) -> int:
 def waits(trial: Any) -> bool:
     """Return True if a trial is saved at its rung."""
     return bool(trial.user_attrs.get(RUNG, {"waits": False})["waits"])
-
-
-def _badness(value: float, maximize: bool) -> tuple[bool, float]:
-    return value != value, -value if maximize else value

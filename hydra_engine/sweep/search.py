@@ -43,8 +43,6 @@ INTERRUPTED_S = 10.0
 # Models in DRAM per device: while one's weights cross the link or are updated, another computes.
 MODELS_PER_DEVICE = 2
 
-_TORCH_RANDOM: Any = torch.random
-
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
@@ -65,7 +63,8 @@ class SearchSettings:
         """Call `build_task`, beside whatever trains, with torch's random stream seeded for the trial."""
         seed = stream_seed(self.seed, trial.number, 0)
         with CallbackDraws(name_of(trial), seed, set(), set).calling():
-            _TORCH_RANDOM.default_generator.manual_seed(seed)  # this thread's, now; no loader's, and no GPU's
+            # This thread's, now; no loader's, and no GPU's.
+            torch.random.default_generator.manual_seed(seed)  # type: ignore[attr-defined]
             return self.build_task(trial)
 
     def check(self, trial: Any, task: Any, *, is_first: bool) -> None:
@@ -98,7 +97,6 @@ class _Outcomes:
         self._num_well = 0  # trials that did not fail
 
     def check(self) -> None:
-        """Raise the first failure, if every trial has failed."""
         if self._first_failure is not None and not self._num_well:
             raise self._first_failure
 
@@ -213,12 +211,12 @@ class Search:
     def _num_first(self) -> int:
         """Return the number of trials that a run begins with; others join."""
         policy, tasks = self._settings.policy, [live.task for live in self._live.values()]
-        if isinstance(policy, SweepPolicy):
-            policy.choose(tasks)
-        if isinstance(policy, SweepPolicy) and policy.is_in_step:
+        if not isinstance(policy, SweepPolicy):
+            return 1
+        policy.choose(tasks)
+        if policy.is_in_step:
             return self._parallel  # in step from the beginning, they load what they share once
-        # Two tell if trials share frozen weights.
-        return min(2, self._parallel) if isinstance(policy, SweepPolicy) and any(map(frozen, tasks)) else 1
+        return min(2, self._parallel) if any(map(frozen, tasks)) else 1  # two tell if trials share frozen weights
 
     def _begin(self) -> bool:
         """Build the study's next trial and add its task, if it can be; False where there is none, or no room."""
@@ -421,7 +419,6 @@ class Search:
         self._orchestra.forget_task(live.name)
 
     def _climb(self) -> None:
-        """Decide who goes on from a rung, if one is full."""
         for trial in self._trials.climb():
             is_at_rung = self._settings.population is None
             self._outcomes.pruned(trial, "pruned at its rung" if is_at_rung else "pruned, for a better one")

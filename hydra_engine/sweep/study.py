@@ -146,7 +146,7 @@ class Trials:
         self._seed = seed
         self._lock = threading.RLock()
         state = self._optuna.trial.TrialState
-        mine = [each for each in study.get_trials(deepcopy=False) if self._is_mine(each)]
+        mine = self._mine()
         begun = [each for each in mine if each.state == state.RUNNING]
         self._waiting = [
             self._optuna.trial.Trial(study, each.user_attrs[MARK]["trial_id"])
@@ -172,9 +172,9 @@ class Trials:
         self._is_stopped = isinstance(rungs, Population) and any(rung_of(each) > 0 for each in mine)
         self._untold: dict[int, Any] = {}  # given out by `next`, by number
 
-    def _is_mine(self, trial: Any) -> bool:
-        mark = trial.user_attrs.get(MARK)
-        return isinstance(mark, dict) and mark.get("sweep") == self._sweep_id
+    def _mine(self) -> list[Any]:
+        marked = ((each, each.user_attrs.get(MARK)) for each in self._study.get_trials(deepcopy=False))
+        return [each for each, mark in marked if isinstance(mark, dict) and mark.get("sweep") == self._sweep_id]
 
     @property
     def has_pruning(self) -> bool:
@@ -273,8 +273,7 @@ class Trials:
                 return []
             maximize = self._study.directions[0].name == "MAXIMIZE"
             is_complete = self.num_known >= self._num_trials or self._is_stopped
-            mine = [each for each in self._study.get_trials(deepcopy=False) if self._is_mine(each)]
-            decision = self._rungs.decide(mine, is_complete=is_complete, maximize=maximize, seed=self._seed)
+            decision = self._rungs.decide(self._mine(), is_complete=is_complete, maximize=maximize, seed=self._seed)
             # Births first, and then who goes on, before others are pruned: who decides again after a kill finds the
             # same ones.
             self._waiting += [self._born(birth) for birth in decision.births]
@@ -296,13 +295,8 @@ class Trials:
             user_attrs={MARK: {"sweep": self._sweep_id}, RUNG: mark(birth.rung, waits=False), **birth.user_attrs},
         )
         self._study.add_trial(trial)
-        [number] = [
-            each.number
-            for each in self._study.get_trials(deepcopy=False)
-            if self._is_mine(each) and each.user_attrs.get(PARENT) == birth.user_attrs[PARENT]
-        ]
-        storage = next(iter(self._at_rung.values())).storage
-        return self._opened(storage, number)
+        [number] = [each.number for each in self._mine() if each.user_attrs.get(PARENT) == birth.user_attrs[PARENT]]
+        return self._opened(next(iter(self._at_rung.values())).storage, number)
 
     def complete(self, trial: Any, values: list[float], attributes: dict[str, Any]) -> None:
         """Tell that a trial was trained to its end."""
@@ -313,7 +307,6 @@ class Trials:
         self._tell(trial, self._optuna.trial.TrialState.PRUNED)
 
     def fail(self, trial: Any, error: str) -> None:
-        """Tell that a trial has failed."""
         self._tell(trial, self._optuna.trial.TrialState.FAIL, attributes={"error": error})
 
     def _tell(

@@ -115,11 +115,11 @@ class Sweep:
             raise ValueError(f"num_trials: {num_trials}, limit: at least 1")
         if parallel is not None and parallel < 1:
             raise ValueError(f"parallel: {parallel}, limit: at least 1; None is {MODELS_PER_DEVICE} per device")
-        self._objective = Objective.parse(metric)
+        objective = Objective.parse(metric)
         self._directions = None if direction is None else [direction] if isinstance(direction, str) else list(direction)
-        if self._directions is not None and len(self._directions) != len(self._objective.names):
+        if self._directions is not None and len(self._directions) != len(objective.names):
             raise ValueError(
-                f"direction: {len(self._directions)}, limit: one for each of {len(self._objective.names)} metrics"
+                f"direction: {len(self._directions)}, limit: one for each of {len(objective.names)} metrics"
             )
         if metric is not None and direction is None and (study is None or isinstance(study, str)):
             raise ValueError(f"direction: not given, and metric {metric!r} may be any; give 'minimize' or 'maximize'")
@@ -132,8 +132,8 @@ class Sweep:
                 raise TypeError(f"{field}: {given!r} is a {type(given).__name__}; give a {kind.__name__}")
             if checkpoint_dir is None:
                 raise ValueError(f"{field}: no checkpoint_dir, limit: a folder, where trials wait at a rung; give one")
-            if len(self._objective.names) > 1:
-                raise ValueError(f"{field}: {len(self._objective.names)} metrics, limit: 1, by which trials are ranked")
+            if len(objective.names) > 1:
+                raise ValueError(f"{field}: {len(objective.names)} metrics, limit: 1, by which trials are ranked")
         if population is not None and cluster is not None:
             raise ValueError("population: given beside cluster, limit: this machine; leave one of them out")
         if population is not None and num_trials < 2:
@@ -145,7 +145,7 @@ class Sweep:
             parallel = parallel or min(num_trials, MODELS_PER_DEVICE * len(devices))
         self._settings = SearchSettings(
             build_task=build_task,
-            objective=self._objective,
+            objective=objective,
             parallel=parallel,
             dram_bytes=None if dram is None else parse_bytes(dram, "dram"),
             devices=devices,
@@ -167,27 +167,20 @@ class Sweep:
         After Ctrl-C or SIGTERM what trains is saved, and the next call goes on with it; without `checkpoint_dir` these
         trials have failed. When every trial of the call has failed, the first failure is raised.
         """
-        path = self._checkpoint_dir
+        path, settings = self._checkpoint_dir, self._settings
         with nullcontext() if path is None else closing(SweepFolder(path)) as folder:
-            study, storage = open_study(
-                self._study, None if folder is None else folder.study_url, self._directions, len(self._objective.names)
-            )
-            trials = Trials(
-                study,
-                self._sweep_id if folder is None else folder.sweep_id,
-                self._num_trials,
-                storage,
-                self._rungs,
-                self._settings.seed,
-            )
+            url = None if folder is None else folder.study_url
+            study, storage = open_study(self._study, url, self._directions, len(settings.objective.names))
+            sweep_id = self._sweep_id if folder is None else folder.sweep_id
+            trials = Trials(study, sweep_id, self._num_trials, storage, self._rungs, settings.seed)
             if folder is not None:
                 folder.check_is_of(trials.num_known)
             checkpoints = None if folder is None else folder.checkpoints
             search: Search | ClusterSearch
             if self._cluster is None:
-                search = Search(self._settings, trials, checkpoints, self.verbose)
+                search = Search(settings, trials, checkpoints, self.verbose)
             else:
-                search = ClusterSearch(self._cluster, self._settings, trials, checkpoints, self.verbose)
+                search = ClusterSearch(self._cluster, settings, trials, checkpoints, self.verbose)
             search.run()
             search.check()
         self._study, self._directions = study, None  # another call goes on with it

@@ -81,10 +81,9 @@ def trainable(
             orchestra = ModelOrchestrator([task], devices=devices, checkpoint_dir=self._folder, keep=1)
             orchestra.verbose = 0
             report = orchestra.train_models(resume=True).tasks[_NAME]
-            figures = {name: values[-1] for name, values in report.validation_metrics.items()}
             return {
                 LOSS: report.validation_losses[-1] if report.validation_losses else math.nan,
-                **figures,
+                **{name: values[-1] for name, values in report.validation_metrics.items()},
                 "steps": report.steps,
                 "done": report.status != PAUSED,
             }
