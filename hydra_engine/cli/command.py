@@ -10,7 +10,8 @@ import io
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -34,6 +35,15 @@ class Mistake(Exception):
 
 class Failure(Exception):
     """A command was begun and did not succeed; the message is one line."""
+
+
+@contextmanager
+def mistakes(*kinds: type[Exception], before: str = "", after: str = "") -> Iterator[None]:
+    """Raise Mistake in place of errors of these kinds, with words before and after theirs."""
+    try:
+        yield
+    except kinds as error:
+        raise Mistake(f"{before}{error}{after}") from error
 
 
 def count(text: str, field: str) -> int:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from hydra_engine.cli.command import Failure, Mistake, count
+from hydra_engine.cli.command import Failure, Mistake, count, mistakes
 from hydra_engine.cli.sweep import devices_of
 from hydra_engine.devices import CudaDevice, DeviceSpec, EmulatedDevice
 from hydra_engine.errors import ShardDoesNotFit
+from hydra_engine.pictures import plural
 from hydra_engine.run import ModelOrchestrator
 from hydra_engine.tasks import FAILED, ModelTask, TaskReport, table
 
@@ -225,20 +226,17 @@ def _devices(options: argparse.Namespace) -> Sequence[DeviceSpec]:
         raise Mistake(
             f"--memory: {options.memory!r} without a GPU, limit: of GPUs; give --devices 8MiB 8MiB for emulated ones"
         )
-    try:
+    with mistakes(ValueError, RuntimeError, before="--memory: "):
         return [CudaDevice(each.index, options.memory) for each in gpus]
-    except (ValueError, RuntimeError) as error:
-        raise Mistake(f"--memory: {error}") from error
 
 
 def _tasks(options: argparse.Namespace, steps_per_epoch: int) -> list[ModelTask]:
-    try:
+    remedy = f"; name a file of more than {10 * CONTEXT} bytes, or leave it out"
+    with mistakes(OSError, ValueError, before="--text: ", after=remedy):
         text = read_text(None if options.text is None else Path(options.text))
         num_train = len(text) * 9 // 10
         train = Windows(text[:num_train], steps_per_epoch * BATCH_SIZE)
         validation = Windows(text[num_train:], max(1, len(train) // 8))
-    except (OSError, ValueError) as error:
-        raise Mistake(f"--text: {error}; name a file of more than {10 * CONTEXT} bytes, or leave it out") from error
     return [
         ModelTask(
             gpt(config, options.seed),
@@ -265,10 +263,9 @@ def _demonstrate(
     orchestra = ModelOrchestrator(tasks, devices=devices)
     orchestra.tracebacks = options.debug
     print("\n1. plan")
-    try:
+    larger = f"; or give larger ones: --devices {' '.join(DEVICES)}"
+    with mistakes(ShardDoesNotFit, before="--devices: ", after=larger):
         orchestra.generate()
-    except ShardDoesNotFit as error:
-        raise Mistake(f"--devices: {error}; or give larger ones: --devices {' '.join(DEVICES)}") from error
     print("\n2. train")
     report = orchestra.train_models()
     print(f"\n{report}")
@@ -277,7 +274,7 @@ def _demonstrate(
         raise Failure(f"{len(failed)} of {len(tasks)} models failed: {', '.join(failed)}; --debug shows why")
     ended = (
         f"{len(tasks)} models, each {min(times):.1f} to {max(times):.1f} times a device, were trained together on "
-        f"{_num(devices)} in {report.makespan_s:.1f} s"
+        f"{plural(len(devices), 'device')} in {report.makespan_s:.1f} s"
     )
     if not is_emulated:
         print(f"\nConclusion: {ended}. Bits are compared on emulated devices alone: leave --devices out.")
@@ -310,7 +307,7 @@ def _announce(devices: Sequence[DeviceSpec], num_steps: int, step_s: float, *, i
     check_s = num_steps * step_s / len(CONFIGS) if is_checked else 0.0
     total_s = plan_s + train_s + check_s
     lines = [
-        f"Four byte-level GPTs train together on {_num(devices)}, each too small for any: about "
+        f"Four byte-level GPTs train together on {plural(len(devices), 'device')}, each too small for any: about "
         f"{_about(total_s)} here.",
         f"1. plan, {_about(plan_s)}: profile each model on its first batch, cut it into shards that fit a device",
         f"2. train, {_about(train_s)}: {num_steps} steps of each; while one's weights travel, another computes",
@@ -318,10 +315,6 @@ def _announce(devices: Sequence[DeviceSpec], num_steps: int, step_s: float, *, i
     if is_checked:
         lines.append(f"3. check, {_about(check_s)}: train {CHECKED} again, in plain PyTorch, and compare all bits")
     print(*lines, sep="\n")
-
-
-def _num(devices: Sequence[DeviceSpec]) -> str:
-    return f"{len(devices)} {'device' if len(devices) == 1 else 'devices'}"
 
 
 def _about(seconds: float) -> str:

@@ -6,9 +6,8 @@ import argparse
 import math
 from importlib import import_module
 from threading import TIMEOUT_MAX
-from typing import Any
 
-from hydra_engine.cli.command import Mistake
+from hydra_engine.cli.command import Mistake, mistakes
 from hydra_engine.control import ask
 
 
@@ -24,15 +23,9 @@ def run(options: argparse.Namespace) -> None:
         raise Mistake(f"NAME: {name!r} with {what}, limit: list takes none, add and remove take one; `--help`")
     if options.grace is not None and what != "remove":
         raise Mistake(f"--grace: {options.grace!r} with {what}, limit: with remove; leave it out")
-    order: dict[str, Any] = {"do": what}
-    if name is not None:
-        order["name"] = name
-    if options.grace is not None:
-        order["grace_s"] = _seconds(options.grace)
-    try:
-        answer = ask(options.run, order)
-    except (OSError, ValueError) as error:
-        raise Mistake(str(error)) from error
+    order = {"do": what, "name": name, "grace_s": None if options.grace is None else _seconds(options.grace)}
+    with mistakes(OSError, ValueError):
+        answer = ask(options.run, {key: value for key, value in order.items() if value is not None})
     places = answer["devices"]
     shown = places if name is None else {answer["name"]: places.get(answer["name"], "out")}
     for device, place in shown.items():

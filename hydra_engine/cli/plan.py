@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from hydra_engine.cli.command import Mistake, count
-from hydra_engine.cli.sample import here_importable, refusal, sample_of
+from hydra_engine.cli.command import Mistake, count, mistakes
+from hydra_engine.cli.sample import here_importable, planned, sample_of
+from hydra_engine.pictures import plural
 from hydra_engine.planning import AheadPlan, Machine, ShardEstimate, plan_ahead
 from hydra_engine.tasks import duration, table
 from partitioners import GPU, STATED_RATES, Partitioner, Rates, format_bytes, make_partitioner, parse_bytes
@@ -31,13 +32,8 @@ def run(options: argparse.Namespace) -> None:
     partitioner = _partitioner(options.partitioner)
     with here_importable():
         sample = sample_of(options.function)
-        try:
+        with planned():
             plan = plan_ahead(sample, machine, partitioner, num_samples=num_samples, num_micro_batches=number)
-        except Exception as error:
-            mistake = refusal(error)
-            if mistake is None:
-                raise
-            raise mistake from error
     model = sample[0]
     is_own = isinstance(model, nn.Module) and type(model).forward is not nn.Sequential.forward
     print(*plan_lines(plan, title=options.function, own_forward=type(model).__name__ if is_own else None), sep="\n")
@@ -75,10 +71,8 @@ def machine_of(options: argparse.Namespace, *, num_devices: int = 1) -> Machine:
 
 
 def _size(text: str, field: str) -> int:
-    try:
+    with mistakes(ValueError):
         return parse_bytes(text, field)
-    except ValueError as error:
-        raise Mistake(str(error)) from error
 
 
 def _bytes_per_s(text: str, field: str) -> int:
@@ -96,10 +90,8 @@ def _flops(text: str) -> float:
 def _partitioner(text: str) -> Partitioner:
     name, colon, number = text.partition(":")
     settings = {"num_shards": count(number, f"--partitioner {name}")} if colon else {}
-    try:
+    with mistakes(ValueError, after="; the command takes optimal, pilot and balanced:N"):
         return make_partitioner(name, **settings)
-    except ValueError as error:
-        raise Mistake(f"{error}; the command takes optimal, pilot and balanced:N") from error
 
 
 def plan_lines(plan: AheadPlan, *, title: str, own_forward: str | None = None) -> list[str]:
@@ -107,9 +99,9 @@ def plan_lines(plan: AheadPlan, *, title: str, own_forward: str | None = None) -
     machine = plan.machine
     reserved = f", {format_bytes(machine.reserve_bytes)} of it reserved" if machine.reserve_bytes else ""
     device = "gpu" if machine.is_gpu else machine.device
-    batch = f"batch of {_plural(plan.num_samples, 'sample')} in {_plural(plan.num_micro_batches, 'micro-batch', 'es')}"
+    batch = f"batch of {plural(plan.num_samples, 'sample')} in {plural(plan.num_micro_batches, 'micro-batch', 'es')}"
     lines = [
-        f"{title}: {_plural(len(plan.costs), 'layer')}, {plan.dram.num_parameters:,} parameters",
+        f"{title}: {plural(len(plan.costs), 'layer')}, {plan.dram.num_parameters:,} parameters",
         f"{device} of {format_bytes(machine.memory_bytes)}{reserved}; {machine.precision}; {batch}",
         "estimates: no such device was measured" if machine.is_gpu else "times are counted, not measured",
     ]
@@ -192,7 +184,3 @@ def _rates_line(plan: AheadPlan) -> str:
         f"{machine.rates.memory_bytes_per_s / 1e9:.4g} GB/s, link {machine.link_bytes_per_s / 1e9:.4g} GB/s each way, "
         f"DRAM {machine.dram_bytes_per_s / 1e9:.4g} GB/s for {machine.update_traffic_bytes} bytes per parameter"
     )
-
-
-def _plural(number: int, noun: str, ending: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else ending}"

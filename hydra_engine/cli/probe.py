@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from hydra_engine.cli.command import Mistake
+from hydra_engine.cli.command import mistakes
 from hydra_engine.devices import Ceilings, DeviceSpec, EmulatedDevice, probe, resolve_devices
 from hydra_engine.devices import rates as ceilings
 from hydra_engine.system import dram, host_threads
 from hydra_engine.tasks import table
 from partitioners import format_bytes
 from partitioners.precision import DTYPES
-
-T = TypeVar("T")
 
 # The CPU as a device: its memory, and its name here.
 EMULATED_BYTES, EMULATED = 2**28, "emulated"
@@ -35,10 +32,13 @@ def run(options: argparse.Namespace) -> None:
         computes_here=any(spec.torch_device.type == "cpu" for spec in specs),
     )
     num_workers, num_threads = host.optimizer_threads, host.optimizer_intra_op_threads
-    _stored(ceilings.load_all)  # whatever is wrong with the file, before any work
+    with _stored():  # whatever is wrong with the file, before any work
+        ceilings.load_all()
     found = [probe(spec, num_workers=num_workers, num_threads=num_threads) for spec in kinds.values()]
     print(*table(_columns(found)), sep="\n")
-    print(f"stored in {_stored(partial(ceilings.save, *found))}")
+    with _stored():
+        path = ceilings.save(*found)
+    print(f"stored in {path}")
 
 
 def machine_lines() -> list[str]:
@@ -50,23 +50,19 @@ def machine_lines() -> list[str]:
     return lines
 
 
-def _stored(access: Callable[[], T]) -> T:
-    """Read or write what is stored; what hinders that is the user's to correct."""
-    try:
-        return access()
-    except ValueError as error:
-        raise Mistake(str(error)) from error
-    except OSError as error:
-        raise Mistake(f"ceilings: cannot be stored: {error}; name another place in {ceilings.VARIABLE}") from error
+@contextmanager
+def _stored() -> Iterator[None]:
+    """Raise Mistake for what hinders the block from reading or writing what is stored."""
+    elsewhere = f"; name another place in {ceilings.VARIABLE}"
+    with mistakes(ValueError), mistakes(OSError, before="ceilings: cannot be stored: ", after=elsewhere):
+        yield
 
 
 def _specs(names: Sequence[str] | None) -> list[DeviceSpec]:
     emulated = EmulatedDevice(EMULATED_BYTES)
-    try:
+    with mistakes(ValueError, RuntimeError, before="--device: ", after=f"; the command takes {EMULATED!r} for the CPU"):
         devices = None if names is None else [emulated if name == EMULATED else name for name in names]
         return resolve_devices(devices, EMULATED_BYTES)
-    except (ValueError, RuntimeError) as error:
-        raise Mistake(f"--device: {error}; the command takes {EMULATED!r} for the CPU") from error
 
 
 def _columns(found: Sequence[Ceilings]) -> list[tuple[str, ...]]:

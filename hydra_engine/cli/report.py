@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
-from hydra_engine.cli.command import Mistake
+from hydra_engine.cli.command import Mistake, mistakes
 from hydra_engine.tasks import Report
 
 
@@ -24,15 +23,10 @@ def run(options: argparse.Namespace) -> None:
     print(report.summary())
     for field, path, write in (("--plot", options.plot, report.plot), ("--trace", options.trace, report.trace)):
         if path is not None:
-            _write(field, path, write)
+            before, after = f"{field}: {path!r}: ", "; name another file, or mend this"
+            with mistakes(ImportError, OSError, ValueError, before=before, after=after):
+                write(path)
+            print(f"written: {path}")
 
 
 _MAKE = "save one with report.save(FILE) or `hydra-engine train --report FILE`"
-
-
-def _write(field: str, path: str, write: Callable[[str], object]) -> None:
-    try:
-        write(path)
-    except (ImportError, OSError, ValueError) as error:
-        raise Mistake(f"{field}: {path!r}: {error}; name another file, or mend this") from error
-    print(f"written: {path}")

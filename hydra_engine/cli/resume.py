@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra_engine.checkpoints import load_newest
-from hydra_engine.cli.command import Mistake
+from hydra_engine.cli.command import Mistake, mistakes
 from hydra_engine.errors import CheckpointError
 from hydra_engine.system import process as restart
 from hydra_engine.tasks import table
@@ -25,10 +25,8 @@ def run(options: argparse.Namespace) -> NoReturn:
     or None) and "over" (how it ended, or None).
     """
     directory, command = Path(options.directory).absolute(), options.argv
-    try:
+    with mistakes(CheckpointError):
         found = load_newest(directory)
-    except CheckpointError as error:
-        raise Mistake(str(error)) from error
     if found is None:
         raise Mistake(
             f"DIR: nothing is saved in {directory}, limit: at least one checkpoint; give the checkpoint_dir of a run"
@@ -37,10 +35,9 @@ def run(options: argparse.Namespace) -> NoReturn:
     print(found.path, *found.messages, *table(_rows(data.get("tasks", {}))), sep="\n")
     argv, cwd = _stored(directory, data.get("command")) if command is None else (_given(command), os.getcwd())
     print(f"in {cwd}: {shlex.join(argv)}")
-    try:
+    refused = f"{shlex.join(argv)} in {cwd}: cannot be run: "
+    with mistakes(OSError, ValueError, before=refused, after=f"; {_OTHERWISE}"):  # the latter of a null character
         restart.start_again(argv, cwd, directory)
-    except (OSError, ValueError) as error:  # the latter of a null character
-        raise Mistake(f"{shlex.join(argv)} in {cwd}: cannot be run: {error}; {_OTHERWISE}") from error
 
 
 def _given(command: Sequence[str]) -> list[str]:

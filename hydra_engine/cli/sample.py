@@ -120,18 +120,22 @@ def _kind(value: object) -> str:
     return f"a {type(value).__name__}{size}"
 
 
-def refusal(error: Exception) -> Mistake | None:
-    """Return what the user can correct after a plan failed; None for a bug of this package: it keeps its traceback."""
-    if isinstance(error, LayerTooLarge):
-        return Mistake(f"{error} (here: --memory less --reserve, --batch, --micro-batches)")
-    notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    in_layer = bool(notes) or "while it was profiled" in str(error)  # as Python 3.10 carries a note
-    if not _is_ours(_origin(error)) or (_is_library(last) and (in_layer or isinstance(error, RuntimeError))):
-        return Mistake(f"model: {_said(error)}{notes}; correct the layer, or the sample batch")
-    if _is_ours(last) and (last.line or "").startswith("raise "):  # what the package refuses; not what it trips over
-        return Mistake(f"{error}{notes}")
-    return None
+@contextlib.contextmanager
+def planned() -> Iterator[None]:
+    """Raise Mistake for what the user can correct after a plan failed; a bug of this package keeps its traceback."""
+    try:
+        yield
+    except LayerTooLarge as error:
+        raise Mistake(f"{error} (here: --memory less --reserve, --batch, --micro-batches)") from error
+    except Exception as error:
+        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        in_layer = bool(notes) or "while it was profiled" in str(error)  # as Python 3.10 carries a note
+        if not _is_ours(_origin(error)) or (_is_library(last) and (in_layer or isinstance(error, RuntimeError))):
+            raise Mistake(f"model: {_said(error)}{notes}; correct the layer, or the sample batch") from error
+        if _is_ours(last) and (last.line or "").startswith("raise "):  # what it refuses; not what it trips over
+            raise Mistake(f"{error}{notes}") from error
+        raise
 
 
 def _said(error: BaseException) -> str:

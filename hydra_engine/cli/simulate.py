@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from hydra_engine.cli.command import Mistake, count
+from hydra_engine.cli.command import Mistake, count, mistakes
 from hydra_engine.cli.plan import machine_of
-from hydra_engine.cli.sample import called, here_importable, refusal, unpacked, without_values
+from hydra_engine.cli.sample import called, here_importable, planned, unpacked, without_values
 from hydra_engine.planning import DeviceCost, HostCost, TaskCost, plan_ahead, simulate
 from hydra_engine.tasks import duration, table
 from partitioners import Optimal
@@ -25,10 +25,8 @@ def run(options: argparse.Namespace) -> None:
     rows: list[tuple[str, ...]] = [("devices", "makespan", "at least", "busy", "speedup")]
     first_s = 0.0
     for number in numbers:
-        try:
+        with mistakes(ValueError):
             found = simulate(tasks, [device] * number, options.policy, host=HostCost())
-        except ValueError as error:
-            raise Mistake(str(error)) from error
         first_s = first_s or found.makespan_s
         speedup = first_s / found.makespan_s if found.makespan_s else 1.0
         shown = (duration(found.makespan_s), duration(found.bound_s), f"{found.busy_share:.0%}", f"{speedup:.2f}")
@@ -48,12 +46,7 @@ def _costs(options: argparse.Namespace, num_steps: int) -> tuple[list[TaskCost],
     if options.memory is None:
         raise Mistake("--memory: not given, limit: a size, for a model; pass for example --memory 24GiB")
     sample, machine = unpacked(options.function, returned), machine_of(options)
-    try:
+    with planned():
         plan = plan_ahead(sample, machine, Optimal())
-    except Exception as error:
-        mistake = refusal(error)
-        if mistake is None:
-            raise
-        raise mistake from error
     link = machine.link_bytes_per_s
     return [plan.task_cost("task", num_steps)], DeviceCost(load_bytes_per_s=link, store_bytes_per_s=link)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from hydra_engine.cli.command import Mistake, count
+from hydra_engine.cli.command import Mistake, count, mistakes
 from hydra_engine.cli.sample import function_of, here_importable
 from hydra_engine.devices import DeviceSpec, EmulatedDevice, resolve_devices
 from hydra_engine.errors import CheckpointError
@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> None:
     devices = None if options.devices is None else devices_of(options.devices, are_here=options.cluster is None)
     with here_importable():
         build_task = function_of(options.function)
-        try:
+        with mistakes(ImportError, ValueError):
             sweep = Sweep(
                 build_task,
                 study=options.study,
@@ -41,12 +41,8 @@ def run(options: argparse.Namespace) -> None:
                 else Population(settings=options.population, interval=count(options.interval or "1", "--interval")),
                 cluster=options.cluster,
             )
-        except (ImportError, ValueError) as error:
-            raise Mistake(str(error)) from error
-        try:
+        with mistakes(ConnectionError, CheckpointError, StudyMismatch):  # what a trial raised keeps its traceback
             study = sweep.run()
-        except (ConnectionError, CheckpointError, StudyMismatch) as error:  # what a trial raised keeps its traceback
-            raise Mistake(str(error)) from error
     print("", *table(_rows(study)), sep="\n")
 
 
@@ -68,12 +64,11 @@ def _one_or_all(names: Sequence[str] | None) -> str | Sequence[str] | None:
 
 def devices_of(names: Sequence[str], *, are_here: bool) -> Sequence[DeviceSpec | str]:
     """Return the devices that --devices names; are_here: of this machine, and not of a cluster. Raises Mistake."""
-    try:
+    hint = "; a size such as 512MiB is an emulated device"
+    with mistakes(ValueError, RuntimeError, before="--devices: ", after=hint):
         # A size is an emulated device's, and a GPU's name has no digit in front.
         specs: list[DeviceSpec | str] = [EmulatedDevice(name) if name[:1].isdigit() else name for name in names]
         return resolve_devices(specs, max(1, dram.available_dram_bytes() // 2)) if are_here else specs
-    except (ValueError, RuntimeError) as error:
-        raise Mistake(f"--devices: {error}; a size such as 512MiB is an emulated device") from error
 
 
 def _rows(study: Any) -> list[tuple[str, ...]]:

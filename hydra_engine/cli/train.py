@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra_engine.cli.command import Failure, Mistake
+from hydra_engine.cli.command import Failure, Mistake, mistakes
 from hydra_engine.cli.sample import called, here_importable
 from hydra_engine.cli.sweep import checkpoint_interval, devices_of
 from hydra_engine.errors import CheckpointError, HostOutOfMemory, ShardDoesNotFit
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> None:
     devices = None if options.devices is None else devices_of(options.devices, are_here=True)
     with here_importable():
         tasks = _tasks(options.function, called(options.function, "returns a ModelTask or a list of them"))
-        try:
+        with mistakes(TypeError, ValueError):
             orchestra = ModelOrchestrator(
                 tasks,
                 devices=devices,
@@ -34,11 +34,9 @@ def run(options: argparse.Namespace) -> None:
                 checkpoint_every=checkpoint_interval(options.checkpoint_every),
                 dram=options.dram,
             )
-        except (TypeError, ValueError) as error:
-            raise Mistake(str(error)) from error
         orchestra.verbose = 0 if options.quiet else 1
         orchestra.tracebacks = options.debug
-        try:
+        with mistakes(CheckpointError, HostOutOfMemory, ShardDoesNotFit):
             if options.dry_run:
                 orchestra.generate()
                 return
@@ -50,8 +48,6 @@ def run(options: argparse.Namespace) -> None:
                         warn(f"hydra_engine: {text}")
                     _refuse_exits(orchestra.report, error)
                 raise
-        except (CheckpointError, HostOutOfMemory, ShardDoesNotFit) as error:
-            raise Mistake(str(error)) from error
     _tell(report, options)
 
 

@@ -279,11 +279,9 @@ def rate(per_s: float | None) -> str:
     """Steps per second, minute or hour, in at most 8 columns; one of them at least where that can be."""
     if not per_s:
         return "-"
-    for factor, unit in ((1, "s"), (60, "min"), (3600, "h")):
-        if per_s * factor >= 1 or unit == "h":
-            value = per_s * factor
-            return f"{value:.1f}/{unit}" if value < 100 else f"{min(value, 999_999):.0f}/{unit}"
-    raise AssertionError
+    factor, unit = (1, "s") if per_s >= 1 else (60, "min") if per_s * 60 >= 1 else (3600, "h")
+    value = per_s * factor
+    return f"{value:.1f}/{unit}" if value < 100 else f"{min(value, 999_999):.0f}/{unit}"
 
 
 def bytes_rate(per_s: float) -> str:

@@ -21,6 +21,7 @@ from hydra_engine.display.progress import (
     rate,
     width,
 )
+from hydra_engine.pictures import plural
 from partitioners import format_bytes
 
 Row: TypeAlias = "list[tuple[str, str]]"  # texts, each with its style in rich's words
@@ -65,13 +66,9 @@ def rows(run: RunProgress, history: History, columns: int, lines: int, signs: Si
 def _run_row(run: RunProgress, history: History, columns: int) -> Row:
     left = [left_s for task in run.tasks if (left_s := history.left_s(task)) is not None]
     unknown = any(not task.doing.is_over and history.left_s(task) is None for task in run.tasks)
-    text = f"{duration(run.now_s)}  {_plural(len(run.tasks), 'task')}: {counted(run.tasks)}"
+    text = f"{duration(run.now_s)}  {plural(len(run.tasks), 'task')}: {counted(run.tasks)}"
     text += f"  {'at least' if unknown else 'about'} {duration(max(left))} left" if left else ""
     return [(cut(text, columns), "bold")]
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _task_rows(
@@ -93,16 +90,13 @@ def _task_rows(
     order = ["task", *(["bar"] if has_bar else []), *(["steps"] if "steps" in widths else [])]
     order += [name for name in widths if name != "steps"]
     widths |= {"task": name_width, "bar": bar_width}
-    titles = {name: (name, "dim") for name in order} | {"bar": ("", ""), "validation": ("val", "dim")}
-    if columns >= WIDE:
-        titles["validation"] = ("validation", "dim")
-    titles["doing"] = ("state", "dim")
+    named = {"doing": "state", "validation": "val" if columns < WIDE else "validation"}
+    titles = {name: (named.get(name, name), "dim") for name in order} | {"bar": ("", "")}
     found = [_joined(titles, order, widths, gap)]
     for task in shown:
         done = None if not task.num_steps else min(1.0, task.steps / task.num_steps)
         of = "" if task.num_steps is None else f"/{task.num_steps}"
         style = _STYLES.get(task.doing, "green" if task.doing.computes else "yellow")
-        doing = task.doing.value
         cells = {
             "task": (task.name, "bold"),
             "steps": (f"{task.steps}{of}", ""),
@@ -112,7 +106,7 @@ def _task_rows(
             "validation": (number(task.validation), "cyan"),
             "rate": (rate(history.steps_per_s(task)), ""),
             "left": (duration(history.left_s(task)), ""),
-            "doing": (doing, style),
+            "doing": (task.doing.value, style),
         }
         row = _joined(cells | {"bar": ("", "")}, order, widths, gap)
         if has_bar:

@@ -96,6 +96,11 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
+def plural(number: int, noun: str, ending: str = "s") -> str:
+    """Return "1 task" or "2 tasks"; ending: that of several."""
+    return f"{number} {noun}{'' if number == 1 else ending}"
+
+
 def _element(shape: Shape) -> str:
     if isinstance(shape, Words):
         bold = ' font-weight="bold"' if shape.is_bold else ""

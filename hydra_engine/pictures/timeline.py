@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from hydra_engine.pictures.lanes import (
@@ -31,7 +32,7 @@ from hydra_engine.pictures.lanes import (
     task_of,
     unit_of,
 )
-from hydra_engine.pictures.picture import FAINT, Area, Box, Line, Picture, Shape, Words, colour
+from hydra_engine.pictures.picture import FAINT, Area, Box, Line, Picture, Shape, Words, colour, plural
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD
 from hydra_engine.trace import MemoryUse, Span
 from partitioners import format_bytes
@@ -167,7 +168,7 @@ def _draw_head(drawing: _Drawing, figures: RunFigures, names: Sequence[str], num
     shown = f"{figures.makespan_s:.4g} s"
     if drawing.start_s > 0 or drawing.end_s < figures.makespan_s:
         shown = f"seconds {drawing.start_s:.6g} to {drawing.end_s:.6g} of {figures.makespan_s:.6g}"
-    title = f"{_plural(len(names), 'task')} on {_plural(num_devices, 'device')}, {shown}"
+    title = f"{plural(len(names), 'task')} on {plural(num_devices, 'device')}, {shown}"
     drawing.shapes.append(Words(MARGIN, drawing.y + 8, title, size=15, is_bold=True))
     rows = "From the top, a device's rows: compute (with its share of the time), load, store. Light: forward, dark: "
     drawing.shapes.append(Words(MARGIN, drawing.y + 28, rows + "backward, palest: evaluation.", size=10))
@@ -381,7 +382,7 @@ def _draw_curves(drawing: _Drawing, curves: Sequence[Curve]) -> None:
     for curve, points in zip(curves, finite, strict=True):
         if points:
             kind = "validation loss" if curve.is_validation else "loss"
-            lowest = min(points, key=_value)[1]
+            lowest = min(value for _, value in points)
             title = f"{curve.task}: {kind} {points[0][1]:.6g} -> {points[-1][1]:.6g}, lowest {lowest:.6g}"
             places = tuple(place(step, value) for step, value in _thinned(points))
             if len(places) == 1:
@@ -393,10 +394,6 @@ def _draw_curves(drawing: _Drawing, curves: Sequence[Curve]) -> None:
     drawing.y = bottom + 20
 
 
-def _value(point: tuple[int, float]) -> float:
-    return point[1]
-
-
 def _thinned(points: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:
     """Give a curve's points; of one with too many the lowest and the highest of each stretch."""
     if len(points) <= MOST_POINTS:
@@ -405,7 +402,7 @@ def _thinned(points: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]
     each = math.ceil(2 * len(points) / MOST_POINTS)
     for k in range(0, len(points), each):
         stretch = points[k : k + each]
-        yield from sorted({min(stretch, key=_value), max(stretch, key=_value)})
+        yield from sorted({min(stretch, key=itemgetter(1)), max(stretch, key=itemgetter(1))})
 
 
 # -- numbers
@@ -431,10 +428,6 @@ def _duration(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _last_signs(name: str, most: int) -> str:
