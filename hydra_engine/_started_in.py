@@ -8,11 +8,6 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-
-def _current_directory() -> str | None:
-    with suppress(OSError):  # it was removed
-        return os.getcwd()
-    return None
-
-
-STARTED_IN = _current_directory()
+STARTED_IN: str | None = None
+with suppress(OSError):  # it was removed
+    STARTED_IN = os.getcwd()

@@ -26,14 +26,10 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 NAME = "CONTROL"
-# Of a line, either way.
-MOST_BYTES = 2**16
-# A client has so long to send its line, and to take the answer: the next one waits meanwhile.
-READ_S = 1.0
-# A client waits so long: a GPU that is added is opened first.
-ANSWER_S = 60.0
-# The end of a run waits so long for an answer that is under way.
-PATIENCE_S = 10.0
+MOST_BYTES = 2**16  # of a line, either way
+READ_S = 1.0  # that a client has to send its line, and to take the answer: the next one waits meanwhile
+ANSWER_S = 60.0  # that a client waits: a GPU that is added is opened first
+PATIENCE_S = 10.0  # that the end of a run waits for an answer that is under way
 ORDER, MOST_ORDERS = "hydra-order", 16  # threads that answer, at the same time
 
 
@@ -194,7 +190,8 @@ def _obeyed(pool: Pool, line: bytes) -> dict[str, Any]:
     try:
         order = json.loads(line)
         what, name, grace_s = order["do"], order.get("name", ""), order.get("grace_s")
-        if not isinstance(name, str) or not (grace_s is None or _is_seconds(grace_s)):
+        is_grace = grace_s is None or (type(grace_s) in (int, float) and 0 <= grace_s <= threading.TIMEOUT_MAX)
+        if not isinstance(name, str) or not is_grace:
             raise ValueError(f"{name!r} and a grace of {grace_s!r}, limit: a name, and seconds of 0 or more, or none")
         if what == "add":
             name = pool.add_device(name)
@@ -206,8 +203,3 @@ def _obeyed(pool: Pool, line: bytes) -> dict[str, Any]:
     except Exception as error:  # the thread goes on, whatever was asked
         known = isinstance(error, (ValueError, RuntimeError)) and str(error)
         return {"error": " ".join(str(error).split()) if known else f"{type(error).__name__}: {error}"}
-
-
-def _is_seconds(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 <= value <= threading.TIMEOUT_MAX

@@ -50,10 +50,7 @@ class Trace:
         self._memory: deque[tuple[str, float, int]] = deque(maxlen=MAX_SPANS)
         self._busy_s: dict[tuple[str, str], float] = defaultdict(float)
         self._bytes: dict[tuple[str, str], int] = defaultdict(int)
-        # By task, None for all:
-        self._computed_s: dict[str | None, float] = defaultdict(float)
-        self._loaded_bytes: dict[str | None, int] = defaultdict(int)
-        self._stored_bytes: dict[str | None, int] = defaultdict(int)
+        self._work: dict[str | None, tuple[float, int, int]] = defaultdict(lambda: (0.0, 0, 0))  # by task, None for all
 
     def now_s(self) -> float:
         return time.perf_counter() - self._origin_s
@@ -91,14 +88,13 @@ class Trace:
         """Count what devices do for a task."""
         with self._lock:
             for each in (task, None):
-                self._computed_s[each] += computed_s
-                self._loaded_bytes[each] += loaded_bytes
-                self._stored_bytes[each] += stored_bytes
+                before_s, loaded, stored = self._work[each]
+                self._work[each] = before_s + computed_s, loaded + loaded_bytes, stored + stored_bytes
 
     def work(self, task: str | None) -> tuple[float, int, int]:
         """Return seconds that devices have computed for a task, bytes that they loaded, and stored; None: for all."""
         with self._lock:
-            return self._computed_s[task], self._loaded_bytes[task], self._stored_bytes[task]
+            return self._work[task]
 
     def bytes_moved(self, device: str, lane: str) -> int:
         with self._lock:

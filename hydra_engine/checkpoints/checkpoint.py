@@ -62,14 +62,12 @@ class Checkpoint:
         save, or was never there; the tensors hold any values then.
         """
         with self._opened(task, file_name) as file:
-            found = read_tensors(file, into)
-        return found
+            return read_tensors(file, into)
 
     def read_bytes(self, task: str, file_name: str) -> bytes:
         """Read any file as it is, and check it again meanwhile."""
         with self._opened(task, file_name) as file:
-            found = file.read()
-        return found
+            return file.read()
 
     def read_nested(self, task: str, stem: str) -> Any:
         """Read the state that `hydra_engine.checkpoints.nested.nested_files` wrote, and check it again meanwhile."""
@@ -131,7 +129,7 @@ def _load_newest(directory: Path) -> Checkpoint | None:
         try:
             manifest = read_manifest(path)
             _check_content(path, manifest)
-        except Damaged as damage:
+        except (Damaged, OSError) as damage:
             if not path.exists():
                 raise _Removed from damage
             messages.append(f"{path} is damaged, and not used: {damage}")
@@ -177,25 +175,14 @@ def place(path: Path, stored: StoredFile) -> Path:
 
 
 def _check_content(path: Path, manifest: Manifest) -> None:
-    """Raise Damaged at the first file that is not as it was written."""
-    _check_sizes(path, manifest)  # before gigabytes are read
-    with ThreadPoolExecutor(NUM_THREADS, "checkpoint-verify") as threads:
-        for stored in manifest.files:
-            try:
-                found = fingerprint(place(path, stored), threads)
-            except OSError as error:
-                raise Damaged(str(error)) from error
-            _check_same(stored, found)
-
-
-def _check_sizes(path: Path, manifest: Manifest) -> None:
-    for stored in manifest.files:
-        try:
-            num_bytes = place(path, stored).stat().st_size
-        except OSError as error:
-            raise Damaged(str(error)) from error
+    """Raise Damaged or OSError at the first file that is not as it was written."""
+    for stored in manifest.files:  # before gigabytes are read
+        num_bytes = place(path, stored).stat().st_size
         if num_bytes != stored.num_bytes:
             raise Damaged(f"{stored.file}: found {num_bytes} bytes, expected {stored.num_bytes}")
+    with ThreadPoolExecutor(NUM_THREADS, "checkpoint-verify") as threads:
+        for stored in manifest.files:
+            _check_same(stored, fingerprint(place(path, stored), threads))
 
 
 def _check_same(stored: StoredFile, found: Fingerprint) -> None:
@@ -204,15 +191,6 @@ def _check_same(stored: StoredFile, found: Fingerprint) -> None:
             f"{stored.file}: found {found.num_bytes} bytes of digest {found.digest}, expected {stored.num_bytes} of "
             f"{stored.digest}"
         )
-
-
-def has_all_sizes(path: Path) -> bool:
-    """Return True if a checkpoint's manifest is as it was written and its files have their sizes: a quick check."""
-    try:
-        _check_sizes(path, read_manifest(path))
-    except (Damaged, CheckpointError):
-        return False
-    return True
 
 
 def newest_first(directory: Path) -> list[Path]:

@@ -51,7 +51,7 @@ class NewCheckpoint:
     def __init__(self, directory: CheckpointDirectory, stem: str, behind: WriteBehind) -> None:
         self.path = directory.directory / f"checkpoint-{stem}.json"
         self.draft = directory.directory / FILES / f"{stem}.json"  # the manifest before it has its place
-        self._base = directory.newest
+        self._base = directory.newest_tasks
         self._disk = directory.disk
         self._publish = directory.publish
         self._behind = behind
@@ -70,7 +70,8 @@ class NewCheckpoint:
         self._is_open = False  # until the task is whole
         num_bytes = sum(map(_num_bytes, files.values()))
         with self._disk_errors(f", {format_bytes(num_bytes)} of task {task!r}"):
-            prefix = f"{self.draft.stem}-{len(self._tasks)}-{_cleaned(task)}"
+            cleaned = re.sub(r"[^A-Za-z0-9_.-]", "_", task)[:_MAX_TASK_LENGTH]
+            prefix = f"{self.draft.stem}-{len(self._tasks)}-{cleaned}"
             stored = {name: self._write(f"{prefix}-{name}", content) for name, content in files.items()}
             stored |= {name: self._named_again(task, name) for name in unchanged}
         self._tasks[task] = stored
@@ -78,15 +79,14 @@ class NewCheckpoint:
 
     def keep(self, task: str) -> None:
         """Take a task over as the newest checkpoint of this directory has it; raises ValueError if it has none."""
-        if self._base is None or task not in self._base.task_names:
+        if task not in self._base:
             raise ValueError(f"task {task!r} is in no checkpoint that was saved here or loaded; add its files")
-        self.add(task, {}, sorted(self._base.files(task)))
+        self.add(task, {}, sorted(self._base[task]))
 
     def copy(self, task: str, source: str) -> None:
         """Name the files that the newest checkpoint has of one task as those of another too, which is not in it."""
         self._check_open()
-        assert self._base is not None
-        self._tasks[task] = {name: self._named_again(source, name) for name in sorted(self._base.files(source))}
+        self._tasks[task] = {name: self._named_again(source, name) for name in sorted(self._base[source])}
 
     def commit(self, data: Any = None) -> Committed:
         """Make it the newest checkpoint, with the caller's JSON data (else TypeError), and remove those not kept."""
@@ -122,9 +122,8 @@ class NewCheckpoint:
             raise ValueError(
                 f"task {task!r}: {[*files, *unchanged]} names a file twice; write it or take it over, once"
             )
-        base = self._base
-        there = frozenset() if base is None or task not in base.task_names else base.files(task)
-        if missing := sorted({*unchanged} - there):
+        there = self._base.get(task, {})
+        if missing := sorted({*unchanged} - there.keys()):
             raise ValueError(
                 f"task {task!r}: {missing} cannot be taken over, the newest checkpoint has {sorted(there)}"
             )
@@ -143,9 +142,8 @@ class NewCheckpoint:
         return StoredFile(name, *found)
 
     def _named_again(self, task: str, name: str) -> StoredFile:
-        assert self._base is not None
-        stored = self._base.manifest.tasks[task][name]
-        if not _has_size(self._base.path, stored):
+        stored = self._base[task][name]
+        if not _has_size(self.draft.parent, stored):
             raise CheckpointError(
                 f"{stored.file} cannot be taken over into {self.path.name}: it is not there with the "
                 f"{stored.num_bytes} bytes it had; earlier checkpoints are as they were. Write the file anew, or end "
@@ -174,14 +172,10 @@ def _num_bytes(content: Content) -> int:
     return len(content) if isinstance(content, bytes) else sum(tensor.nbytes for tensor in content.values())
 
 
-def _cleaned(task: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", task)[:_MAX_TASK_LENGTH]
-
-
-def _has_size(path: Path, stored: StoredFile) -> bool:
-    """Return True if a file that this manifest names is there with its size: a check that each save can afford."""
+def _has_size(folder: Path, stored: StoredFile) -> bool:
+    """Return True if a file that a manifest names is there with its size: a check that each save can afford."""
     try:
-        return checkpoint.place(path, stored).stat().st_size == stored.num_bytes
+        return (folder / stored.file).stat().st_size == stored.num_bytes
     except OSError:
         return False
 
@@ -208,12 +202,11 @@ class CheckpointDirectory:
             new = [each for each in (self._files, self.directory, *self.directory.parents) if not each.exists()]
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = FolderLock(self.directory / LOCK)
-        try:
-            with disk_errors(self.directory, "cannot be used for checkpoints"):
+            try:
                 self._open(new)
-        except BaseException:
-            self.close()
-            raise
+            except BaseException:
+                self.close()
+                raise
 
     def _open(self, new: list[Path]) -> None:
         """Put folders that are new on the medium, try to write, and remove the leavings of other runs."""
@@ -245,19 +238,19 @@ class CheckpointDirectory:
             self.newest = found
         return found
 
+    @property
+    def newest_tasks(self) -> dict[str, dict[str, StoredFile]]:
+        """The files of each task in the newest checkpoint that was saved or loaded, by name."""
+        return {} if self.newest is None else self.newest.manifest.tasks
+
     def newest_files(self, task: str) -> frozenset[str]:
         """Return the files of a task that a new checkpoint could take over from the newest that was saved or loaded."""
-        base = self.newest
-        if base is None or task not in base.task_names:
-            return frozenset()
-        return frozenset(name for name, each in base.manifest.tasks[task].items() if _has_size(base.path, each))
+        stored = self.newest_tasks.get(task, {})
+        return frozenset(name for name, each in stored.items() if _has_size(self._files, each))
 
     @contextmanager
     def begin(self) -> Iterator[NewCheckpoint]:
-        """Begin a new checkpoint, one thread at a time: nothing stays of it unless it is committed.
-
-        Raises CheckpointError if the disk does not take it; earlier ones have not changed then.
-        """
+        """Begin a new checkpoint, one thread at a time: nothing stays of it unless it is committed."""
         with self._saving, WriteBehind() as behind:
             if not self._lock.is_held:
                 raise ValueError(
@@ -293,7 +286,8 @@ class CheckpointDirectory:
             if num_whole == self._keep:
                 old.append(path)
             elif path not in self._damaged:
-                num_whole += checkpoint.has_all_sizes(path)
+                with suppress(Damaged, CheckpointError):
+                    num_whole += all(_has_size(self._files, each) for each in checkpoint.read_manifest(path).files)
         messages = self._remove(old)
         if old:
             try:  # a manifest that came back after a loss of power would name files that are gone

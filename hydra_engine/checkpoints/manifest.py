@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,16 +35,12 @@ class StoredFile(NamedTuple):
     digest: str
 
 
-_VERSIONS = {"hydra_engine": __version__, "torch": str(torch.__version__)}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """tasks: the files of each task by name. data: the caller's JSON. written_by: versions of the packages."""
+    """tasks: the files of each task by name. data: the caller's JSON."""
 
     tasks: dict[str, dict[str, StoredFile]]
     data: Any
-    written_by: dict[str, str] = field(default_factory=_VERSIONS.copy)
 
     @property
     def files(self) -> list[StoredFile]:
@@ -55,7 +51,7 @@ class Manifest:
         content = {
             "format": FORMAT,
             "version": VERSION,
-            "written_by": self.written_by,
+            "written_by": {"hydra_engine": __version__, "torch": str(torch.__version__)},
             "tasks": {
                 task: {name: each._asdict() for name, each in files.items()} for task, files in self.tasks.items()
             },
@@ -81,7 +77,7 @@ class Manifest:
         tasks = {
             task: {name: StoredFile(**each) for name, each in files.items()} for task, files in content["tasks"].items()
         }
-        return cls(tasks=tasks, data=content["data"], written_by=content["written_by"])
+        return cls(tasks=tasks, data=content["data"])
 
 
 def check_data(data: Any) -> None:

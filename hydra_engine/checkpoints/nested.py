@@ -187,10 +187,8 @@ class _Unflattener:
 
 
 def losses_to_state(losses: list[float]) -> Tensor:
-    """One number for each step, as a tensor in float64: a run of days has millions, and JSON needs thrice the room."""
+    """One number for each step, as a tensor in float64: a run of days has millions, and JSON needs thrice the room.
+
+    Its `tolist` gives every NaN back with the bits that it had.
+    """
     return torch.tensor(losses, dtype=torch.float64)
-
-
-def losses_from_state(saved: Tensor) -> list[float]:
-    """Turn such a tensor back into numbers, every NaN with the bits it had."""
-    return saved.tolist()

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hydra_engine.adaptive import Adaptation, choices_from_state
 from hydra_engine.checkpoints.checkpoint import Checkpoint
-from hydra_engine.checkpoints.nested import losses_from_state
 from hydra_engine.checkpoints.snapshot import BEST, FROZEN, OPTIMIZER, STATE, WEIGHTS
 from hydra_engine.data import TaskPosition, copy_of, residue, seeded
 from hydra_engine.errors import CheckpointError
@@ -133,10 +132,9 @@ class SavedTask:
 
     def put_best_into_model(self, layout: ModelLayout) -> None:
         """Put the best weights into the model of a task that is over, if some were saved."""
-        weights = self._best_weights()
-        for slot in layout.trainable_slots() if weights else ():
-            slot.parameter.data.copy_(weights[slot.name])
-        if weights:
+        if weights := self._best_weights():
+            for slot in layout.trainable_slots():
+                slot.parameter.data.copy_(weights[slot.name])
             layout.put_buffers([copy_of(buffer) for buffer in self._state["best"]["buffers"]])
 
     def _best_weights(self) -> dict[str, Tensor]:
@@ -160,13 +158,12 @@ class SavedTask:
         state, steps = self._state, self.steps
         num = sum(not goes_on or step < steps for step in state["validation_steps"])
         report = TaskReport(name=self._name, seed=self.seed, steps=steps, hparams=dict(task.hparams))
-        report.losses = losses_from_state(state["losses"])
-        report.validation_losses = losses_from_state(state["validation_losses"])[:num]
+        report.losses = state["losses"].tolist()
+        report.validation_losses = state["validation_losses"].tolist()[:num]
         report.validation_steps = list(state["validation_steps"])[:num]
-        report.validation_metrics = {
-            name: losses_from_state(values)[:num] for name, values in state["validation_metrics"].items()
-        }
-        report.loss_scales = losses_from_state(state["loss_scales"])
+        metrics = state["validation_metrics"].items()
+        report.validation_metrics = {name: values.tolist()[:num] for name, values in metrics}
+        report.loss_scales = state["loss_scales"].tolist()
         report.skipped_steps = list(state["skipped_steps"])
         best = state.get("best")
         if best is not None and task.keep_best is not None:

@@ -80,7 +80,7 @@ class _Round:
 
 
 class Saver:
-    """Saves of one run. For the thread that decides; `save_end`, `count`, `report` and `tell` for any thread.
+    """Saves of one run. For the thread that decides; `save_end`, `fork`, `count`, `report`, `tell` for any thread.
 
     about: what a checkpoint says of the run, as one is written. tasks: what the newest says of its tasks, by name.
     """
@@ -162,10 +162,7 @@ class Saver:
         self._submit(self._write_end, task, over, snapshot, then)
 
     def fork(self, source: str, task: str) -> bool:
-        """Save that a task begins as another one is saved, and wait until that is on disk; False once this is closed.
-
-        For any thread. Raises CheckpointError.
-        """
+        """Save that a task begins as another is saved, and wait for that; False once closed; raises CheckpointError."""
         answers: SimpleQueue[BaseException | None] = SimpleQueue()
         try:
             self._submit(self._write_fork, source, task, answers.put)
@@ -279,10 +276,7 @@ class Saver:
         return snapshot.error is None
 
     def _save(
-        self,
-        it: _Round,
-        noted: Mapping[str, dict[str, Any]] | None = None,
-        sources: Mapping[str, str] | None = None,
+        self, it: _Round, noted: Mapping[str, dict[str, Any]] | None = None, sources: Mapping[str, str] | None = None
     ) -> bool:
         """Save a round's tasks as they come, others as they were; returns True once that is there.
 
@@ -336,10 +330,7 @@ class Saver:
 
     def _lacks_files(self, task: str) -> bool:
         """Return True if a file of a task in the newest checkpoint is gone."""
-        newest = self._directory.newest
-        if newest is None or task not in newest.task_names:
-            return False
-        return self._directory.newest_files(task) != newest.files(task)
+        return self._directory.newest_files(task) != self._directory.newest_tasks.get(task, {}).keys()
 
     def tell(self, message: str) -> None:
         """Say something that the user has to know: at once, and in the report."""

@@ -37,8 +37,7 @@ Files: TypeAlias = "dict[str, bytes | Mapping[str, Tensor | MovingTensor]]"
 
 # The share of available DRAM that copies leave alone. If the rest is not enough, updates wait for the disk.
 FREE_SHARE = 0.1
-# The interval at which an update that waits for the disk looks for room.
-LOOK_S = 0.01
+LOOK_S = 0.01  # between two looks for room, of an update that waits for the disk
 
 
 # More than 15 attributes: whoever owns a part of a task hands it in for the file.
@@ -146,7 +145,10 @@ class Snapshot:
         return weights, frozen, other
 
     def _rest(self, loss_parameters: dict[str, Tensor]) -> dict[str, Any]:
-        report, num = self._report, self._num_validations
+        report, num, adaptive = self._report, self._num_validations, None
+        if self._adaptation is not None:  # the choices so far, and what the next ones follow from
+            choices = choices_to_state(report.adaptive[: self.steps])
+            adaptive = {"choices": choices, "measured": self._adaptation.state_dict()}
         return {
             "steps": self.steps,
             "over": self.over,
@@ -172,15 +174,10 @@ class Snapshot:
             "skipped_steps": [step for step in list(report.skipped_steps) if step < self.steps],
             "best": None if self._best is None else {**vars(self._best), "buffers": self._best_buffers},
             "stopped_early": report.stopped_early and self.over is not None,
-            "adaptive": None if self._adaptation is None else self._adaptive(self._adaptation),
+            "adaptive": adaptive,
             "revisions": [dict(vars(each)) for each in list(report.revisions)],
             "retries": [dict(vars(each)) for each in list(report.retries)],
         }
-
-    def _adaptive(self, adaptation: Adaptation) -> dict[str, Any]:
-        """Return the choices so far, and what the next ones follow from."""
-        choices = choices_to_state(self._report.adaptive[: self.steps])
-        return {"choices": choices, "measured": adaptation.state_dict()}
 
     def _updated(self) -> Files:
         """Return the files of all that updates change beside weights."""

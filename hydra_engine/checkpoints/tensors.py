@@ -181,18 +181,11 @@ def write_tensors(file: NewFile, tensors: Tensors) -> None:
 
 
 def read_tensors(file: OldFile, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Read the file of `write_tensors`, in its order; each tensor has memory of its own.
-
-    into: tensors in DRAM that take the values instead. Raises ValueError, before one is written to, if names, types or
-    shapes differ.
-    """
+    """Read the file of `write_tensors`, in its order; `into` as of `Checkpoint.read_tensors`."""
     header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     dtypes = json.loads(header.pop(METADATA).get(_OWN_DTYPES, "{}"))
-    kinds = {}
-    for name, entry in header.items():
-        kinds[name] = (_DTYPES[entry["dtype"]], tuple(entry["shape"]))
-        if name in dtypes:
-            kinds[name] = (getattr(torch, dtypes[name]), tuple(entry["shape"][:-1]))
+    kinds = {name: (_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()}
+    kinds |= {name: (getattr(torch, dtype), kinds[name][1][:-1]) for name, dtype in dtypes.items()}
     if into is not None:
         _check_same(kinds, {name: (each.dtype, tuple(each.shape)) for name, each in into.items()})
     tensors = {}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn, TypeAlias
 
 from hydra_engine._version import __version__
 
@@ -154,21 +154,31 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     found.add_argument("--debug", action="store_true", help="show an error's traceback")
     commands = found.add_subparsers(dest="command", required=True, metavar="VERB")
-    for verb, (fill, text, examples) in _VERBS.items():
-        epilog = "examples:\n" + "".join(f"  {each}\n" for each in examples)
-        added = commands.add_parser(verb, help=text, epilog=epilog, formatter_class=_Help)
+    for name, verb in _VERBS.items():
+        epilog = "examples:\n" + "".join(f"  {each}\n" for each in verb.examples)
+        added = commands.add_parser(
+            name, help=verb.text, description=verb.description, epilog=epilog, formatter_class=_Help
+        )
+        if name == "resume":
+            added.usage = f"{added.prog} [-h] DIR [-- COMMAND...]"
         added.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show an error's traceback")
-        fill(added)
+        verb.fill(added.add_argument)
     return found
 
 
-def _add_demo(demo: argparse.ArgumentParser) -> None:
-    demo.description = (
-        "Trains four byte-level GPTs together on two small emulated devices, and the training state of each is over 4 "
-        "times a device. Then it trains one of them again in plain PyTorch and compares all bits. It says first what "
-        "it does and how long that takes. Exit code 1: the bits differ."
-    )
-    add = demo.add_argument
+_Add: TypeAlias = "Callable[..., object]"  # a parser's add_argument
+
+
+class _Verb(NamedTuple):
+    """One verb, as it is told of."""
+
+    fill: Callable[[_Add], None]  # adds its arguments
+    text: str  # its line in the list of verbs
+    description: str
+    examples: tuple[str, ...]
+
+
+def _add_demo(add: _Add) -> None:
     add("--full", action="store_true", help="120 steps of each model in place of 20: minutes")
     add("--steps", metavar="N", help="of each model, in 2 whole epochs")
     add("--devices", nargs="+", metavar="NAME|SIZE", help="GPUs by name, or sizes of emulated ones (12MiB 12MiB)")
@@ -177,12 +187,7 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of the models and the order of batches (0)")
 
 
-def _add_train(train: argparse.ArgumentParser) -> None:
-    train.description = (
-        "Calls the function, which returns one ModelTask or a list of them, and trains all together. Ctrl-C saves the "
-        "last commits in --checkpoint-dir, and the line after it names the command that goes on."
-    )
-    add = train.add_argument
+def _add_train(add: _Add) -> None:
     add("function", metavar="PACKAGE.MODULE:FUNCTION", help="returns a ModelTask, or a list of them")
     add("--devices", nargs="+", metavar="NAME|SIZE", help="GPUs by name, or sizes of emulated devices (every GPU)")
     add("--dram", metavar="SIZE", help="the most that all models take together (what the machine has)")
@@ -194,66 +199,42 @@ def _add_train(train: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="show no plan and no progress")
 
 
-def _add_report(report: argparse.ArgumentParser) -> None:
-    report.description = (
-        "Prints what a run's report says, and draws it. Runs save it: `report.save(FILE)`, `train --report`."
-    )
-    add = report.add_argument
+def _add_report(add: _Add) -> None:
     add("file", metavar="FILE", help="a saved report")
     add("--plot", metavar="FILE", help="draw the timeline: .png, .svg or .html")
     add("--trace", metavar="FILE", help="write a trace for https://ui.perfetto.dev: .json")
 
 
-def _add_completion(completion: argparse.ArgumentParser) -> None:
-    completion.description = (
-        "Prints a script that completes verbs and options in a shell. Needs shtab: pip install "
-        "'hydra_engine[completion]'."
-    )
-    completion.add_argument("shell", choices=SHELLS, help="whose script to print")
+def _add_completion(add: _Add) -> None:
+    add("shell", choices=SHELLS, help="whose script to print")
 
 
-def _add_simulate(simulate: argparse.ArgumentParser) -> None:
-    simulate.description = (
-        "Predicts how long tasks would train on 1, 2 or more devices, with a real run's scheduler. The function is "
-        "that of `plan`, or returns a TaskCost or a list of them. Nothing is allocated or computed."
-    )
-    add = simulate.add_argument
+def _add_simulate(add: _Add) -> None:
     add("function", metavar="PACKAGE.MODULE:FUNCTION", help="returns (model, (inputs, target), loss_fn), or TaskCosts")
     add("--copies", default="1", metavar="N", help="tasks of each kind (1)")
     add("--steps", default="100", metavar="N", help="of each task, unless a TaskCost says so (100)")
     add("--devices", nargs="+", default=["1", "2", "4", "8"], metavar="N", help="numbers to compare (1 2 4 8)")
     add("--policy", default="sharded-lrtf", metavar="NAME", help="of the schedule (sharded-lrtf)")
     add("--memory", metavar="SIZE", help="of one device; for a model")
-    _add_machine(simulate)
+    _add_machine(add)
 
 
-def _add_devices(devices: argparse.ArgumentParser) -> None:
-    devices.description = (
-        "Lists the devices of this machine, or steers a run of yours that is at work, from outside: what leaves "
-        "finishes its unit, and no step is redone. list RUN prints the place of each device: in, leaving or out."
-    )
-    add = devices.add_argument
+def _add_devices(add: _Add) -> None:
     add("order", choices=ORDERS, nargs="?", default="list", help="list the devices, add one, or remove one (list)")
     add("run", metavar="RUN", nargs="?", help="the run's checkpoint_dir; without it, list is of this machine")
     add("name", metavar="NAME", nargs="?", help="of a device: as list prints it, or of a GPU that is not in")
     add("--grace", metavar="SECONDS", help="that the unit on a removed device has to finish; then it is run elsewhere")
 
 
-def _add_plan(plan: argparse.ArgumentParser) -> None:
-    plan.description = (
-        "Prints how a model would be cut into shards, the bytes it takes, and the predicted time of a step. Nothing is "
-        "allocated and nothing computed. Sizes: 512MiB, 16GiB, 1.5GB (10^9)."
-    )
-    add = plan.add_argument
+def _add_plan(add: _Add) -> None:
     add("function", metavar="PACKAGE.MODULE:FUNCTION", help="returns (model, (inputs, target), loss_fn)")
     add("--memory", required=True, metavar="SIZE", help="of one device")
     add("--devices", default="1", metavar="N", help="for several such tasks; one task uses one at a time (1)")
-    _add_machine(plan)
+    _add_machine(add)
 
 
-def _add_machine(verb: argparse.ArgumentParser) -> None:
+def _add_machine(add: _Add) -> None:
     """Add what is stated of a device and of how a task is trained there."""
-    add = verb.add_argument
     add("--device", choices=DEVICES, default="gpu", help="whose kernels are assumed (gpu)")
     add("--precision", choices=PRECISIONS, default="float32", help="(float32)")
     add("--batch", metavar="N", help="samples in a batch (the sample's own)")
@@ -267,33 +248,16 @@ def _add_machine(verb: argparse.ArgumentParser) -> None:
     add("--dram-bandwidth", default="50GB/s", metavar="RATE", help="for the host optimizer (50GB/s)")
 
 
-def _add_resume(resuming: argparse.ArgumentParser) -> None:
-    resuming.usage = f"{resuming.prog} [-h] DIR [-- COMMAND...]"
-    resuming.description = (
-        "Says what the newest whole checkpoint in DIR holds, and runs the command again that made it, where it ran "
-        "then: its train_models() goes on from there, with the devices and settings of its program as it is now. "
-        "Environment variables are those of this shell. The command is read from DIR, so DIR must be from someone you "
-        "trust. After -- you may give another one, which runs here."
-    )
-    resuming.add_argument("directory", metavar="DIR", help="the run's checkpoint_dir")
+def _add_resume(add: _Add) -> None:
+    add("directory", metavar="DIR", help="the run's checkpoint_dir")
 
 
-def _add_probe(probing: argparse.ArgumentParser) -> None:
-    probing.description = (
-        "Measures what no training goes beyond on this machine: copies between DRAM and each kind of device, in DRAM, "
-        "and products of matrices. Prints and stores them for plans, in a file of your own (another one: "
-        "HYDRA_ENGINE_CEILINGS). Run it while the machine does nothing else."
-    )
+def _add_probe(add: _Add) -> None:
     named = "as in devices= of a run, or 'emulated' for the CPU (all there are)"
-    probing.add_argument("--device", nargs="+", metavar="NAME", help=named)
+    add("--device", nargs="+", metavar="NAME", help=named)
 
 
-def _add_sweep(sweep: argparse.ArgumentParser) -> None:
-    sweep.description = (
-        "Calls the function for each trial of an Optuna study, and trains the tasks that it returns together. With "
-        "--checkpoint-dir the same command goes on after it was killed."
-    )
-    add = sweep.add_argument
+def _add_sweep(add: _Add) -> None:
     add("function", metavar="PACKAGE.MODULE:FUNCTION", help="takes an Optuna trial, and returns a ModelTask")
     add("--trials", default="12", metavar="N", help="in all (12)")
     add("--parallel", metavar="N", help="the most models in DRAM at once (two per device)")
@@ -311,69 +275,91 @@ def _add_sweep(sweep: argparse.ArgumentParser) -> None:
     add("--interval", metavar="N", help="validations between two decisions of a population (1)")
 
 
-# Of each verb: what adds its arguments, its line in the list of verbs, and examples.
-_VERBS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, tuple[str, ...]]] = {
-    "demo": (
+_VERBS = {
+    "demo": _Verb(
         _add_demo,
         "trains four models on two devices that none of them fits, and checks the bits",
+        "Trains four byte-level GPTs together on two small emulated devices, and the training state of each is over 4 "
+        "times a device. Then it trains one of them again in plain PyTorch and compares all bits. It says first what "
+        "it does and how long that takes. Exit code 1: the bits differ.",
         ("hydra-engine demo", "hydra-engine demo --full", "hydra-engine demo --devices cuda:0 --memory 4GiB"),
     ),
-    "plan": (
+    "plan": _Verb(
         _add_plan,
         "how a model would be cut, and what its step would take, by arithmetic",
+        "Prints how a model would be cut into shards, the bytes it takes, and the predicted time of a step. Nothing is "
+        "allocated and nothing computed. Sizes: 512MiB, 16GiB, 1.5GB (10^9).",
         (
             "hydra-engine plan my_models:sample --memory 24GiB --precision bfloat16",
             "hydra-engine plan my_models:sample --memory 8GiB --batch 64 --micro-batches auto",
         ),
     ),
-    "probe": (
+    "probe": _Verb(
         _add_probe,
         "measures and stores how fast this machine's links and devices are",
+        "Measures what no training goes beyond on this machine: copies between DRAM and each kind of device, in DRAM, "
+        "and products of matrices. Prints and stores them for plans, in a file of your own (another one: "
+        "HYDRA_ENGINE_CEILINGS). Run it while the machine does nothing else.",
         ("hydra-engine probe", "hydra-engine probe --device emulated"),
     ),
-    "train": (
+    "train": _Verb(
         _add_train,
         "trains the tasks that a function of yours returns",
+        "Calls the function, which returns one ModelTask or a list of them, and trains all together. Ctrl-C saves the "
+        "last commits in --checkpoint-dir, and the line after it names the command that goes on.",
         (
             "hydra-engine train my_models:tasks --devices cuda:0 cuda:1 --checkpoint-dir runs/a --report a.json",
             "hydra-engine train my_models:tasks --devices 512MiB 512MiB --dry-run",
         ),
     ),
-    "sweep": (
+    "sweep": _Verb(
         _add_sweep,
         "trains the trials of a search space together, and names the best",
+        "Calls the function for each trial of an Optuna study, and trains the tasks that it returns together. With "
+        "--checkpoint-dir the same command goes on after it was killed.",
         (
             "hydra-engine sweep my_models:build_task --trials 24 --devices cuda:0 --study sqlite:///sweep.db",
             "hydra-engine sweep my_models:build_task --rungs 1:3 --checkpoint-dir sweeps/a",
         ),
     ),
-    "resume": (
+    "resume": _Verb(
         _add_resume,
         "runs the command again that made checkpoints, from the newest one",
+        "Says what the newest whole checkpoint in DIR holds, and runs the command again that made it, where it ran "
+        "then: its train_models() goes on from there, with the devices and settings of its program as it is now. "
+        "Environment variables are those of this shell. The command is read from DIR, so DIR must be from someone you "
+        "trust. After -- you may give another one, which runs here.",
         ("hydra-engine resume runs/a", "hydra-engine resume runs/a -- python train.py --more"),
     ),
-    "devices": (
+    "devices": _Verb(
         _add_devices,
         "lists this machine's devices; lists, adds and removes those of a run that is at work",
+        "Lists the devices of this machine, or steers a run of yours that is at work, from outside: what leaves "
+        "finishes its unit, and no step is redone. list RUN prints the place of each device: in, leaving or out.",
         (
             "hydra-engine devices",
             "hydra-engine devices list runs/a",
             "hydra-engine devices remove runs/a cuda:1 --grace 30",
         ),
     ),
-    "report": (
+    "report": _Verb(
         _add_report,
         "prints and draws a report that a run saved",
+        "Prints what a run's report says, and draws it. Runs save it: `report.save(FILE)`, `train --report`.",
         ("hydra-engine report run.json", "hydra-engine report run.json --plot timeline.html --trace trace.json"),
     ),
-    "simulate": (
+    "simulate": _Verb(
         _add_simulate,
         "predicts how long tasks would train on so many devices",
+        "Predicts how long tasks would train on 1, 2 or more devices, with a real run's scheduler. The function is "
+        "that of `plan`, or returns a TaskCost or a list of them. Nothing is allocated or computed.",
         ("hydra-engine simulate my_models:sample --memory 24GiB --copies 12 --steps 1000 --devices 1 2 4",),
     ),
-    "completion": (
+    "completion": _Verb(
         _add_completion,
         "prints a script that completes verbs and options in a shell",
+        "Prints a script that completes verbs and options in a shell. Needs shtab: pip install "
+        "'hydra_engine[completion]'.",
         ('eval "$(hydra-engine completion bash)"     # in ~/.bashrc',),
     ),
 }

@@ -1,8 +1,4 @@
-"""``hydra-engine demo``: four byte-level GPTs on two small devices, each model's training state over 4 times a device.
-
-It says what it will do and how long that takes. It plans, trains, trains one of the models again in plain PyTorch, and
-ends in one line that says what came of it.
-"""
+"""``hydra-engine demo``: byte-level GPTs on two small devices, each model's training state over 4 times a device."""
 
 from __future__ import annotations
 
@@ -114,9 +110,6 @@ def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-# --- the data ---
-
-
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of a text, evenly spaced; the target is the same window one byte on."""
 
@@ -144,13 +137,10 @@ def read_text(path: Path | None) -> bytes:
     return b"".join(source.read_bytes() for source in sources)[:TEXT_BYTES]
 
 
-# --- the check: the same task in plain PyTorch ---
-
-
 def train_plain(
     model: nn.Module, loader: Iterable[Any], validation: Iterable[Any], lr: float, seed: int
 ) -> tuple[list[float], list[float]]:
-    """Return the losses that the engine must give: of all steps, and of all epochs' validation."""
+    """Train a task in plain PyTorch; return its losses of all steps, and of all epochs' validation."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     losses, validation_losses = [], []
     torch.manual_seed(seed)  # shuffling and dropout draw from this one stream
@@ -197,9 +187,6 @@ def differences(task: ModelTask, report: TaskReport, config: Config, seed: int) 
     for holds, text in checks:
         print(f"  {'yes' if holds else 'NO'}: {text}")
     return [text for holds, text in checks if not holds]
-
-
-# --- the verb ---
 
 
 def run(options: argparse.Namespace) -> None:

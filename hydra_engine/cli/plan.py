@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,17 +12,16 @@ from torch import nn
 from hydra_engine.cli.command import Mistake, count, mistakes
 from hydra_engine.cli.sample import here_importable, planned, sample_of
 from hydra_engine.pictures import plural
-from hydra_engine.planning import AheadPlan, Machine, ShardEstimate, plan_ahead
+from hydra_engine.planning import AheadPlan, Machine, plan_ahead
 from hydra_engine.tasks import duration, table
-from partitioners import GPU, STATED_RATES, Partitioner, Rates, format_bytes, make_partitioner, parse_bytes
+from partitioners import GPU, STATED_RATES, Partitioner, format_bytes, make_partitioner, parse_bytes
 
 DEVICES = {"gpu": GPU, "cpu": "cpu"}
 RESERVES = {"gpu": "1GiB", "cpu": "0"}
 
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([kmgtp]?)(?:flops?(?:/s)?)?\s*", re.ASCII | re.IGNORECASE)
 
-# More rows than this, and equal shards share one.
-MOST_ROWS = 12
+MOST_ROWS = 12  # with more than these, equal shards share one
 
 
 def run(options: argparse.Namespace) -> None:
@@ -50,19 +50,17 @@ def machine_of(options: argparse.Namespace, *, num_devices: int = 1) -> Machine:
             f"--memory, or reserve less (--reserve 0)"
         )
     kind, precision = DEVICES[options.device], options.precision
-    stated = STATED_RATES[kind, precision]
-    bandwidth = options.memory_bandwidth
+    rates = STATED_RATES[kind, precision]
+    if options.flops is not None:
+        rates = replace(rates, flops_per_s=_flops(options.flops))
+    if options.memory_bandwidth is not None:
+        rates = replace(rates, memory_bytes_per_s=_bytes_per_s(options.memory_bandwidth, "--memory-bandwidth"))
     return Machine(
         memory_bytes=memory_bytes,
         reserve_bytes=reserve_bytes,
         device=kind,
         precision=precision,
-        rates=Rates(
-            flops_per_s=stated.flops_per_s if options.flops is None else _flops(options.flops),
-            memory_bytes_per_s=(
-                stated.memory_bytes_per_s if bandwidth is None else _bytes_per_s(bandwidth, "--memory-bandwidth")
-            ),
-        ),
+        rates=rates,
         link_bytes_per_s=_bytes_per_s(options.link, "--link"),
         dram_bytes_per_s=_bytes_per_s(options.dram_bandwidth, "--dram-bandwidth"),
         optimizer=options.optimizer,
@@ -126,20 +124,16 @@ def _rows(plan: AheadPlan) -> list[tuple[str, ...]]:
 
 def _row(plan: AheadPlan, alike: list[int]) -> tuple[str, ...]:
     shard = plan.shards[alike[0]]
+    first, last = plan.costs[shard.first], plan.costs[shard.last - 1]
+    layers = f"{first.index} {first.name}" + ("" if first is last else f" to {last.index} {last.name}")
     return (
         str(alike[0]) if len(alike) == 1 else f"{alike[0]} ... {alike[-1]}",
-        _layers(plan, shard) + (" ..." if len(alike) > 1 else ""),
+        layers + (" ..." if len(alike) > 1 else ""),
         format_bytes(shard.slab_bytes),
         format_bytes(shard.needed_bytes),
         duration(shard.forward_s),
         duration(shard.backward_s),
     )
-
-
-def _layers(plan: AheadPlan, shard: ShardEstimate) -> str:
-    first, last = plan.costs[shard.first], plan.costs[shard.last - 1]
-    named = f"{first.index} {first.name}"
-    return named if first is last else f"{named} to {last.index} {last.name}"
 
 
 def _dram_line(plan: AheadPlan) -> str:

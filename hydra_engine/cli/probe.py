@@ -16,8 +16,7 @@ from hydra_engine.tasks import table
 from partitioners import format_bytes
 from partitioners.precision import DTYPES
 
-# The CPU as a device: its memory, and its name here.
-EMULATED_BYTES, EMULATED = 2**28, "emulated"
+EMULATED_BYTES, EMULATED = 2**28, "emulated"  # the CPU as a device: its memory, and its name here
 
 
 def run(options: argparse.Namespace) -> None:

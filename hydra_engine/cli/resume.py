@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,17 +33,13 @@ def run(options: argparse.Namespace) -> NoReturn:
         )
     data = found.data if isinstance(found.data, dict) else {}
     print(found.path, *found.messages, *table(_rows(data.get("tasks", {}))), sep="\n")
-    argv, cwd = _stored(directory, data.get("command")) if command is None else (_given(command), os.getcwd())
+    if command == []:
+        raise Mistake("COMMAND: nothing behind --, limit: a program and its arguments; write them there")
+    argv, cwd = _stored(directory, data.get("command")) if command is None else (command, os.getcwd())
     print(f"in {cwd}: {shlex.join(argv)}")
     refused = f"{shlex.join(argv)} in {cwd}: cannot be run: "
     with mistakes(OSError, ValueError, before=refused, after=f"; {_OTHERWISE}"):  # the latter of a null character
         restart.start_again(argv, cwd, directory)
-
-
-def _given(command: Sequence[str]) -> list[str]:
-    if not command:
-        raise Mistake("COMMAND: nothing behind --, limit: a program and its arguments; write them there")
-    return list(command)
 
 
 def _stored(directory: Path, command: Any) -> tuple[list[str], str]:

@@ -23,8 +23,7 @@ from partitioners import LayerTooLarge
 
 _OURS = (Path(__file__).parents[1], Path(partitioners.__file__).parent)
 _LIBRARIES = (Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib")))
-# How torch says that a tensor on the meta device has no values.
-_META = re.compile(r"\bmeta\b|register_meta", re.IGNORECASE)
+_META = re.compile(r"\bmeta\b|register_meta", re.IGNORECASE)  # how torch says that a tensor there has no values
 _INSTALLED = ("site-packages", "dist-packages")
 
 

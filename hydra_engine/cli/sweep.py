@@ -74,11 +74,8 @@ def devices_of(names: Sequence[str], *, are_here: bool) -> Sequence[DeviceSpec |
 def _rows(study: Any) -> list[tuple[str, ...]]:
     """The best trial, or with several objectives those that none beats in all."""
     rows: list[tuple[str, ...]] = [("best trial", "values", "parameters")]
-    for trial in study.best_trials if len(study.directions) > 1 else _best(study):
+    is_one = len(study.directions) == 1 and any(trial.state.name == "COMPLETE" for trial in study.trials)
+    for trial in [study.best_trial] if is_one else study.best_trials:
         values = ", ".join(f"{value:.6g}" for value in trial.values)
         rows.append((str(trial.number), values, ", ".join(f"{key}={value}" for key, value in trial.params.items())))
     return rows
-
-
-def _best(study: Any) -> list[Any]:
-    return [study.best_trial] if any(trial.state.name == "COMPLETE" for trial in study.trials) else []

@@ -4,13 +4,4 @@ from hydra_engine.display.drawing import draw_svg, draw_text
 from hydra_engine.display.live import LiveDisplay
 from hydra_engine.display.progress import AtWork, DeviceProgress, Doing, RunProgress, TaskProgress
 
-__all__ = [
-    "AtWork",
-    "DeviceProgress",
-    "Doing",
-    "LiveDisplay",
-    "RunProgress",
-    "TaskProgress",
-    "draw_svg",
-    "draw_text",
-]
+__all__ = ["AtWork", "DeviceProgress", "Doing", "LiveDisplay", "RunProgress", "TaskProgress", "draw_svg", "draw_text"]

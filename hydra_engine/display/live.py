@@ -28,8 +28,7 @@ from hydra_engine.system import warn
 # Seconds between two pictures, at least: on a terminal, in a notebook; between two lines of a log, first and later.
 TERMINAL_S, NOTEBOOK_S, LOG_S, MOST_LOG_S = 0.25, 1.0, 5.0, 60.0
 MOST_SHARE = 0.01  # of a core's time, for drawing
-# A terminal that takes nothing is waited for no longer at the end.
-STUCK_S = 2.0
+STUCK_S = 2.0  # to wait at the end for a terminal that takes nothing
 NOTEBOOK_COLUMNS, NOTEBOOK_LINES = 100, 60
 
 Job = Callable[[], None]
@@ -158,11 +157,7 @@ class LiveDisplay:
     """The display of one run: a thread that draws what `look` tells. Silent with verbose=0."""
 
     def __init__(
-        self,
-        verbose: int,
-        look: Callable[[], RunProgress],
-        ask: Callable[[Job], None],
-        stream: TextIO | None = None,
+        self, verbose: int, look: Callable[[], RunProgress], ask: Callable[[Job], None], stream: TextIO | None = None
     ) -> None:
         """`look`: tells how the run stands. ask: has a job, such as a look, done by the thread that may look."""
         self._look = look
@@ -224,7 +219,7 @@ class LiveDisplay:
                 self._is_new.wait(screen.period_s)
                 begun_s = time.thread_time()
                 if self._seen is not None and not self._is_over.is_set():
-                    run = self._now()
+                    run = self._seen._replace(now_s=self._seen.now_s + time.monotonic() - self._seen_s)
                     history.add(run)
                     screen.show(run, history)
                 pause_s = max(screen.period_s, (time.thread_time() - begun_s) / MOST_SHARE)
@@ -234,11 +229,6 @@ class LiveDisplay:
                 screen.close(self._seen, history)
         except Exception as error:
             self._give_up(error)
-
-    def _now(self) -> RunProgress:
-        """Return what was seen last, with the time as it is now."""
-        assert self._seen is not None
-        return self._seen._replace(now_s=self._seen.now_s + time.monotonic() - self._seen_s)
 
     def _give_up(self, error: Exception) -> None:
         """Show nothing more."""

@@ -17,10 +17,8 @@ from partitioners import format_bytes
 DOTS = "..."  # where a text is cut: what every terminal can show
 # Rates are those of the last WINDOW_S seconds, or of the last two steps where these took longer.
 WINDOW_S = 30.0
-# Who has not computed for so long gives its row to a task that has.
-AT_REST_S = 10.0
-# Tasks in a line of a log, but for the last one.
-MOST_LOGGED = 8
+AT_REST_S = 10.0  # who has not computed for so long gives its row to a task that has
+MOST_LOGGED = 8  # tasks in a line of a log, but for the last one
 
 
 class Doing(Enum):
@@ -152,14 +150,6 @@ class _Flow:
         return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
 
 
-class Link(NamedTuple):
-    """A device over the last seconds."""
-
-    loaded_per_s: float  # bytes
-    stored_per_s: float  # bytes
-    busy: float  # the share of the time in which it computed
-
-
 class History:
     """The past of a run, as far as rates need it; and the tasks that have a row, where not all have one."""
 
@@ -200,13 +190,16 @@ class History:
         per_s = self.steps_per_s(task)
         return None if not per_s or task.num_steps is None else max(0, task.num_steps - task.steps) / per_s
 
-    def link(self, device: DeviceProgress) -> Link:
-        """Return what a device has done over the last seconds; once all is over, over all of them."""
+    def link(self, device: DeviceProgress) -> tuple[float, float, float]:
+        """Return bytes per second that a device loaded, and stored, and the share of time in which it computed.
+
+        Over the last seconds; once all is over, over all of them.
+        """
         loaded, stored, busy = (flow.per_s for flow in self._flows[device.name])
         if self._is_over:
             whole_s = max(self._now_s, 1e-9)
             loaded, stored, busy = device.loaded_bytes / whole_s, device.stored_bytes / whole_s, device.busy_s / whole_s
-        return Link(loaded, stored, min(1.0, busy))
+        return loaded, stored, min(1.0, busy)
 
     def chosen(self, tasks: Sequence[TaskProgress], most: int) -> list[TaskProgress]:
         """Return the tasks that have one of `most` rows, in their order.
@@ -262,9 +255,6 @@ def _describe(task: TaskProgress, history: History) -> str:
     return " ".join([*told, task.doing.value] if task.doing.is_over else told)
 
 
-# -- numbers in few columns
-
-
 def number(value: float | None) -> str:
     """A loss, in at most 8 columns."""
     if value is None:
@@ -300,9 +290,6 @@ def duration(seconds: float | None) -> str:
     if whole < 86_400:
         return f"{whole // 3600}:{whole % 3600 // 60:02}h"
     return f"{whole / 86_400:.1f}d" if whole < 864_000 else f"{min(whole // 86_400, 9999)}d"
-
-
-# -- columns of a terminal
 
 
 def cut(text: str, columns: int) -> str:

@@ -28,8 +28,7 @@ Row: TypeAlias = "list[tuple[str, str]]"  # texts, each with its style in rich's
 
 LEAST_NAME, LEAST_BAR, MOST_BAR = 8, 6, 40  # columns
 NARROW, WIDE = 40, 100  # below and from so many columns on, there is less room and more
-# Of what is too narrow, these columns are left out first.
-EXPENDABLE = ("validation", "left", "rate", "loss", "doing", "%")
+EXPENDABLE = ("validation", "left", "rate", "loss", "doing", "%")  # columns left out first where there is no room
 RIGHT = frozenset({"%", "loss", "validation", "rate", "left", "steps", "memory", "load", "store", "busy"})
 _STYLES = {Doing.FAILED: "red", Doing.FINISHED: "blue", Doing.STOPPED: "magenta", Doing.PAUSED: "magenta"}
 
@@ -87,8 +86,7 @@ def _task_rows(
     has_bar = free >= LEAST_NAME + gap + LEAST_BAR
     name_width = max(0, min(need, free - (gap + LEAST_BAR if has_bar else 0)))
     bar_width = min(MOST_BAR, free - name_width - gap) if has_bar else 0
-    order = ["task", *(["bar"] if has_bar else []), *(["steps"] if "steps" in widths else [])]
-    order += [name for name in widths if name != "steps"]
+    order = ["task", *(["bar"] if has_bar else []), *widths]
     widths |= {"task": name_width, "bar": bar_width}
     named = {"doing": "state", "validation": "val" if columns < WIDE else "validation"}
     titles = {name: (named.get(name, name), "dim") for name in order} | {"bar": ("", "")}
@@ -135,15 +133,15 @@ def _device_rows(devices: Sequence[DeviceProgress], history: History, columns: i
     widths["runs"] = max(0, min(columns - sum(each + gap for each in widths.values()), 2 * MOST_BAR))
     found = [_joined({name: (name, "dim") for name in order}, order, widths, gap)]
     for device, used in zip(devices, memory, strict=True):
-        link = history.link(device)
+        loaded_per_s, stored_per_s, busy = history.link(device)
         share = device.used_bytes / max(1, device.memory_bytes)
         cells = {
             "device": (device.name, "bold"),
             "runs": (_work(device, widths["runs"]), "green" if device.doing is AtWork.COMPUTES else "yellow"),
             "memory": (used, "yellow" if share > 0.95 else ""),
-            "load": (bytes_rate(link.loaded_per_s), ""),
-            "store": (bytes_rate(link.stored_per_s), ""),
-            "busy": (f"{link.busy:.0%}", ""),
+            "load": (bytes_rate(loaded_per_s), ""),
+            "store": (bytes_rate(stored_per_s), ""),
+            "busy": (f"{busy:.0%}", ""),
         }
         found.append(_joined(cells, order, widths, gap))
     return found

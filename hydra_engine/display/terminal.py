@@ -31,8 +31,7 @@ _SAVE, _RESTORE = "\x1b7", "\x1b8"  # the cursor
 _WRAP_OFF, _WRAP_ON = "\x1b[?7l", "\x1b[?7h"
 _ERASE_LINE, _ERASE_BELOW = "\x1b[K", "\x1b[J"  # from the cursor on
 
-# After a print the rows are written again at once, unless they just were.
-PRINTS_S = 0.05
+PRINTS_S = 0.05  # after a print the rows are written again at once, unless they just were
 
 
 class Terminal:
@@ -135,11 +134,6 @@ class Terminal:
         self._write(f"{room}{_SAVE}{_WRAP_OFF}{body}{_ERASE_BELOW}{_RESTORE}{_WRAP_ON}")
         self._is_drawn, self._drawn_s = True, time.monotonic()
 
-    def _erase(self) -> None:
-        if self._is_drawn:
-            self._write(_ERASE_BELOW)
-            self._is_drawn = False
-
     def _let_out(self) -> None:
         """Print what was begun of lines: of a progress bar, or a question."""
         for thread, stream in list(self._partial):
@@ -147,7 +141,9 @@ class Terminal:
 
     def _put(self, thread: int, stream: TextIO) -> None:
         if text := self._partial.pop((thread, stream), ""):
-            self._erase()
+            if self._is_drawn:
+                self._write(_ERASE_BELOW)
+                self._is_drawn = False
             stream.write(text)
             stream.flush()
 

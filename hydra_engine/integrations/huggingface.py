@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -56,8 +56,6 @@ CHANGING_ROPE = ("dynamic", "longrope")
 # Entries of a config with which a model runs otherwise than its layers made by hand.
 OTHERWISE = ("is_encoder_decoder", "is_decoder", "add_cross_attention", "use_bidirectional_attention")
 
-Head: TypeAlias = "Callable[[Any, Any], nn.Module]"  # (model, its base model) -> the last layer
-
 
 class Family(NamedTuple):
     """The layers of one architecture's models, and where to find them."""
@@ -73,25 +71,15 @@ class Entry(NamedTuple):
 
     family: Family
     base: str = ""  # attribute that holds the base model; "" where it is the model itself
-    head: Head | None = None
+    head: Callable[[Any], nn.Module] | None = None  # model -> the last layer
 
 
-def _lm_head(model: Any, base: Any) -> Any:
-    return model.lm_head
-
-
-def _capped_lm_head(model: Any, base: Any) -> Any:
+def _capped_lm_head(model: Any) -> Any:
     cap = model.config.final_logit_softcapping
     return model.lm_head if cap is None else CappedHead(model.lm_head, cap)
 
 
-def _pooled_classifier(model: Any, base: Any) -> nn.Module:
-    return ClassifierHead(model.classifier, pooler=base.pooler, dropout=model.dropout)
-
-
-def _token_classifier(model: Any, base: Any) -> nn.Module:
-    return ClassifierHead(model.classifier, dropout=model.dropout)
-
+_lm_head = attrgetter("lm_head")
 
 GPT2 = Family(GPT2Embedding, "h", lambda config: FULL, "ln_f")
 LLAMA = Family(TokenEmbedding, "layers", lambda config: FULL, "norm")
@@ -118,9 +106,9 @@ MODELS = {
     "Gemma3TextModel": Entry(GEMMA3),
     "Gemma3ForCausalLM": Entry(GEMMA3, "model", _capped_lm_head),
     "BertModel": Entry(BERT),
-    "BertForMaskedLM": Entry(BERT, "bert", lambda model, base: model.cls),
-    "BertForSequenceClassification": Entry(BERT, "bert", _pooled_classifier),
-    "BertForTokenClassification": Entry(BERT, "bert", _token_classifier),
+    "BertForMaskedLM": Entry(BERT, "bert", attrgetter("cls")),
+    "BertForSequenceClassification": Entry(BERT, "bert", lambda model: ClassifierHead(model, model.bert.pooler)),
+    "BertForTokenClassification": Entry(BERT, "bert", ClassifierHead),
 }
 
 
@@ -168,7 +156,7 @@ def sequential(model: PreTrainedModel | nn.Module, example: Any = None) -> nn.Se
     if entry.family.norm is not None:
         layers.append(getattr(base, entry.family.norm))
     if entry.head is not None:
-        layers.append(entry.head(inner, base))
+        layers.append(entry.head(inner))
     return nn.Sequential(*layers)
 
 

@@ -59,8 +59,8 @@ def _with_lora(base: nn.Module, config: LoraConfig) -> nn.Module:
     from peft import get_peft_model
 
     # Biases that an adapter trains are its model's own; those that it turns out not to train are the base's again.
-    biases = [] if config.bias == "none" else [name for name, _ in base.named_parameters() if _is_bias(name)]
-    model, own = _copy_but(base, {id(base.get_parameter(name)) for name in biases})
+    biases = {id(each) for name, each in base.named_parameters() if name.rpartition(".")[2] == "bias"}
+    model, own = _copy_but(base, set() if config.bias == "none" else biases)
     adapted = get_peft_model(model, copy.deepcopy(config))
     for module in adapted.modules():
         for name, parameter in module._parameters.items():
@@ -118,7 +118,3 @@ def _checked(config: Trained, index: int) -> LoraConfig:
             f"model a copy of the base"
         )
     return config
-
-
-def _is_bias(name: str) -> bool:
-    return name.rpartition(".")[2] == "bias"

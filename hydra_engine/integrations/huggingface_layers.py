@@ -42,7 +42,7 @@ class TokenEmbedding(nn.Module):
         self.rotary_kinds = rotary_kinds
 
     def forward(self, inputs: Any) -> State:
-        given = _named(inputs, "input_ids", ("attention_mask", "position_ids"))
+        given = _named(inputs, "attention_mask", "position_ids")
         hidden = self.embed_tokens(given["input_ids"])
         positions = _positions(given, hidden)
         if self.rotary_kinds is None:
@@ -60,7 +60,7 @@ class GPT2Embedding(nn.Module):
         self.wte, self.wpe, self.drop = base.wte, base.wpe, base.drop
 
     def forward(self, inputs: Any) -> State:
-        given = _named(inputs, "input_ids", ("attention_mask", "position_ids", "token_type_ids"))
+        given = _named(inputs, "attention_mask", "position_ids", "token_type_ids")
         hidden = self.wte(given["input_ids"])
         hidden = hidden + self.wpe(_positions(given, hidden))
         if "token_type_ids" in given:
@@ -76,9 +76,8 @@ class BertEmbedding(nn.Module):
         self.embeddings = base.embeddings
 
     def forward(self, inputs: Any) -> State:
-        given = _named(inputs, "input_ids", ("attention_mask", "position_ids", "token_type_ids"))
-        names = ("input_ids", "position_ids", "token_type_ids")
-        hidden = self.embeddings(**{name: given[name] for name in names if name in given})
+        given = _named(inputs, "attention_mask", "position_ids", "token_type_ids")
+        hidden = self.embeddings(**{name: each for name, each in given.items() if name != "attention_mask"})
         return {"hidden_states": hidden, **_what_masks_need(given, causal=False)}
 
 
@@ -109,9 +108,9 @@ class Block(nn.Module):
         made: Tensor | None
         if self.attention == BIDIRECTIONAL:
             made = create_bidirectional_mask(self.config, hidden, mask, allow_is_bidirectional_skip=may_skip)
-            return made
-        create = create_sliding_window_causal_mask if self.attention == SLIDING else create_causal_mask
-        made = create(self.config, hidden, mask, None, state.get("position_ids"), allow_is_causal_skip=may_skip)
+        else:
+            create = create_sliding_window_causal_mask if self.attention == SLIDING else create_causal_mask
+            made = create(self.config, hidden, mask, None, state.get("position_ids"), allow_is_causal_skip=may_skip)
         return made
 
 
@@ -129,42 +128,33 @@ class CappedHead(nn.Module):
 
 
 class ClassifierHead(nn.Module):
-    """Classes of a whole input, by what `pooler` makes of it, or else of every token."""
+    """A model's classes of a whole input, by what `pooler` makes of it, or else of every token."""
 
-    def __init__(
-        self,
-        classifier: nn.Module,
-        *,
-        pooler: nn.Module | None = None,
-        dropout: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, model: Any, pooler: nn.Module | None = None) -> None:
         super().__init__()
-        self.pooler = pooler
-        self.dropout = dropout
-        self.classifier = classifier
+        self.pooler, self.dropout, self.classifier = pooler, model.dropout, model.classifier
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.pooler is not None:
             hidden = self.pooler(hidden)
-        if self.dropout is not None:
-            hidden = self.dropout(hidden)
-        logits: Tensor = self.classifier(hidden)
+        logits: Tensor = self.classifier(self.dropout(hidden))
         return logits
 
 
-def _named(inputs: Any, main: str, others: tuple[str, ...]) -> dict[str, Any]:
-    """The inputs by name; a tensor alone is the main one, and None is as good as left out."""
+def _named(inputs: Any, *others: str) -> dict[str, Any]:
+    """The inputs by name; a tensor alone is `input_ids`, and None is as good as left out."""
     if isinstance(inputs, Tensor):
-        return {main: inputs}
+        return {"input_ids": inputs}
     if not isinstance(inputs, dict):
-        remedy = "pass dict(batch)" if isinstance(inputs, Mapping) else f"pass {{{main!r}: ...}}"
-        raise TypeError(f"inputs: a {type(inputs).__name__}, limit: a tensor ({main}) or a dict of tensors; {remedy}")
+        remedy = "pass dict(batch)" if isinstance(inputs, Mapping) else "pass {'input_ids': ...}"
+        kind = type(inputs).__name__
+        raise TypeError(f"inputs: a {kind}, limit: a tensor (input_ids) or a dict of tensors; {remedy}")
     given = {name: value for name, value in inputs.items() if value is not None}
-    known = (main, *others)
-    if main not in given or not given.keys() <= set(known):
+    known = ("input_ids", *others)
+    if "input_ids" not in given or not given.keys() <= set(known):
         raise ValueError(
-            f"inputs: {', '.join(given) or 'nothing'}, known: {', '.join(known)}, of which {main} is needed; take the "
-            f"others out, and labels with ModelTask(unpack=inputs_and_labels)"
+            f"inputs: {', '.join(given) or 'nothing'}, known: {', '.join(known)}, of which input_ids is needed; take "
+            f"the others out, and labels with ModelTask(unpack=inputs_and_labels)"
         )
     return given
 

@@ -8,28 +8,38 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hydra_engine.loggers.logger import Logger, TaskStart, file_name, set_aside
 from hydra_engine.tasks import StepReport, ValidationReport
 
-# A row of one of these is a validation's, since a step has none of them.
-VALIDATION = "validation_loss"
-# A name may come from a file's, which may be no Unicode.
-ESCAPED = "backslashreplace"
+VALIDATION = "validation_loss"  # a row that has one is a validation's
+ESCAPED = "backslashreplace"  # a name may come from a file's, which may be no Unicode
 
 
-class _TextLogger(Logger):
-    """Writes rows of values to a file per task; each is with the system at once, so that a killed process has it."""
-
-    suffix = ""
+class FileLogger(Logger):
+    """Writes to a file per task; each value is with the system at once, so that a killed process has it."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = Path(directory)
-        self._files: dict[str, TextIO] = {}
+        self._files: dict[str, Any] = {}  # open ones, or what writes to them, by task
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._directory)!r})"
+
+    def end_task(self, task: str, status: str) -> None:
+        if task in self._files:
+            self._files.pop(task).close()
+
+    def close(self) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+
+class _TextLogger(FileLogger):
+    """Writes rows of values."""
+
+    suffix = ""
 
     def begin_task(self, start: TaskStart) -> None:
         """Open the task's file: a new one, or where the task goes on, without the rows that will come again."""
@@ -48,17 +58,8 @@ class _TextLogger(Logger):
     def log_validation(self, validation: ValidationReport) -> None:
         self._write(validation, validation.values())
 
-    def end_task(self, task: str, status: str) -> None:
-        if task in self._files:
-            self._files.pop(task).close()
-
-    def close(self) -> None:
-        while self._files:
-            self._files.popitem()[1].close()
-
     def _write(self, of: StepReport | ValidationReport, values: Mapping[str, float]) -> None:
-        row = {"task": of.task, "step": of.step, "epoch": of.epoch, "time": of.time_s, **values}
-        self._write_row(of.task, row)
+        self._write_row(of.task, {"task": of.task, "step": of.step, "epoch": of.epoch, "time": of.time_s, **values})
 
     def _write_row(self, task: str, row: dict[str, Any]) -> None:
         raise NotImplementedError

@@ -88,8 +88,7 @@ def file_name(task: str) -> str:
     name = f"%2E{name[1:]}" if name.startswith(".") else name
     if len(name) <= MOST_SIGNS:
         return name
-    digest = sha256(name.encode()).hexdigest()[:DIGEST_SIGNS]
-    return f"{name[: MOST_SIGNS - len(digest) - 1]}-{digest}"
+    return f"{name[: MOST_SIGNS - DIGEST_SIGNS - 1]}-{sha256(name.encode()).hexdigest()[:DIGEST_SIGNS]}"
 
 
 def set_aside(path: Path) -> None:

@@ -5,25 +5,18 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
-from hydra_engine.loggers.logger import Logger, TaskStart, file_name, set_aside
+from hydra_engine.loggers.files import FileLogger
+from hydra_engine.loggers.logger import TaskStart, file_name, set_aside
 from hydra_engine.tasks import StepReport, ValidationReport
 
 # A record of an event file: its bytes, and this much for their number and checksums (the TFRecord format).
 FRAME_BYTES = 16
 
 
-class _Format(NamedTuple):
-    """Classes of the package that write and read event files."""
-
-    event: Any
-    summary: Any
-    records: Any  # (file) -> writer of records
-    loader: Any  # (path) -> loader of their bytes
-
-
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(FileLogger):
     """Writes DIRECTORY/TASK/events.out.tfevents...: a run of `tensorboard --logdir DIRECTORY` for each task.
 
     Tags: "loss", "lr", "grad_norm", "samples_per_s" and "epoch" of steps; "validation_loss" and "metrics_NAME" of
@@ -35,11 +28,7 @@ class TensorBoardLogger(Logger):
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         _load()
-        self._directory = Path(directory)
-        self._files: dict[str, tuple[BinaryIO, Any]] = {}
-
-    def __repr__(self) -> str:
-        return f"TensorBoardLogger({str(self._directory)!r})"
+        super().__init__(directory)
 
     def begin_task(self, start: TaskStart) -> None:
         folder = self._directory / file_name(start.task)
@@ -50,7 +39,7 @@ class TensorBoardLogger(Logger):
         folder.mkdir(parents=True, exist_ok=True)
         # By names they stand in the order of their beginnings, in which TensorBoard reads them.
         file = (folder / f"events.out.tfevents.{time.time_ns():020}.hydra").open("xb")
-        self._files[start.task] = file, _load().records(file)
+        self._files[start.task] = _load().records(file)
         self._write(start.task, wall_time=time.time(), file_version="brain.Event:2")
 
     def log_step(self, step: StepReport) -> None:
@@ -59,23 +48,15 @@ class TensorBoardLogger(Logger):
     def log_validation(self, validation: ValidationReport) -> None:
         self._log(validation, validation.values())
 
-    def end_task(self, task: str, status: str) -> None:
-        if task in self._files:
-            self._files.pop(task)[0].close()
-
-    def close(self) -> None:
-        while self._files:
-            self._files.popitem()[1][0].close()
-
     def _log(self, of: StepReport | ValidationReport, values: dict[str, float]) -> None:
         summary = _load().summary
         scalars = summary(value=[summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
         self._write(of.task, wall_time=of.time_s, step=of.step, summary=scalars)
 
     def _write(self, task: str, **event: Any) -> None:
-        file, records = self._files[task]
+        records = self._files[task]
         records.write(_load().event(**event).SerializeToString())
-        file.flush()
+        records.flush()
 
 
 def _cut(folder: Path, start: TaskStart) -> None:
@@ -96,7 +77,8 @@ def _cut(folder: Path, start: TaskStart) -> None:
             path.unlink()
 
 
-def _load() -> _Format:
+def _load() -> SimpleNamespace:
+    """Return the package's classes: events and summaries, what writes records to a file, what loads those of a path."""
     try:
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
         from tensorboard.compat.proto.event_pb2 import Event
@@ -107,4 +89,4 @@ def _load() -> _Format:
             "TensorBoardLogger: tensorboard is not installed; install it (pip install 'hydra_engine[tensorboard]'), or "
             "log to a CsvLogger"
         ) from error
-    return _Format(Event, Summary, RecordWriter, RawEventFileLoader)
+    return SimpleNamespace(event=Event, summary=Summary, records=RecordWriter, loader=RawEventFileLoader)

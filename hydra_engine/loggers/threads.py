@@ -17,8 +17,7 @@ MOST_FAILURES = 3
 # What comes in this time is passed on together: a thread that woke for each step would take the interpreter from those
 # that decide and compute, 80 us each time.
 GATHER_S = 0.1
-# At the end of a run. What sends SIGTERM often kills after 30 s.
-CLOSE_S = 10.0
+CLOSE_S = 10.0  # at the end of a run: what sends SIGTERM often kills after 30 s
 
 
 class _Call(NamedTuple):
@@ -122,7 +121,7 @@ def _line(error: BaseException) -> str:
 
 
 class RunLoggers:
-    """The loggers of one run, told what happens in it; from any thread, and nobody waits."""
+    """The loggers of one run, told what happens in it as `Logger` is; from any thread, and nobody waits."""
 
     def __init__(self, loggers: Sequence[Logger] = ()) -> None:
         self._threads = [LoggerThread(each, f"hydra-logger-{k}") for k, each in enumerate(loggers)]
@@ -130,16 +129,13 @@ class RunLoggers:
         self.left_behind: list[Logger] = []  # in whose threads a call has not returned
 
     def begin(self, start: TaskStart) -> None:
-        """A task begins to train."""
         self._begun.add(start.task)
         self._put("begin_task", (start,), f"the beginning of {start.task}")
 
     def step(self, step: StepReport) -> None:
-        """A training step was committed."""
         self._put("log_step", (step,), f"{step.task}, step {step.step}", may_be_lost=True)
 
     def validation(self, validation: ValidationReport) -> None:
-        """A validation is over."""
         about = f"{validation.task}, validation after step {validation.step}"
         self._put("log_validation", (validation,), about, may_be_lost=True)
 

@@ -42,14 +42,11 @@ LEAST_WIDTH = LEFT + RIGHT + 100
 CURVES_HEIGHT = 190
 # Of a run with more spans, more of them share a box, so that there are about so many: an HTML file of a few MB.
 MOST_BOXES = 20_000
-# Points of one loss curve.
-MOST_POINTS = 400
-# Losses that differ by more are drawn on a logarithmic axis.
-LOG_RATIO = 30.0
+MOST_POINTS = 400  # of one loss curve
+LOG_RATIO = 30.0  # losses that differ by more are drawn on a logarithmic axis
 NAME_SIGNS = 28  # of a task's name, in the list of colours
-# Lightness of units by kind, and of all else.
-LIGHT = {FORWARD: 0.70, BACKWARD: 0.45, EVALUATE: 0.85}
-MIDDLE = 0.55
+LIGHT = {FORWARD: 0.70, BACKWARD: 0.45, EVALUATE: 0.85}  # of units, by kind
+MIDDLE = 0.55  # the lightness of all else
 UNKNOWN = "#999999"
 MEMORY, MARK = "#7a9cc6", "#cc3311"
 
@@ -161,9 +158,6 @@ def _window(figures: RunFigures, start_s: float | None, end_s: float | None) -> 
     return start_s, end_s
 
 
-# -- the head
-
-
 def _draw_head(drawing: _Drawing, figures: RunFigures, names: Sequence[str], num_devices: int) -> None:
     shown = f"{figures.makespan_s:.4g} s"
     if drawing.start_s > 0 or drawing.end_s < figures.makespan_s:
@@ -185,9 +179,6 @@ def _draw_head(drawing: _Drawing, figures: RunFigures, names: Sequence[str], num
     drawing.y += 22
 
 
-# -- lanes
-
-
 def _draw_rows(drawing: _Drawing, spans: Sequence[Span], devices: Sequence[str], sizes: _Sizes) -> None:
     found = lane_rows(span for span in spans if span.lane != AGAIN and span.end_s > span.start_s)
     num_rows = sum(map(len, found.values()))
@@ -201,23 +192,22 @@ def _draw_rows(drawing: _Drawing, spans: Sequence[Span], devices: Sequence[str],
         for lane, height in heights:
             _draw_lane(drawing, found.get((device, lane), []), height, least)
         drawing.y += sizes.gap
-    host = [(lane, found.get((HOST, lane), [])) for lane in HOST_LANES]
-    lane_height = max(5.0, sizes.lane)
-    heights = [(lane, lane_height * max(1, min(len(rows), 4))) for lane, rows in host]
-    _label(drawing, "host", "commit, update", sum(height for _, height in heights), sizes.font)
-    for (_, rows), (_, height) in zip(host, heights, strict=True):
+    host = [found.get((HOST, lane), []) for lane in HOST_LANES]
+    host_heights = [max(5.0, sizes.lane) * max(1, min(len(rows), 4)) for rows in host]
+    _label(drawing, "host", "commit, update", sum(host_heights), sizes.font)
+    for rows, height in zip(host, host_heights, strict=True):
         _draw_lane(drawing, rows, height, least)
     for span in spans:
         if span.lane == AGAIN:
             x, title = drawing.x(span.start_s), f"a step began again at {span.label}, {span.start_s:.6g} s"
-            points = ((x, drawing.y - sum(height for _, height in heights)), (x, drawing.y))
+            points = ((x, drawing.y - sum(host_heights)), (x, drawing.y))
             drawing.shapes.append(Line(points, MARK, 1.5, title=title))
     _time_axis(drawing, top)
 
 
 def _label(drawing: _Drawing, left: str, right: str, height: float, font: float) -> None:
-    middle = drawing.y + height / 2
-    drawing.shapes.append(Words(LEFT - 8, middle, _last_signs(left, 18), "end", font))
+    middle, last_signs = drawing.y + height / 2, left if len(left) <= 18 else f"...{left[-15:]}"
+    drawing.shapes.append(Words(LEFT - 8, middle, last_signs, "end", font))
     drawing.shapes.append(Words(drawing.width - RIGHT + 8, middle, right, "start", font))
 
 
@@ -288,9 +278,6 @@ def _time_axis(drawing: _Drawing, top: float) -> None:
     drawing.y = bottom + 30
 
 
-# -- memory
-
-
 def _draw_memory(drawing: _Drawing, figures: RunFigures, sizes: _Sizes) -> None:
     if not figures.devices:
         return
@@ -346,9 +333,6 @@ def _steps(
     return (*points, (right, y(before)), (right, y(0)))
 
 
-# -- losses
-
-
 def _draw_curves(drawing: _Drawing, curves: Sequence[Curve]) -> None:
     finite = [[(s, v) for s, v in zip(each.steps, each.values, strict=True) if math.isfinite(v)] for each in curves]
     values = [value for points in finite for _, value in points]
@@ -361,8 +345,7 @@ def _draw_curves(drawing: _Drawing, curves: Sequence[Curve]) -> None:
     if top_value <= bottom_value:
         bottom_value, top_value = bottom_value - 0.5, top_value + 0.5
     last = max(1, *(step for points in finite for step, _ in points))
-    how = ", logarithmic" if is_log else ""
-    text = f"Loss{how}, by step; dashed: validation"
+    text = f"Loss{', logarithmic' if is_log else ''}, by step; dashed: validation"
     drawing.shapes.append(Words(MARGIN, drawing.y, text, size=12, is_bold=True))
     drawing.y += 14
     top, bottom = drawing.y, drawing.y + CURVES_HEIGHT
@@ -405,9 +388,6 @@ def _thinned(points: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]
         yield from sorted({min(stretch, key=itemgetter(1)), max(stretch, key=itemgetter(1))})
 
 
-# -- numbers
-
-
 def ticks(low: float, high: float, most: int = 10) -> list[float]:
     """Round numbers from `low` to `high`, at most so many, a 1, 2 or 5 of some decimal place apart."""
     raw = (high - low) / most
@@ -428,7 +408,3 @@ def _duration(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
-
-
-def _last_signs(name: str, most: int) -> str:
-    return name if len(name) <= most else f"...{name[3 - most :]}"

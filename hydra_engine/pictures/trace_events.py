@@ -21,7 +21,7 @@ from typing import Any
 from hydra_engine.pictures.lanes import AGAIN, DEVICE_LANES, HOST, HOST_LANES, lane_rows, ordered_devices, task_of
 from hydra_engine.pictures.timeline import RunFigures
 
-_LANES = (*DEVICE_LANES, *HOST_LANES)
+_ORDER = {lane: k for k, lane in enumerate((*DEVICE_LANES, *HOST_LANES))}  # others come last
 
 
 def trace_events(figures: RunFigures) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def trace_events(figures: RunFigures) -> dict[str, Any]:
         events.append(_meta("process_sort_index", pid, pid, sort_index=pid))
     tids = count(len(processes) + 1)
     lanes = lane_rows(span for span in figures.spans if span.lane != AGAIN)
-    for (device, lane), rows in sorted(lanes.items(), key=lambda item: _order(item[0][1])):
+    for (device, lane), rows in sorted(lanes.items(), key=lambda item: _ORDER.get(item[0][1], len(_ORDER))):
         pid = processes[device]
         for k, row in enumerate(rows, 1):
             tid = next(tids)
@@ -57,10 +57,6 @@ def trace_events(figures: RunFigures) -> dict[str, Any]:
         events.append({"name": "memory in use", "cat": "memory", **at, "args": {"bytes": used.used_bytes}})
     # Perfetto wants to know the unit before the first event.
     return {"displayTimeUnit": "ms", "otherData": {"makespan_s": figures.makespan_s}, "traceEvents": events}
-
-
-def _order(lane: str) -> int:
-    return _LANES.index(lane) if lane in _LANES else len(_LANES)
 
 
 def _ns(seconds: float) -> int:

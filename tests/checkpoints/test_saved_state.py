@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
-from hydra_engine.checkpoints.nested import flatten, losses_from_state, losses_to_state, unflatten
+from hydra_engine.checkpoints.nested import flatten, losses_to_state, unflatten
 from hydra_engine.data.streams import (
     Stream,
     capture,
@@ -253,9 +253,9 @@ def test_a_random_stream_goes_on(device):
 
 def test_losses_keep_every_bit():
     losses = [0.1, -0.0, 5e-324, math.inf, -math.inf, math.nan, struct.unpack("d", b"\1\2\0\0\0\0\xf8\xff")[0]]
-    found = losses_from_state(through(losses_to_state(losses)))
+    found = through(losses_to_state(losses)).tolist()
     assert [struct.pack("d", each) for each in found] == [struct.pack("d", each) for each in losses]
-    assert losses_from_state(losses_to_state([])) == []
+    assert losses_to_state([]).tolist() == []
 
 
 def test_a_copy_stays_as_it_is():
