@@ -52,8 +52,7 @@ class NewCheckpoint:
         self.path = directory.directory / f"checkpoint-{stem}.json"
         self.draft = directory.directory / FILES / f"{stem}.json"  # the manifest before it has its place
         self._base = directory.newest_tasks
-        self._disk = directory.disk
-        self._publish = directory.publish
+        self._directory = directory
         self._behind = behind
         self._tasks: dict[str, dict[str, StoredFile]] = {}
         self._num_bytes = 0
@@ -96,8 +95,8 @@ class NewCheckpoint:
         manifest = Manifest(tasks=self._tasks, data=data)
         with self._disk_errors():
             self._write(self.draft.name, manifest.encode())
-            self._disk.sync_folder(self.draft.parent)
-        return Committed(self.path, self._publish(self.path, manifest), self._num_bytes)
+            self._directory.disk.sync_folder(self.draft.parent)
+        return Committed(self.path, self._directory.publish(self.path, manifest), self._num_bytes)
 
     def close(self) -> None:
         self._is_open = False
@@ -132,7 +131,7 @@ class NewCheckpoint:
                 check_tensors(f"task {task!r}: {name}", content)
 
     def _write(self, name: str, content: Content) -> StoredFile:
-        with NewFile(self._disk, self.draft.parent / name, self._behind) as file:
+        with NewFile(self._directory.disk, self.draft.parent / name, self._behind) as file:
             if isinstance(content, bytes):
                 file.write(content)
             else:

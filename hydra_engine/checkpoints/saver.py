@@ -82,21 +82,16 @@ class _Round:
 class Saver:
     """Saves of one run. For the thread that decides; `save_end`, `fork`, `count`, `report`, `tell` for any thread.
 
-    about: what a checkpoint says of the run, as one is written. tasks: what the newest says of its tasks, by name.
+    about: what a checkpoint says of the run, as one is written.
     """
 
-    def __init__(
-        self,
-        directory: CheckpointDirectory,
-        every: Every,
-        about: Callable[[], dict[str, Any]],
-        tasks: dict[str, dict[str, Any]],
-    ) -> None:
+    def __init__(self, directory: CheckpointDirectory, every: Every, about: Callable[[], dict[str, Any]]) -> None:
         self.when_free: Callable[[], None] = lambda: None  # called, in some thread, once an owed round may begin
         self._directory = directory
         self._every = every
         self._about = about
-        self._tasks = dict(tasks)
+        newest = directory.newest
+        self._tasks: dict[str, dict[str, Any]] = {} if newest is None else dict(newest.data["tasks"])
         self._turns: dict[str, _LastSave] = {}
         self._round = _Round()  # the last one
         self._has_frozen: set[str] = set()  # tasks whose frozen weights this run has written

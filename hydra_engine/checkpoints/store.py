@@ -89,7 +89,7 @@ class CheckpointStore:
         self._is_own = True
         if self._forks:
             about = {} if found is None else {key: each for key, each in found.data.items() if key != "tasks"}
-            with closing(self._saver_in(self._open, lambda: about)) as saver:
+            with closing(Saver(self._open, self._every, lambda: about)) as saver:
                 self._write_forks(saver)
         return found if resume else None
 
@@ -117,7 +117,7 @@ class CheckpointStore:
 
     def _write_forks(self, saver: Saver) -> None:
         for task, source in list(self._forks.items()):
-            saved = () if self._open is None or self._open.newest is None else self._open.newest.task_names
+            saved = {} if self._open is None else self._open.newest_tasks
             if task in saved:  # it goes on from there
                 continue
             if source not in saved:
@@ -158,18 +158,14 @@ class CheckpointStore:
 
     def saver(self, about: Callable[[], dict[str, Any]]) -> Saver | None:
         """Return the saver of one run; None without a directory."""
-        self._saver = None if self._open is None else self._saver_in(self._open, about)
+        self._saver = None if self._open is None else Saver(self._open, self._every, about)
         return self._saver
-
-    def _saver_in(self, directory: CheckpointDirectory, about: Callable[[], dict[str, Any]]) -> Saver:
-        newest = directory.newest
-        return Saver(directory, self._every, about, {} if newest is None else newest.data["tasks"])
 
     def rescue(self, about: Callable[[], dict[str, Any]]) -> Saver:
         """Return a saver in a new directory, here or among temporary files, for a process that has to end."""
         self.directory = _new_directory((Path.cwd(), Path(tempfile.gettempdir())))
         self._open = CheckpointDirectory(self.directory, keep=self._keep)
-        return Saver(self._open, self._every, about, {})
+        return Saver(self._open, self._every, about)
 
     def remedy(self) -> str:
         """Return text that tells how to go on after the process has ended."""

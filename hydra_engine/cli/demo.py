@@ -292,10 +292,9 @@ def _announce(devices: Sequence[DeviceSpec], num_steps: int, step_s: float, *, i
     plan_s = PLAN_STEPS * step_s
     train_s = ENGINE_TIMES * num_steps * step_s / min(len(devices), 2)
     check_s = num_steps * step_s / len(CONFIGS) if is_checked else 0.0
-    total_s = plan_s + train_s + check_s
     lines = [
         f"Four byte-level GPTs train together on {plural(len(devices), 'device')}, each too small for any: about "
-        f"{_about(total_s)} here.",
+        f"{_about(plan_s + train_s + check_s)} here.",
         f"1. plan, {_about(plan_s)}: profile each model on its first batch, cut it into shards that fit a device",
         f"2. train, {_about(train_s)}: {num_steps} steps of each; while one's weights travel, another computes",
     ]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hydra_engine.cli.command import Mistake, count, mistakes
-from hydra_engine.cli.sample import here_importable, planned, sample_of
+from hydra_engine.cli.sample import called, here_importable, planned, unpacked, without_values
 from hydra_engine.pictures import plural
 from hydra_engine.planning import AheadPlan, Machine, plan_ahead
 from hydra_engine.tasks import duration, table
@@ -31,7 +31,8 @@ def run(options: argparse.Namespace) -> None:
     number = None if options.micro_batches == "auto" else count(options.micro_batches, "--micro-batches")
     partitioner = _partitioner(options.partitioner)
     with here_importable():
-        sample = sample_of(options.function)
+        with without_values(options.function):
+            sample = unpacked(options.function, called(options.function, "returns (model, (inputs, target), loss_fn)"))
         with planned():
             plan = plan_ahead(sample, machine, partitioner, num_samples=num_samples, num_micro_batches=number)
     model = sample[0]

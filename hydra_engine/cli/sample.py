@@ -38,12 +38,6 @@ def here_importable() -> Iterator[None]:
         sys.path[:] = before
 
 
-def sample_of(name: str) -> Sample:
-    """Call the function that `name` names, where nothing is allocated; raises Mistake."""
-    with without_values(name):
-        return unpacked(name, called(name, "returns (model, (inputs, target), loss_fn)"))
-
-
 @contextlib.contextmanager
 def without_values(name: str) -> Iterator[None]:
     """Let tensors have shapes alone, so that a model may be of any size; what reads values raises Mistake."""
