@@ -157,7 +157,7 @@ class Saver:
         self._submit(self._write_end, task, over, snapshot, then)
 
     def fork(self, source: str, task: str) -> bool:
-        """Save that a task begins as another is saved, and wait for that; False once closed; raises CheckpointError."""
+        """Save that a task begins as another is saved, and wait for the disk. False: closed. Raises CheckpointError."""
         answers: SimpleQueue[BaseException | None] = SimpleQueue()
         try:
             self._submit(self._write_fork, source, task, answers.put)

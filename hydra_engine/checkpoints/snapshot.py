@@ -14,6 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -109,11 +110,9 @@ class Snapshot:
     def _copy(self, moving: list[MovingTensor]) -> int:
         pause = threading.Event()
         while left := [each for each in moving if not each.is_done]:
-            try:
+            with suppress(MemoryError, RuntimeError):  # less DRAM than the system said: the writer makes room
                 if _has_room(sum(each.nbytes for each in left)):
                     return sum(each.secure() for each in left)
-            except (MemoryError, RuntimeError):  # less DRAM than the system said: the writer makes room
-                pass
             pause.wait(LOOK_S)
         return 0
 

@@ -12,7 +12,7 @@ from torch import nn
 from hydra_engine.cli.command import Mistake, count, mistakes
 from hydra_engine.cli.sample import called, here_importable, planned, unpacked, without_values
 from hydra_engine.pictures import plural
-from hydra_engine.planning import AheadPlan, Machine, plan_ahead
+from hydra_engine.planning import AheadPlan, Machine, ShardEstimate, plan_ahead
 from hydra_engine.tasks import duration, table
 from partitioners import GPU, STATED_RATES, Partitioner, format_bytes, make_partitioner, parse_bytes
 
@@ -125,16 +125,20 @@ def _rows(plan: AheadPlan) -> list[tuple[str, ...]]:
 
 def _row(plan: AheadPlan, alike: list[int]) -> tuple[str, ...]:
     shard = plan.shards[alike[0]]
-    first, last = plan.costs[shard.first], plan.costs[shard.last - 1]
-    layers = f"{first.index} {first.name}" + ("" if first is last else f" to {last.index} {last.name}")
     return (
         str(alike[0]) if len(alike) == 1 else f"{alike[0]} ... {alike[-1]}",
-        layers + (" ..." if len(alike) > 1 else ""),
+        _layers(plan, shard) + (" ..." if len(alike) > 1 else ""),
         format_bytes(shard.slab_bytes),
         format_bytes(shard.needed_bytes),
         duration(shard.forward_s),
         duration(shard.backward_s),
     )
+
+
+def _layers(plan: AheadPlan, shard: ShardEstimate) -> str:
+    first, last = plan.costs[shard.first], plan.costs[shard.last - 1]
+    named = f"{first.index} {first.name}"
+    return named if first is last else f"{named} to {last.index} {last.name}"
 
 
 def _dram_line(plan: AheadPlan) -> str:

@@ -12,8 +12,6 @@ from hydra_engine.planning import DeviceCost, HostCost, TaskCost, plan_ahead, si
 from hydra_engine.tasks import duration, table
 from partitioners import Optimal
 
-RETURNS = "returns (model, (inputs, target), loss_fn), a TaskCost or a list of them"
-
 
 def run(options: argparse.Namespace) -> None:
     """Print a row of predicted figures for each number of devices."""
@@ -39,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
 def _costs(options: argparse.Namespace, num_steps: int) -> tuple[list[TaskCost], DeviceCost]:
     """Return the tasks' costs, and those of one device: of a model by arithmetic, or as the function returned them."""
     with without_values(options.function):
-        returned = called(options.function, RETURNS)
+        returned = called(options.function, "returns (model, (inputs, target), loss_fn), a TaskCost or a list of them")
     costs = list(returned) if isinstance(returned, list) else [returned]
     if costs and all(isinstance(each, TaskCost) for each in costs):
         return costs, DeviceCost()
