@@ -6,11 +6,12 @@ import copy
 import inspect
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -85,7 +86,7 @@ class _Node:
 
     asked: Asked | None = None
     program: Program | None = None
-    children: dict[str, _Node] = field(default_factory=dict)
+    children: dict[Hashable, _Node] = field(default_factory=dict)
 
 
 class Programs(Shared):
@@ -132,7 +133,7 @@ class Programs(Shared):
         while node is not None and node.program is None:
             assert node.asked is not None
             answer = batch.answer(node.asked)
-            node = node.children.get(repr(answer)) if answer is not _ANY else next(iter(node.children.values()), None)
+            node = node.children.get(_told(answer)) if answer is not _ANY else next(iter(node.children.values()), None)
         if node is not None and node.program is not None:
             return node.program, batch.tensors
         with self._lock, _disable_current_modes():
@@ -162,7 +163,7 @@ class Programs(Shared):
         node = self._roots.setdefault(form, _Node())
         for asked, answer in batch.asked:
             node.asked = asked
-            node = node.children.setdefault(repr(answer), _Node())
+            node = node.children.setdefault(_told(answer), _Node())
         node.program = program
         if not self._usual:
             self._usual.extend(answer for _, answer in batch.asked)
@@ -366,7 +367,7 @@ class _Batch:
         answers = [self._computed(asked, extreme) for extreme in extremes]
         # Where it asks for sizes, there may be others between those of both ends.
         are_sizes = len(answers) > 1 and isinstance(answers[0], tuple)
-        if are_sizes or any(repr(each) != repr(answers[0]) for each in answers):
+        if are_sizes or any(_told(each) != _told(answers[0]) for each in answers):
             raise Unknown("", asked.line, "asks for a number that it draws, so that chance decides what it runs")
         return answers[0]
 
@@ -452,4 +453,11 @@ def without_caches(output: Any) -> Any:
 def _form(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
-    return type(leaf), repr(leaf)
+    return type(leaf), _told(leaf)
+
+
+def _told(value: Any) -> Hashable:
+    """Return what tells a plain value from others: of an array all elements, of which its `repr` shows some."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, repr(value.tolist()) if value.dtype.hasobject else value.tobytes()
+    return repr(value)

@@ -417,6 +417,26 @@ def test_draws_past_the_recorded_calls_are_refused(make, named):
             train(make())
 
 
+class AsksArray(nn.Module):
+    """Multiplies by an element of the batch, for which it asks NumPy."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.b(self.a(x)) * float(x.numpy()[len(x) // 2, 0])
+
+
+def test_arrays_that_differ_where_numpy_prints_nothing_have_forwards_of_their_own():
+    data = [(torch.ones(600, 6), torch.zeros(600, 3)) for _ in range(3)]
+    for k, (x, _) in enumerate(data):
+        x[300, 0] += k
+    case = harness.Case("arrays", AsksArray, lambda: data, lambda: data[:2], F.mse_loss)
+    harness.check(case, harness.one_shard)
+    harness.check(case, harness.each_layer)
+
+
 class Auxiliary(Three):
     """Leaves a part of the loss in an attribute."""
 
