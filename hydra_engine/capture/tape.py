@@ -111,9 +111,22 @@ class Unknown(Exception):
 
 # Functions that give Python a number, a list or an array in place of a tensor.
 _ASKS = {
-    *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__, Tensor.__contains__),
-    *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.is_nonzero, Tensor.equal, Tensor.allclose),
-    *(torch.equal, torch.allclose, torch.is_nonzero),
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.__complex__,
+    Tensor.__contains__,
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.is_nonzero,
+    Tensor.equal,
+    Tensor.allclose,
+    torch.equal,
+    torch.allclose,
+    torch.is_nonzero,
 }
 # What a recorded run cannot follow.
 _REFUSED = {

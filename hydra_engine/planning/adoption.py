@@ -53,9 +53,18 @@ _TORCH_MODULE: Any = torch.nn.modules.module
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, frozenset, deque)
 # Made in C, and without anything that changes.
 _FIXED = (
-    *(types.ClassMethodDescriptorType, types.MethodDescriptorType, types.MethodWrapperType),
-    *(types.WrapperDescriptorType, type(Held.path), type(Ellipsis), type(NotImplemented)),
-    *(np.ufunc, torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.layout, torch.memory_format),
+    types.ClassMethodDescriptorType,
+    types.MethodDescriptorType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+    np.ufunc,
+    torch._ops.OpOverload,
+    torch._ops.OpOverloadPacket,
+    torch.layout,
+    torch.memory_format,
+    type(Held.path),
+    type(Ellipsis),
+    type(NotImplemented),
 )
 # By kind, the attributes that are all that an object is.
 _PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -83,8 +92,19 @@ _IS_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or as 
 _LEAST_BYTES, _POINTER_BYTES = object.__basicsize__, 8
 # Options of a task that its plan depends on, beside layers, loss and metrics.
 _OPTIONS = (
-    *("partitioner", "precision", "compile", "accumulation_steps", "max_device_batch", "adapts", "split"),
-    *("loss_reduction", "grad_scaler", "optimizer_scope", "optimizer_device", "early_release", "may_veto"),
+    "partitioner",
+    "precision",
+    "accumulation_steps",
+    "max_device_batch",
+    "adapts",
+    "loss_reduction",
+    "split",
+    "grad_scaler",
+    "optimizer_scope",
+    "optimizer_device",
+    "early_release",
+    "may_veto",
+    "compile",
 )
 
 
@@ -281,7 +301,12 @@ class _Walk:
         if not is_plain or type(value) not in (Tensor, nn.Parameter, nn.Buffer):
             raise _Unjudged
         self.tokens += (
-            *(type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad),
+            type(value),
+            value.shape,
+            value.stride(),
+            value.dtype,
+            value.device,
+            value.requires_grad,
             None if slot is None else (slot.index, slot.offset, slot.link_dtype),
             residue(value) if self._keeps_residues else 0,
         )
