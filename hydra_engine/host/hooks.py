@@ -127,11 +127,11 @@ class _HookWatch(DrawsRefused):  # type: ignore[no-untyped-call]  # its __init_s
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            self._check(value, is_written=argument.alias_info is not None and argument.alias_info.is_write)
-        for value in kwargs.values():
-            self._check(value, is_written=value is kwargs.get("out"))
+        kwargs, arguments = kwargs or {}, func._schema.arguments
+        given = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
+        for argument in arguments:  # those of `out=` by names of their own, such as values and indices
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            self._check(given.get(argument.name), is_written=is_written)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _check(self, value: Any, *, is_written: bool) -> None:

@@ -1331,6 +1331,14 @@ def parameter_hook_writes_another_parameter():
 
 
 @recipe
+def parameter_hook_sorts_into_another_parameter():
+    layers = around(nn.Linear(8, 8))
+    other, places = layers[1].weight, torch.empty(0, dtype=torch.long)
+    layers[0].weight.register_hook(lambda _: (torch.sort(torch.ones(8, 8), out=(other.data, places)), None)[1])
+    return {"layers": layers, "expect": "refused"}
+
+
+@recipe
 def parameter_hook_reads_another_weight():
     layers = around(nn.Linear(8, 8))
     layers[0].weight.register_hook(lambda gradient: gradient + 0.1 * layers[1].weight.detach())
