@@ -516,5 +516,5 @@ def kept_bytes(state: TaskState, shard: Shard) -> int:
 
 def _graph_bytes(state: TaskState, shard: Shard) -> int | None:
     """The most that it was seen to take."""
-    seen = [num_bytes for (j, _), num_bytes in state.measured.graph_bytes.items() if j == shard.index]
-    return max(seen, default=None)
+    known = list(state.measured.graph_bytes.items())  # a lane may add to them meanwhile
+    return max((num_bytes for (j, _), num_bytes in known if j == shard.index), default=None)
