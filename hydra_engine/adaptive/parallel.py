@@ -108,6 +108,7 @@ class AdaptiveDataParallel(nn.Module):
         self._undo = self._lead()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -152,9 +153,11 @@ class AdaptiveDataParallel(nn.Module):
     # -- state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the model's state dict."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict of the model."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def checkpoint(self) -> dict[str, Any]:

@@ -249,7 +249,10 @@ class CheckpointDirectory:
 
     @contextmanager
     def begin(self) -> Iterator[NewCheckpoint]:
-        """Begin a new checkpoint, one thread at a time: nothing stays of it unless it is committed."""
+        """Begin a new checkpoint, one thread at a time: nothing stays of it unless it is committed.
+
+        Raises CheckpointError if the disk does not take it; earlier ones have not changed then.
+        """
         with self._saving, WriteBehind() as behind:
             if not self._lock.is_held:
                 raise ValueError(

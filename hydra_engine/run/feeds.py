@@ -298,7 +298,10 @@ class Loans:
 
     @contextmanager
     def borrowed(self, spec: DeviceSpec) -> Iterator[OpenDevice]:
-        """Have a device alone, which tasks do without once its unit is through; RunOver: the run ends."""
+        """Have a device alone, from the end of its unit on; the tasks go on with others, or wait.
+
+        Raises RunOver where the run has ended, or is interrupted.
+        """
         index: int | None = None
         with self._borrowing:
             loan = _Loan(spec.memory_bytes, Promise())
