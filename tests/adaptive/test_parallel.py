@@ -84,24 +84,35 @@ def regression(num=64):
     return found, found.sum(dim=1, keepdim=True).sin()
 
 
-def train(model, loader, optimizer, *, epochs=1, num_steps=math.inf, schedule=None, clock=None, seen=None):
+def wrapped(network, loader=None, *, lr=0.1, splits=(), **options):
+    """The network with plain SGD, in steps of these splits."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=lr)
+    return AdaptiveDataParallel(network, optimizer, loader=loader, replay=record(*splits), **options)
+
+
+def descend(model, loss):
+    """What all training code does with a micro-batch's loss."""
+    model.optimizer.zero_grad()
+    loss.backward()
+    model.optimizer.step()
+
+
+def train(model, *, epochs=1, num_steps=math.inf, clock=None, seen=None):
     """The loop of all training code; a micro-batch lasts a second and a millisecond per sample by the clock."""
-    for _ in remaining_epochs_until(epochs, loader):
-        for x, y in loader:
+    for _ in remaining_epochs_until(epochs, model.loader):
+        for x, y in model.loader:
             if seen is not None:
                 seen.append(x)
             if clock is not None:
                 clock.now += 1 + 0.001 * len(x)
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-            if schedule is not None:
-                schedule.step()
+            descend(model, F.mse_loss(model(x), y))
+            if model.lr_scheduler is not None:
+                model.lr_scheduler.step()
             if len(model.steps) >= num_steps:
                 return
 
 
-def plainly(model, optimizer, data, steps, schedule=None):
+def plainly(model, optimizer, data, steps):
     """The same steps in plain PyTorch: gradients times b / B, one after the other; learning rates times factors."""
     position = 0
     for step in steps:
@@ -121,8 +132,6 @@ def plainly(model, optimizer, data, steps, schedule=None):
         optimizer.step()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        if schedule is not None:
-            schedule.step()
 
 
 def weights(model):
@@ -148,7 +157,7 @@ def test_steps_of_any_sizes_are_those_of_plain_pytorch(name):
     first, second = (OPTIMIZERS[name](each.parameters()) for each in models)
     loader = loader_of(*data, most=16)
     model = AdaptiveDataParallel(models[0], first, loader=loader, replay=record(*SPLITS))
-    train(model, loader, first, num_steps=len(SPLITS))
+    train(model, num_steps=len(SPLITS))
     assert [(each.batch_size, each.micro_batches) for each in model.steps] == list(SPLITS)
     assert any(factor != 1 for each in model.steps for factor in each.factors)
     plainly(models[1], second, data, model.steps)
@@ -157,42 +166,37 @@ def test_steps_of_any_sizes_are_those_of_plain_pytorch(name):
 
 def test_micro_batches_of_one_size_have_the_bits_of_weighed_losses():
     data, models = regression(16), [mlp(), mlp()]
-    loader = loader_of(*data, batch_size=16, most=16)
-    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
-    model = AdaptiveDataParallel(models[0], optimizer, loader=loader, replay=record((16, 4)))
-    train(model, loader, optimizer, num_steps=1)
+    train(wrapped(models[0], loader_of(*data, batch_size=16, most=16), splits=[(16, 4)]), num_steps=1)
     for x, y in zip(*(each.chunk(4) for each in data), strict=True):
         (F.mse_loss(models[1](x), y) * 0.25).backward()
     torch.optim.SGD(models[1].parameters(), lr=0.1).step()
     assert torch.equal(weights(models[0]), weights(models[1]))
 
 
-def test_the_loader_gives_a_batch_in_even_micro_batches():
-    loader = loader_of(torch.arange(32.0), batch_size=4, most=16)
-    weight = Vector(1.0)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
-    model = AdaptiveDataParallel(weight, optimizer, loader=loader, replay=record((4, 2), (11, 4), (13, 1)))
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=str)
+def test_the_loader_gives_a_batch_in_even_micro_batches(options):
+    loader = loader_of(torch.arange(32.0), most=16, **options)
+    model = wrapped(Vector(1.0), loader, splits=((4, 2), (11, 4), (13, 1)))
     given = []
     for (x,) in itertools.islice(loader, 7):
         given.append(x.tolist())
         model(x[:, None]).mean().backward()
-        optimizer.step()
+        model.optimizer.step()
     assert [len(each) for each in given] == [2, 2, 3, 3, 3, 2, 13]
     assert list(itertools.chain(*given)) == list(map(float, range(28)))
 
 
 @pytest.mark.parametrize(("factory", "expected"), [(LinearScale, 4.0), (AdaScale, 1.0)])
 def test_a_factor_is_there_for_one_step_and_the_schedule_never_sees_it(factory, expected):
-    loader = loader_of(*regression(40), most=16)
-    network = mlp()
+    loader, network, seen = loader_of(*regression(40), most=16), mlp(), []
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     schedule = schedules.ExponentialLR(optimizer, 0.5)
-    seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.param_groups[0]["lr"]))
-    model = AdaptiveDataParallel(
-        network, optimizer, schedule, loader=loader, scaling_rule=factory(), replay=record((4, 1), (16, 4), (4, 1))
+    replay = record((4, 1), (16, 4), (4, 1))
+    train(
+        AdaptiveDataParallel(network, optimizer, schedule, loader=loader, scaling_rule=factory(), replay=replay),
+        num_steps=3,
     )
-    train(model, loader, optimizer, num_steps=3, schedule=schedule)
     assert seen == [1.0, 0.5 * expected, 0.25]
     assert optimizer.param_groups[0]["lr"] == 0.125 == schedule.get_last_lr()[0]
 
@@ -205,9 +209,7 @@ def test_each_parameter_group_has_its_own_factor():
     loader = loader_of(data, batch_size=1, most=2)
     model = AdaptiveDataParallel(both, optimizer, loader=loader, replay=record((1, 1), (1, 1), (2, 2), (2, 2)))
     for (x,) in loader:
-        optimizer.zero_grad()
-        (still(x[:, :1]) + noisy(x[:, 1:])).mean().backward()
-        optimizer.step()
+        descend(model, (still(x[:, :1]) + noisy(x[:, 1:])).mean())
         if len(model.steps) == 4:
             break
     quiet, loud = model.steps[3].factors
@@ -218,62 +220,47 @@ def test_each_parameter_group_has_its_own_factor():
 
 def test_a_learning_rate_is_as_it_was_if_the_step_raises():
     loader = loader_of(*regression(20), most=16)
-    network = mlp()
-    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
-    model = AdaptiveDataParallel(
-        network, optimizer, loader=loader, scaling_rule=LinearScale(), replay=record((4, 1), (16, 1))
-    )
-    train(model, loader, optimizer, num_steps=1)
-    optimizer.register_step_pre_hook(lambda *_: 1 / 0)
-    before = weights(network)
+    model = wrapped(mlp(), loader, lr=1.0, scaling_rule=LinearScale(), splits=((4, 1), (16, 1)))
+    train(model, num_steps=1)
+    model.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    before = weights(model)
     with pytest.raises(ZeroDivisionError):
-        train(model, loader, optimizer, num_steps=2)
-    assert optimizer.param_groups[0]["lr"] == 1.0
-    assert torch.equal(weights(network), before)
+        train(model, num_steps=2)
+    assert model.optimizer.param_groups[0]["lr"] == 1.0
+    assert torch.equal(weights(model), before)
 
 
 def test_clipping_acts_on_the_gradient_of_the_whole_step():
-    data = torch.tensor([[6.0, 0.0], [0.0, 8.0]])
-    weight = Vector(0.0, 0.0)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=1.0)
-    loader = loader_of(data, batch_size=2, most=2)
-    model = AdaptiveDataParallel(weight, optimizer, loader=loader)
+    loader = loader_of(torch.tensor([[6.0, 0.0], [0.0, 8.0]]), batch_size=2, most=2)
+    model = wrapped(Vector(0.0, 0.0), loader, lr=1.0)
     for (x,) in loader:
-        optimizer.zero_grad()
+        model.optimizer.zero_grad()
         model(x).mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    assert torch.allclose(weight.weight, -torch.tensor([0.6, 0.8]))
+        model.optimizer.step()
+    assert torch.allclose(model.weight, -torch.tensor([0.6, 0.8]))
     (step,) = model.steps
     assert step.micro_batches == 2
-    assert noise_of(model) == [
-        [pytest.approx(2 * 25 - 50, abs=1e-5)],
-        [pytest.approx(25.0)],
-    ]  # not those of clipped ones
+    # Not those of clipped ones.
+    assert noise_of(model) == [[pytest.approx(2 * 25 - 50, abs=1e-5)], [pytest.approx(25.0)]]
 
 
 def test_a_parameter_that_few_micro_batches_reach_has_its_share():
     network = nn.ModuleList([Vector(0.0), Vector(0.0)])
-    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     loader = loader_of(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), most=4)
-    AdaptiveDataParallel(network, optimizer, loader=loader, replay=record((4, 4)))
+    model = wrapped(network, loader, lr=1.0, splits=[(4, 4)])
     for k, (x,) in enumerate(itertools.islice(loader, 4)):
-        optimizer.zero_grad()
-        network[0 if k in (0, 1) else 1](x).mean().backward()
-        optimizer.step()
+        descend(model, network[0 if k in (0, 1) else 1](x).mean())
     assert [each.weight.item() for each in network] == [-0.75, -1.75]
 
 
 def test_sparse_gradients_add_up():
     embedding = nn.Embedding(4, 2, sparse=True)
     nn.init.zeros_(embedding.weight)
-    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
     loader = loader_of(torch.tensor([0, 1, 1, 2]), most=4)
-    model = AdaptiveDataParallel(embedding, optimizer, loader=loader)
+    model = wrapped(embedding, loader, lr=1.0)
     for (x,) in loader:
-        optimizer.zero_grad()
-        model(x).sum(dim=1).mean().backward()
-        optimizer.step()
+        descend(model, model(x).sum(dim=1).mean())
     assert embedding.weight[:, 0].tolist() == [-0.25, -0.5, -0.25, 0.0]
     assert noise_of(model) == [[pytest.approx(0.5)], [pytest.approx(0.25)]]
 
@@ -285,15 +272,11 @@ def test_the_noise_has_the_golden_numbers():
     golden = [[1, 0], [0, 1], [1, 2], [2, 1]], [[3, 0], [0, 1], [1, 0], [0, 3]]
     data = torch.tensor([[1.0, 1.0], *itertools.chain(*golden), *golden[0]])
     loader = loader_of(data, batch_size=1, most=4)
-    weight = Vector(0.0, 0.0)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=1.0)
-    model = AdaptiveDataParallel(weight, optimizer, loader=loader, replay=record((1, 1), (4, 4), (4, 4), (4, 4)))
+    model = wrapped(Vector(0.0, 0.0), loader, lr=1.0, splits=((1, 1), (4, 4), (4, 4), (4, 4)))
     found = []
     for (x,) in loader:
-        optimizer.zero_grad()
-        model(x).mean().backward()
         num_steps = len(model.steps)
-        optimizer.step()
+        descend(model, model(x).mean())
         if len(model.steps) > num_steps:
             found.append(noise_of(model) if len(model.steps) > 1 else None)
         if len(model.steps) == 4:
@@ -306,78 +289,53 @@ def test_the_noise_has_the_golden_numbers():
 def test_a_quadratic_with_noise_of_a_known_size_tells_it():
     num, size, sigma = 32, 8, 2.0
     data = torch.randn(4000, num, generator=torch.Generator().manual_seed(3)) * sigma
-    weight = Vector(*[1.0] * num)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
     loader = loader_of(data, batch_size=size, most=size)
-    model = AdaptiveDataParallel(weight, optimizer, loader=loader)
+    model = wrapped(Vector(*[1.0] * num), loader, lr=0.0)
     for (x,) in loader:
-        optimizer.zero_grad()
-        ((weight.weight - x) ** 2 / 2).sum(dim=1).mean().backward()
-        optimizer.step()
+        descend(model, ((model.weight - x) ** 2 / 2).sum(dim=1).mean())
     assert model.noise_scale == pytest.approx(sigma**2, rel=0.05)  # num * sigma**2 / |w|**2
     ((sqr,), (var,)) = noise_of(model)
     assert sqr == pytest.approx(num, rel=0.03)
     assert var == pytest.approx(num * sigma**2 / size, rel=0.03)
 
 
-def pairs(rows, **kwargs):
-    """A loop with one gradient per row, and the averages that must come of it."""
-    weight = Vector(*rows[0].tolist())
-    optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
-    loader = loader_of(rows, batch_size=1, **kwargs)
-    model = AdaptiveDataParallel(weight, optimizer, loader=loader)
-    expected = GradientNoiseScale(1)
+@pytest.mark.parametrize("clips", [False, True], ids=["plain", "clipped"])
+def test_a_step_of_one_micro_batch_takes_the_step_before_as_a_second_one(clips):
+    """A pair of gradients as they are before they are clipped."""
+    rows, expected = inputs(6), GradientNoiseScale(1)
     for now, before in zip(rows[1:], rows, strict=False):
         norms = ([each.square().sum().item()] for each in (now, before, (now + before) / 2))
         expected.update_from_pair(1, *norms)
-    return model, optimizer, loader, expected.state_dict()
-
-
-def test_a_step_of_one_micro_batch_takes_the_step_before_as_a_second_one():
-    model, optimizer, loader, expected = pairs(inputs(6))
-    for (x,) in loader:
-        optimizer.zero_grad()
+    expected = expected.state_dict()["read"]
+    model = wrapped(Vector(*rows[0].tolist()), loader_of(rows, batch_size=1), lr=0.0)
+    for (x,) in model.loader:
+        model.optimizer.zero_grad()
         model(x).mean().backward()
-        optimizer.step()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        model.optimizer.step()
     read = model.checkpoint()["adaptation"]["noise"]["read"]
-    assert read["weight"] == expected["read"]["weight"]
-    assert read["sqr"] == pytest.approx(expected["read"]["sqr"])
-    assert read["var"] == pytest.approx(expected["read"]["var"])
+    assert read["weight"] == expected["weight"]
+    assert read["sqr"] == pytest.approx(expected["sqr"])
+    assert read["var"] == pytest.approx(expected["var"])
     assert [each.gain for each in model.steps] == [1.0] * 6
 
 
-def test_the_pair_is_of_gradients_before_they_are_clipped():
-    model, optimizer, loader, expected = pairs(inputs(6))
-    for (x,) in loader:
-        optimizer.zero_grad()
-        model(x).mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-    assert model.checkpoint()["adaptation"]["noise"]["read"]["sqr"] == pytest.approx(expected["read"]["sqr"])
-
-
 def test_steps_of_other_sizes_are_no_pair():
-    loader = loader_of(inputs(14), batch_size=4)  # 4, 4, 4, 2
-    weight = Vector(0.0, 0.0, 0.0)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
-    model = AdaptiveDataParallel(weight, optimizer, loader=loader)
+    loader = loader_of(inputs(14))  # 4, 4, 4, 2
+    model = wrapped(Vector(0.0, 0.0, 0.0), loader, lr=0.0)
     known = []
     for (x,) in loader:
-        optimizer.zero_grad()
-        model(x).mean().backward()
-        optimizer.step()
+        descend(model, model(x).mean())
         known.append(model.checkpoint()["adaptation"]["num_measured"])
     assert known == [0, 1, 2, 2]
 
 
 def test_a_step_of_several_micro_batches_is_no_half_of_a_pair():
-    loader = loader_of(*regression(20), most=16)
-    network = mlp()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    model = AdaptiveDataParallel(network, optimizer, loader=loader, replay=record((4, 1), (4, 2), (4, 1), (4, 1)))
+    model = wrapped(mlp(), loader_of(*regression(20), most=16), splits=((4, 1), (4, 2), (4, 1), (4, 1)))
     known = []
     for num_steps in range(1, 5):
-        train(model, loader, optimizer, num_steps=num_steps)
+        train(model, num_steps=num_steps)
         known.append(model.checkpoint()["adaptation"]["num_measured"])
     assert known == [0, 1, 1, 2]
 
@@ -387,16 +345,12 @@ def test_a_step_of_several_micro_batches_is_no_half_of_a_pair():
 def test_gradients_that_are_not_finite_tell_nothing_of_the_noise(bad, micro_batches):
     rows = inputs(8)
     rows[3] = bad
-    weight = Vector(0.0, 0.0, 0.0)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
     loader = loader_of(rows, batch_size=2, most=2)
-    model = AdaptiveDataParallel(weight, optimizer, loader=loader, replay=record(*[(2, micro_batches)] * 4))
+    model = wrapped(Vector(0.0, 0.0, 0.0), loader, lr=0.0, splits=[(2, micro_batches)] * 4)
     num_micro_batches = 0
     for (x,) in loader:
         num_micro_batches += 1
-        optimizer.zero_grad()
-        model(x).mean().backward()
-        optimizer.step()
+        descend(model, model(x).mean())
     assert num_micro_batches == 4 * micro_batches
     assert model.checkpoint()["adaptation"]["num_measured"] == {1: 1, 2: 3}[micro_batches]
     assert math.isfinite(model.noise_scale) or model.noise_scale == math.inf
@@ -412,11 +366,8 @@ def test_without_autoscaling_steps_are_those_of_the_plain_loop(name, has_loader)
     optimizers = [OPTIMIZERS[name](each.parameters()) for each in models]
     loader = loader_of(*data) if has_loader else DataLoader(TensorDataset(*data), 4)
     model = AdaptiveDataParallel(models[0], optimizers[0], loader=loader if has_loader else None)
-    for _ in range(2):
-        for x, y in loader:
-            optimizers[0].zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizers[0].step()
+    for x, y in itertools.chain(loader, loader):
+        descend(model, F.mse_loss(model(x), y))
     for x, y in itertools.chain(*[DataLoader(TensorDataset(*data), 4)] * 2):
         optimizers[1].zero_grad()
         F.mse_loss(models[1](x), y).backward()
@@ -431,11 +382,9 @@ def test_without_autoscaling_steps_are_those_of_the_plain_loop(name, has_loader)
 
 def test_a_closure_is_evaluated_as_the_optimizer_wants_where_batches_do_not_adapt():
     data, models = regression(), [mlp(), mlp()]
-    wrapped = AdaptiveDataParallel(models[0], torch.optim.LBFGS(models[0].parameters(), lr=0.5))
-    for network, optimizer in (
-        (wrapped, wrapped.optimizer),
-        (models[1], torch.optim.LBFGS(models[1].parameters(), lr=0.5)),
-    ):
+    optimizers = [torch.optim.LBFGS(each.parameters(), lr=0.5) for each in models]
+    model = AdaptiveDataParallel(models[0], optimizers[0])
+    for network, optimizer in zip((model, models[1]), optimizers, strict=True):
 
         def closure(network=network, optimizer=optimizer):
             optimizer.zero_grad()
@@ -446,32 +395,25 @@ def test_a_closure_is_evaluated_as_the_optimizer_wants_where_batches_do_not_adap
         for _ in range(2):
             optimizer.step(closure)
     assert torch.equal(weights(models[0]), weights(models[1]))
-    assert len(wrapped.steps) == 2
+    assert len(model.steps) == 2
 
 
 def test_several_backward_passes_make_one_step_of_one_micro_batch():
-    models = Vector(0.0), Vector(0.0)
-    first, second = (torch.optim.SGD(each.parameters(), lr=1.0) for each in models)
-    model = AdaptiveDataParallel(models[0], first)
-    for network, optimizer in ((model, first), (models[1], second)):
+    model, other = wrapped(Vector(0.0), lr=1.0), Vector(0.0)
+    for network, optimizer in ((model, model.optimizer), (other, torch.optim.SGD(other.parameters(), lr=1.0))):
         for _ in range(2):
             for _ in range(2):
                 network(torch.ones(1, 1)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert models[0].weight.item() == models[1].weight.item() == -4.0
+    assert model.weight.item() == other.weight.item() == -4.0
     assert len(model.steps) == 2
 
 
 def test_a_warm_up_counts_without_autoscaling():
-    loader = loader_of(torch.ones(16, 1))
-    weight = Vector(0.0)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=1.0)
-    model = AdaptiveDataParallel(weight, optimizer, loader=loader, scaling_rule=LEGWScale(1.0, 16))
-    for (x,) in loader:
-        optimizer.zero_grad()
-        model(x).mean().backward()
-        optimizer.step()
+    model = wrapped(Vector(0.0), loader_of(torch.ones(16, 1)), lr=1.0, scaling_rule=LEGWScale(1.0, 16))
+    for (x,) in model.loader:
+        descend(model, model(x).mean())
     assert [each.factors[0] for each in model.steps] == [0.0, 0.25, 0.5, 0.75]
 
 
@@ -485,10 +427,8 @@ def test_the_minimum_of_rosenbrocks_function_is_found(noise):
     loader = loader_of(factors, batch_size=4, most=8)
     model = AdaptiveDataParallel(point, optimizer, schedule, loader=loader, replay=record((4, 2), *[(8, 2)] * 999))
     for x, y in ((each[:, 0], each[:, 1]) for (each,) in loader):
-        optimizer.zero_grad()
         a, b = point.weight
-        (x * (1 - a) ** 2 + y * 100 * (b - a**2) ** 2).mean().backward()
-        optimizer.step()
+        descend(model, (x * (1 - a) ** 2 + y * 100 * (b - a**2) ** 2).mean())
         schedule.step()
         if torch.allclose(point.weight, torch.ones(2), atol=0.01):
             break
@@ -504,7 +444,7 @@ def adapting(num=256, *, size=8, most=64, epochs=3, optimizer="sgd", **kwargs):
     clock, network = Clock(), mlp()
     optimizer = OPTIMIZERS[optimizer](network.parameters())
     model = AdaptiveDataParallel(network, optimizer, loader=loader, clock=clock, **kwargs)
-    train(model, loader, optimizer, epochs=epochs, clock=clock)
+    train(model, epochs=epochs, clock=clock)
     return model, loader
 
 
@@ -536,10 +476,9 @@ def test_epochs_end_by_progress():
 def test_bounds_of_a_micro_batch_are_kept():
     loader = loader_of(*regression(256), batch_size=8)
     loader.autoscale_batch_size(64, local_bsz_bounds=(2, 6))
-    clock, network, seen = Clock(), mlp(), []
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
-    model = AdaptiveDataParallel(network, optimizer, loader=loader, clock=clock)
-    train(model, loader, optimizer, epochs=2, clock=clock, seen=seen)
+    clock, seen = Clock(), []
+    model = wrapped(mlp(), loader, lr=0.05, clock=clock)
+    train(model, epochs=2, clock=clock, seen=seen)
     assert {2 <= len(each) <= 6 for each in seen} == {True}
     assert max(each.batch_size for each in model.steps) > 8
 
@@ -551,26 +490,11 @@ def test_an_iterable_without_a_length_is_read_once_per_epoch():
 
     loader = AdaptiveDataLoader(Flow(), 8)
     loader.autoscale_batch_size(32)
-    clock, network, seen = Clock(), mlp(), []
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
-    model = AdaptiveDataParallel(network, optimizer, loader=loader, clock=clock)
-    train(model, loader, optimizer, epochs=2, clock=clock, seen=seen)
+    clock, seen = Clock(), []
+    model = wrapped(mlp(), loader, lr=0.05, clock=clock)
+    train(model, epochs=2, clock=clock, seen=seen)
     assert torch.equal(torch.cat(seen), regression(100)[0].repeat(2, 1))
     assert sum(each.batch_size for each in model.steps) == 200
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_micro_batches_are_the_same_with_workers(num_workers):
-    loader = loader_of(torch.arange(48.0), batch_size=4, most=16, num_workers=num_workers)
-    weight = Vector(0.0)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
-    model = AdaptiveDataParallel(weight, optimizer, loader=loader, replay=record((4, 2), (11, 4), (13, 1)))
-    seen = []
-    for (x,) in itertools.islice(loader, 7):
-        seen += x.tolist()
-        model(x[:, None]).mean().backward()
-        optimizer.step()
-    assert seen == list(map(float, range(28)))
 
 
 # -- replay and restarts
@@ -588,25 +512,14 @@ class Training:
     """All that a script makes anew when it starts."""
 
     def __init__(self, replay=(), *, optimizer="adamw", adapts=True):
-        self.loader = loader_of(*regression(256), batch_size=8, most=64 if adapts else None, shuffle=True)
-        network = mlp()
-        self.clock = Clock()
-        self.optimizer = OPTIMIZERS[optimizer](network.parameters())
-        self.schedule = schedules.OneCycleLR(self.optimizer, 0.05, total_steps=400, cycle_momentum=False)
-        self.model = AdaptiveDataParallel(
-            network, self.optimizer, self.schedule, loader=self.loader, clock=self.clock, replay=replay
-        )
+        loader = loader_of(*regression(256), batch_size=8, most=64 if adapts else None, shuffle=True)
+        network, self.clock = mlp(), Clock()
+        optimizer = OPTIMIZERS[optimizer](network.parameters())
+        schedule = schedules.OneCycleLR(optimizer, 0.05, total_steps=400, cycle_momentum=False)
+        self.model = AdaptiveDataParallel(network, optimizer, schedule, loader=loader, clock=self.clock, replay=replay)
 
     def train(self, num_steps=math.inf):
-        train(
-            self.model,
-            self.loader,
-            self.optimizer,
-            epochs=3,
-            num_steps=num_steps,
-            schedule=self.schedule,
-            clock=self.clock,
-        )
+        train(self.model, epochs=3, num_steps=num_steps, clock=self.clock)
         return self
 
 
@@ -630,7 +543,7 @@ def test_an_interrupted_run_goes_on_exactly(optimizer, num_steps):
     resumed.train()
     assert resumed.model.steps == whole.model.steps
     assert torch.equal(weights(resumed.model), weights(whole.model))
-    assert resumed.schedule.state_dict() == whole.schedule.state_dict()
+    assert resumed.model.lr_scheduler.state_dict() == whole.model.lr_scheduler.state_dict()
     assert resumed.model.noise_scale == whole.model.noise_scale
 
 
@@ -654,25 +567,25 @@ def test_the_record_goes_on_in_other_batches_after_a_restart():
     assert resumed.model.steps[:20] == begun.model.steps
     assert [each.step for each in resumed.model.steps] == list(range(len(resumed.model.steps)))
     assert resumed.model.progress >= 96 - 1e-6
-    assert resumed.loader.epoch == 3
+    assert resumed.model.loader.epoch == 3
 
 
 def test_there_is_no_checkpoint_within_a_step():
-    training = Training()
-    x, y = next(iterator := iter(training.loader))
+    model = Training().model
+    x, y = next(iterator := iter(model.loader))
     text = r"checkpoint\(\) in micro-batch 1 of 2 of step 0, limit: between steps"
     with pytest.raises(RuntimeError, match=text):
-        training.model.checkpoint()
-    F.mse_loss(training.model(x), y).backward()
-    training.optimizer.step()
+        model.checkpoint()
+    F.mse_loss(model(x), y).backward()
+    model.optimizer.step()
     with pytest.raises(RuntimeError, match=text):
-        training.model.checkpoint()
+        model.checkpoint()
     x, y = next(iterator)
-    F.mse_loss(training.model(x), y).backward()
+    F.mse_loss(model(x), y).backward()
     with pytest.raises(RuntimeError, match=r"restore\(\) in micro-batch 2 of 2"):
-        training.model.restore({})
-    training.optimizer.step()
-    assert len(through_a_file(training.model.checkpoint())["steps"]["step"]) == 1
+        model.restore({})
+    model.optimizer.step()
+    assert len(through_a_file(model.checkpoint())["steps"]["step"]) == 1
 
 
 def test_a_checkpoint_of_something_else_is_refused():
@@ -700,22 +613,18 @@ def test_a_checkpoint_of_something_else_is_refused():
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("make", [partial(schedules.StepLR, step_size=1, gamma=0.5), schedules.ReduceLROnPlateau])
 def test_a_schedule_in_the_loop_counts_steps_not_micro_batches(make, before):
-    loader = loader_of(*regression(64), most=16)
-    network = mlp()
+    loader, network = loader_of(*regression(64), most=16), mlp()
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     schedule = make(optimizer) if before else None
     plain = type(schedule)
-    replay = record(*[(8, 4)] * 8)
-    replay[0] = record((4, 2))[0]
+    replay = record((4, 2), *[(8, 4)] * 7)
     model = AdaptiveDataParallel(network, optimizer, schedule, loader=loader, replay=replay)
     if not before:  # is stepped as the user says
         schedule = make(optimizer)
     count = 0
     for x, y in loader:
         count += 1
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+        descend(model, F.mse_loss(model(x), y))
         if before or len(model.steps) > 2:
             schedule.step(*([1.0] if isinstance(schedule, schedules.ReduceLROnPlateau) else []))
         if len(model.steps) == 3:
@@ -728,16 +637,13 @@ def test_a_schedule_in_the_loop_counts_steps_not_micro_batches(make, before):
 
 
 def test_a_schedule_after_the_epoch_is_stepped():
-    loader = loader_of(*regression(64), most=8)
-    network = mlp()
+    loader, network = loader_of(*regression(64), most=8), mlp()
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     schedule = schedules.StepLR(optimizer, 1, gamma=0.5)
     model = AdaptiveDataParallel(network, optimizer, schedule, loader=loader)
     for num_rounds in range(1, 4):
         for k, (x, y) in enumerate(loader):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
+            descend(model, F.mse_loss(model(x), y))
             if num_rounds == 2 and k == 2:
                 break  # within a step
         schedule.step()
@@ -745,24 +651,19 @@ def test_a_schedule_after_the_epoch_is_stepped():
     assert loader.epoch == 2
 
 
-def scaled(scaler, rows, splits, *, clips=False, weight=None):
-    weight = weight or Vector(0.0, 0.0, 0.0)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=0.5)
-    loader = loader_of(rows, batch_size=splits[0][0], most=16)
-    model = AdaptiveDataParallel(weight, optimizer, None, scaler, loader=loader, replay=record(*splits))
+def scaled(scaler, rows, splits, *, clips=False):
+    model = wrapped(Vector(0.0, 0.0, 0.0), loader_of(rows, most=16), lr=0.5, scaler=scaler, splits=splits)
     scales = []
-    for (x,) in loader:
-        optimizer.zero_grad()
-        loss = model(x).mean()
+    for (x,) in model.loader:
         if scaler is None:
-            loss.backward()
-            optimizer.step()
+            descend(model, model(x).mean())
         else:
-            scaler.scale(loss).backward()
+            model.optimizer.zero_grad()
+            scaler.scale(model(x).mean()).backward()
             if clips:
-                scaler.unscale_(optimizer)
+                scaler.unscale_(model.optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            scaler.step(optimizer)
+            scaler.step(model.optimizer)
             scaler.update()
             scales.append(scaler.get_scale())
         if len(model.steps) == len(splits):
@@ -814,18 +715,21 @@ def test_a_step_that_overflows_is_left_out(bad):
 # -- loops that do otherwise
 
 
-def three_micro_batches(network=None):
-    """A step of three micro-batches, read one by one."""
-    network = network or mlp()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    loader = loader_of(*regression(12), batch_size=6, most=6)
-    model = AdaptiveDataParallel(network, optimizer, loader=loader, replay=record((6, 3), (6, 3)))
-    return model, optimizer, loader
+def three_micro_batches():
+    """Steps of three micro-batches, read one by one."""
+    return wrapped(mlp(), loader_of(*regression(12), batch_size=6, most=6), splits=((6, 3), (6, 3)))
+
+
+def assert_as_plain(model):
+    """Its weights are those of the same steps over `regression(12)` in plain PyTorch."""
+    expected = mlp()
+    plainly(expected, torch.optim.SGD(expected.parameters(), lr=0.1), regression(12), model.steps)
+    assert torch.equal(weights(model), weights(expected))
 
 
 def test_two_backward_passes_in_one_micro_batch_of_several_are_refused():
-    model, _, loader = three_micro_batches()
-    x, y = next(_ := iter(loader))
+    model = three_micro_batches()
+    x, y = next(_ := iter(model.loader))
     loss = F.mse_loss(model(x), y)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"backward\(\) ended twice in micro-batch 1 of 3 of step 0, limit: once"):
@@ -833,13 +737,13 @@ def test_two_backward_passes_in_one_micro_batch_of_several_are_refused():
 
 
 def test_a_step_is_left_out_with_a_micro_batch_without_a_gradient():
-    model, optimizer, loader = three_micro_batches()
+    model = three_micro_batches()
     before, seen = weights(model), []
-    for k, (x, y) in enumerate(loader):
-        optimizer.zero_grad()
+    for k, (x, y) in enumerate(model.loader):
+        model.optimizer.zero_grad()
         if k != 1:
             F.mse_loss(model(x), y).backward()
-        optimizer.step()
+        model.optimizer.step()
         seen.append(torch.equal(weights(model), before))
     assert seen == [True, True, True, True, True, False]
     assert len(model.steps) == 2
@@ -847,87 +751,77 @@ def test_a_step_is_left_out_with_a_micro_batch_without_a_gradient():
 
 
 def test_a_step_is_left_out_where_the_loop_goes_on_without_stepping():
-    model, optimizer, loader = three_micro_batches()
+    model = three_micro_batches()
     before = weights(model)
-    for k, (x, y) in enumerate(loader):
+    for k, (x, y) in enumerate(model.loader):
         loss = F.mse_loss(model(x), y)
         if k == 2:
             continue
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(model, loss)
         assert k > 4 or torch.equal(weights(model), before)
     assert not torch.equal(weights(model), before)
     assert [each.step for each in model.steps] == [0, 1]
 
 
 def test_a_batch_is_read_again_if_the_loop_is_left_within_it():
-    model, optimizer, loader = three_micro_batches()
-    seen = []
+    model, seen = three_micro_batches(), []
     for stop in (2, 1, 9):
-        for k, (x, y) in enumerate(loader):
+        for k, (x, y) in enumerate(model.loader):
             seen.append(x)
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
+            descend(model, F.mse_loss(model(x), y))
             if k + 1 == stop:
                 break
         model.checkpoint()  # the step is not in progress any more
     data = regression(12)[0]
     assert torch.equal(torch.cat(seen), torch.cat([data[:4], data[:2], data]))
-    expected, _ = mlp(), None
-    plainly(expected, torch.optim.SGD(expected.parameters(), lr=0.1), regression(12), model.steps)
-    assert torch.equal(weights(model), weights(expected))
+    assert_as_plain(model)
 
 
 def test_a_batch_is_read_again_if_the_loop_raises_within_it():
-    model, optimizer, loader = three_micro_batches()
+    model, seen = three_micro_batches(), []
+    failing = model.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        train(lambda x: 1 / 0, loader, optimizer)
-    assert loader.place == (0, 0, 0)
-    seen = []
-    train(model, loader, optimizer, seen=seen)
+        train(model)
+    failing.remove()
+    assert model.loader.place == (0, 0, 0)
+    train(model, seen=seen)
     assert torch.equal(torch.cat(seen), regression(12)[0])
 
 
 def test_gradients_need_not_be_cleared_between_micro_batches():
     first, second = three_micro_batches(), three_micro_batches()
-    for model, optimizer, loader in (first, second):
-        for k, (x, y) in enumerate(loader):
-            if model is first[0] or k % 3 == 0:
-                optimizer.zero_grad()
+    for model in (first, second):
+        for k, (x, y) in enumerate(model.loader):
+            if model is first or k % 3 == 0:
+                model.optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
-            optimizer.step()
-    assert torch.equal(weights(first[0]), weights(second[0]))
+            model.optimizer.step()
+    assert torch.equal(weights(first), weights(second))
 
 
 def test_gradients_may_be_set_by_hand_where_a_step_has_one_micro_batch():
-    weight = Vector(0.0, 0.0)
-    optimizer = torch.optim.SGD(weight.parameters(), lr=1.0)
-    model = AdaptiveDataParallel(weight, optimizer)
+    model = wrapped(Vector(0.0, 0.0), lr=1.0)
     for row in ([1.0, 0.0], [0.0, 1.0]):
-        weight.weight.grad = torch.tensor(row)
-        optimizer.step()
-    assert weight.weight.tolist() == [-1.0, -1.0]
+        model.weight.grad = torch.tensor(row)
+        model.optimizer.step()
+    assert model.weight.tolist() == [-1.0, -1.0]
     assert noise_of(model) == [[pytest.approx(0.0, abs=1e-6)], [pytest.approx(1.0)]]
 
 
 def test_what_is_done_with_the_model_outside_of_the_loop_counts_nothing():
-    model, optimizer, loader = three_micro_batches()
+    model = three_micro_batches()
     F.mse_loss(model(inputs(4)), torch.zeros(4, 1)).backward()
     with pytest.raises(RuntimeError, match=r"optimizer.step\(\) outside of the loop over the loader"):
-        optimizer.step()
-    train(model, loader, optimizer)
-    expected = mlp()
-    plainly(expected, torch.optim.SGD(expected.parameters(), lr=0.1), regression(12), model.steps)
-    assert torch.equal(weights(model), weights(expected))
+        model.optimizer.step()
+    train(model)
+    assert_as_plain(model)
 
 
 def test_a_second_step_for_one_batch_is_refused():
-    model, optimizer, loader = three_micro_batches()
-    train(model, loader, optimizer, num_steps=1)
+    model = three_micro_batches()
+    train(model, num_steps=1)
     with pytest.raises(RuntimeError, match="or twice for a batch"):
-        optimizer.step()
+        model.optimizer.step()
 
 
 def test_a_backward_pass_that_failed_is_forgotten():
@@ -941,14 +835,11 @@ def test_a_backward_pass_that_failed_is_forgotten():
             raise ZeroDivisionError
 
     weight = nn.ModuleList([Vector(1.0), Vector(1.0)])
-    optimizer = torch.optim.SGD(weight.parameters(), lr=1.0)
-    AdaptiveDataParallel(weight, optimizer)
+    model = wrapped(weight, lr=1.0)
     one = torch.ones(1, 1)
     with pytest.raises(ZeroDivisionError):
         (weight[1](one) * 2 + weight[0](Fails.apply(one * weight[0].weight))).sum().backward()
-    optimizer.zero_grad()
-    weight[0](one).sum().backward()
-    optimizer.step()
+    descend(model, weight[0](one).sum())
     assert [each.weight.item() for each in weight] == [0.0, 1.0]
 
 
@@ -958,7 +849,7 @@ def test_a_backward_pass_that_failed_is_forgotten():
 def test_it_is_the_model_for_whoever_looks():
     network = mlp()
     network.width = 8
-    model = AdaptiveDataParallel(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    model = wrapped(network)
     assert model.width == 8
     assert list(map(id, model.parameters())) == list(map(id, network.parameters()))
     assert list(model.state_dict()) == list(network.state_dict())
@@ -1033,12 +924,10 @@ def test_what_does_not_belong_together_is_refused():
 
 
 def test_a_loader_and_an_optimizer_have_one_wrapper():
-    loader, network = loader_of(*regression(), most=16), mlp()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    model = AdaptiveDataParallel(network, optimizer, loader=loader)
-    refused(ValueError, "loader: another training leads it, limit: one", loader=loader)
-    refused(ValueError, "optimizer: another AdaptiveDataParallel has it", network, optimizer)
-    refused(ValueError, "model: it is an AdaptiveDataParallel already", model, optimizer)
+    model = wrapped(mlp(), loader_of(*regression(), most=16))
+    refused(ValueError, "loader: another training leads it, limit: one", loader=model.loader)
+    refused(ValueError, "optimizer: another AdaptiveDataParallel has it", model.module, model.optimizer)
+    refused(ValueError, "model: it is an AdaptiveDataParallel already", model, model.optimizer)
 
 
 def test_a_record_of_something_else_is_refused():
@@ -1059,25 +948,24 @@ def test_groups_that_were_added_are_refused():
 
 
 def test_a_closure_is_refused_where_batches_adapt():
-    _, optimizer, loader = three_micro_batches()
-    iterator = iter(loader)
-    next(iterator)
+    model = three_micro_batches()
+    next(_ := iter(model.loader))
     with pytest.raises(ValueError, match="a closure was given, limit: none"):
-        optimizer.step(lambda: None)
+        model.optimizer.step(lambda: None)
 
 
 def test_autoscaling_comes_first():
-    loader, network = loader_of(*regression()), mlp()
-    AdaptiveDataParallel(network, torch.optim.SGD(network.parameters(), lr=0.1), loader=loader)
+    loader = loader_of(*regression())
+    wrapped(mlp(), loader)
     loader.autoscale_batch_size(16)
     with pytest.raises(RuntimeError, match=r"autoscale_batch_size\(\) was called after"):
         next(iter(loader))
 
 
 def test_a_loader_in_a_later_epoch_needs_its_checkpoint():
-    loader, network = loader_of(*regression(), most=16), mlp()
+    loader = loader_of(*regression(), most=16)
     list(loader)
-    model = AdaptiveDataParallel(network, torch.optim.SGD(network.parameters(), lr=0.1), loader=loader)
+    model = wrapped(mlp(), loader)
     with pytest.raises(RuntimeError, match="loader: epoch 1, limit: 0 before the first step"):
         next(iter(loader))
     assert model.steps == []
