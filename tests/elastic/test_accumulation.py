@@ -61,12 +61,16 @@ def reduced(losses, reduction):
     return losses.mean() if reduction == "mean" else losses.sum()
 
 
+def descend(optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def train(model, optimizer, inputs, reduction="mean", after=lambda: None):
     """The loop of all training code."""
     for samples in inputs:
-        optimizer.zero_grad()
-        reduced(model(samples), reduction).backward()
-        optimizer.step()
+        descend(optimizer, reduced(model(samples), reduction))
         after()
 
 
@@ -74,16 +78,35 @@ def micro(inputs, steps=4):
     return [each for samples in inputs for each in samples.chunk(steps)]
 
 
-def undivided(name="adam", reduction="mean", **options):
+def unwrapped(name="adam"):
     model = Linear()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    train(model, optimizer, batches(**options), reduction)
+    return model, OPTIMIZERS[name](model.parameters())
+
+
+def undivided(name="adam", reduction="mean"):
+    model, optimizer = unwrapped(name)
+    train(model, optimizer, batches(), reduction)
     return model, optimizer
 
 
 def wrapped(name="adam", steps=4, reduction="mean"):
-    model = Linear()
-    return model, GradientAccumulation(OPTIMIZERS[name](model.parameters()), steps, reduction)
+    model, optimizer = unwrapped(name)
+    return model, GradientAccumulation(optimizer, steps, reduction)
+
+
+def resumed_from(model, optimizer, name="adam", steps=4):
+    """Both in a new process's objects, with their states out of a file."""
+    resumed, other = wrapped(name, steps)
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    return resumed, other
+
+
+def through_a_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def tensors(value):
@@ -95,13 +118,12 @@ def tensors(value):
 
 def assert_equal(found, expected):
     """Both are pairs of a model and its optimizer: their weights and states are the same bits."""
-    for (model, optimizer), (other, plain) in [(found, expected)]:
-        optimizer, plain = (getattr(each, "optimizer", each) for each in (optimizer, plain))
-        ours = tensors([dict(model.state_dict()), optimizer.state_dict()])
-        theirs = tensors([dict(other.state_dict()), plain.state_dict()])
-        assert len(ours) == len(theirs)
-        for one, two in zip(ours, theirs, strict=True):
-            assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+    ours, theirs = (
+        tensors([dict(model.state_dict()), getattr(optimizer, "optimizer", optimizer).state_dict()])
+        for model, optimizer in (found, expected)
+    )
+    for one, two in zip(ours, theirs, strict=True):
+        assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
 
 
 # --- accumulated equals undivided ---
@@ -132,14 +154,10 @@ def test_unequal_micro_batches_of_a_network(name, reduction):
     sizes = split_batch(11, 3, 1)
     assert sizes == [3, 3, 3, 2]
     for x, y in zip(inputs, targets, strict=True):
-        expected.zero_grad()
-        F.cross_entropy(plain(x), y, reduction=reduction).backward()
-        expected.step()
+        descend(expected, F.cross_entropy(plain(x), y, reduction=reduction))
         for part, target in zip(x.split(sizes), y.split(sizes), strict=True):
-            optimizer.zero_grad()
             loss = F.cross_entropy(model(part), target, reduction=reduction)
-            optimizer.weigh(loss, len(part), len(x)).backward()
-            optimizer.step()
+            descend(optimizer, optimizer.weigh(loss, len(part), len(x)))
     for found, right in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, right, rtol=1e-8, atol=1e-10)
 
@@ -177,9 +195,7 @@ def test_it_steps_at_the_last_micro_batch_and_clears_at_the_first(steps):
     samples = batches(1)[0]
     for i in range(22):
         before = len(optimizer.calls)
-        optimizer.zero_grad()
-        model(samples).mean().backward()
-        optimizer.step()
+        descend(optimizer, model(samples).mean())
         is_last = i % steps == steps - 1
         assert optimizer.calls[before:] == ["zero True"] * (i % steps == 0) + ["step"] * is_last
         assert optimizer.stepped == is_last
@@ -236,9 +252,7 @@ def test_an_optimizer_of_old_takes_no_arguments():
 def test_parameters_without_gradient_stay_as_they_are():
     model, optimizer = wrapped("adamw, foreach")
     for _ in range(4):
-        optimizer.zero_grad()
-        model.weight.sum().backward()
-        optimizer.step()
+        descend(optimizer, model.weight.sum())
     assert torch.equal(model.bias, Linear().bias)
     assert model.bias not in optimizer.state
 
@@ -248,13 +262,9 @@ def test_sparse_gradients():
     plain = torch.optim.SparseAdam(expected.parameters())
     optimizer = GradientAccumulation(torch.optim.SparseAdam(found.parameters()), 2)
     for _ in range(3):
-        plain.zero_grad()
-        expected(torch.tensor([1, 2, 2, 7])).sum(1).mean().backward()
-        plain.step()
+        descend(plain, expected(torch.tensor([1, 2, 2, 7])).sum(1).mean())
         for indices in ([1, 2], [2, 7]):
-            optimizer.zero_grad()
-            found(torch.tensor(indices)).sum(1).mean().backward()
-            optimizer.step()
+            descend(optimizer, found(torch.tensor(indices)).sum(1).mean())
     assert torch.equal(found.weight, expected.weight)
 
 
@@ -289,11 +299,10 @@ def test_step_hooks_see_whole_steps():
     optimizer.register_step_pre_hook(clip)
     train(model, optimizer, micro(batches()))
     assert len(norms) == 4
-    expected = Linear()
-    plain = OPTIMIZERS["adam"](expected.parameters())
-    plain.register_step_pre_hook(clip)
-    train(expected, plain, batches())
-    assert_equal((model, optimizer), (expected, plain))
+    expected = unwrapped()
+    expected[1].register_step_pre_hook(clip)
+    train(*expected, batches())
+    assert_equal((model, optimizer), expected)
     assert any(
         not torch.equal(one, two) for one, two in zip(model.parameters(), undivided()[0].parameters(), strict=True)
     )
@@ -313,14 +322,12 @@ SCHEDULES = {
 @pytest.mark.parametrize("way", ["stepped", "hook", "of the wrapped"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_counts_steps(name, way):
-    expected, model = Linear(), Linear()
-    plain, inner = OPTIMIZERS["adam"](expected.parameters()), OPTIMIZERS["adam"](model.parameters())
-    optimizer = GradientAccumulation(inner, 4)
-    plainly = SCHEDULES[name](plain)
-    schedule = SCHEDULES[name](inner if way == "of the wrapped" else optimizer)
+    expected, (model, optimizer) = unwrapped(), wrapped()
+    plainly = SCHEDULES[name](expected[1])
+    schedule = SCHEDULES[name](optimizer.optimizer if way == "of the wrapped" else optimizer)
     if way == "hook":
         optimizer.register_step_post_hook(lambda *_: schedule.step())
-    train(expected, plain, batches(7), after=plainly.step)
+    train(*expected, batches(7), after=plainly.step)
     train(
         model,
         optimizer,
@@ -329,7 +336,7 @@ def test_a_schedule_counts_steps(name, way):
     )
     assert schedule.last_epoch == 7
     assert schedule.get_last_lr() == plainly.get_last_lr()
-    assert_equal((model, optimizer), (expected, plain))
+    assert_equal((model, optimizer), expected)
 
 
 def test_a_plateau_is_watched_as_ever():
@@ -341,13 +348,6 @@ def test_a_plateau_is_watched_as_ever():
 
 
 # --- states ---
-
-
-def through_a_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 4, 6, 15])
@@ -385,8 +385,7 @@ def test_a_copy_goes_on_in_the_middle_of_a_step(copied):
     assert other.param_groups[0]["params"][0] is twin.weight
     assert (other.steps, other.reduction, other.accumulated) == (4, "mean", 2)
     train(twin, other, inputs[6:])
-    for found, right in zip(twin.parameters(), model.parameters(), strict=True):
-        assert torch.equal(found, right)
+    assert all(map(torch.equal, twin.parameters(), model.parameters()))
     assert schedule.optimizer is optimizer
 
 
@@ -401,26 +400,21 @@ def test_a_copy_is_wrapped_whatever_the_wrapped_optimizer_does():
 
 def test_warm_moments_come_from_a_plain_optimizer_and_go_to_one():
     inputs = batches()
-    model = Linear()
-    plain = OPTIMIZERS["adam"](model.parameters())
-    train(model, plain, inputs[:1])
-    resumed, optimizer = wrapped()
-    resumed.load_state_dict(model.state_dict())
-    optimizer.load_state_dict(through_a_file(plain.state_dict()))
+    first = unwrapped()
+    train(*first, inputs[:1])
+    resumed, optimizer = resumed_from(*first)
     train(resumed, optimizer, micro(inputs[1:3]))
-    again = Linear()
+    again, last = unwrapped()
     again.load_state_dict(resumed.state_dict())
-    last = OPTIMIZERS["adam"](again.parameters())
     last.load_state_dict(through_a_file(optimizer.state_dict()))
     train(again, last, inputs[3:])
     assert_equal((again, last), undivided())
 
 
 def test_a_warm_optimizer_may_be_wrapped():
-    model = Linear()
-    plain = OPTIMIZERS["adam"](model.parameters())
-    train(model, plain, batches()[:2])
-    optimizer = GradientAccumulation(plain, 4)
+    model, inner = unwrapped()
+    train(model, inner, batches()[:2])
+    optimizer = GradientAccumulation(inner, 4)
     train(model, optimizer, micro(batches()[2:]))
     assert_equal((model, optimizer), undivided())
 
@@ -429,9 +423,7 @@ def test_between_steps_another_number_may_go_on():
     inputs = batches()
     model, optimizer = wrapped(steps=4)
     train(model, optimizer, micro(inputs[:2], 4))
-    resumed, other = wrapped(steps=2)
-    resumed.load_state_dict(model.state_dict())
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    resumed, other = resumed_from(model, optimizer, steps=2)
     assert other.steps == 2
     train(resumed, other, micro(inputs[2:], 2))
     assert_equal((resumed, other), undivided())
@@ -442,9 +434,8 @@ def test_within_a_step_another_number_is_refused_and_nothing_is_loaded(steps, re
     model, optimizer = wrapped()
     train(model, optimizer, micro(batches())[:6])
     _, other = wrapped(steps=steps, reduction=reduction)
-    with pytest.raises(
-        ValueError, match=f"steps, reduction: {steps}, {reduction}, limit: the state's 4, mean in the mid"
-    ):
+    message = f"steps, reduction: {steps}, {reduction}, limit: the state's 4, mean in the mid"
+    with pytest.raises(ValueError, match=message):
         other.load_state_dict(optimizer.state_dict())
     assert not other.state
     assert other.accumulated == 0
@@ -457,9 +448,7 @@ def test_within_a_step_another_number_is_refused_and_nothing_is_loaded(steps, re
 @pytest.mark.parametrize("name", ["sgd", "adam", "asgd"])
 def test_closures_are_evaluated_micro_batch_by_micro_batch(name, reduction):
     """They may read a variable of the loop, as most do."""
-    model, optimizer = wrapped(name, reduction=reduction)
-    expected = Linear()
-    plain = OPTIMIZERS[name](expected.parameters())
+    (expected, plain), (model, optimizer) = unwrapped(name), wrapped(name, reduction=reduction)
     losses, whole = [], []
     for samples in batches():
         whole.append(plain.step(lambda: evaluate(expected, plain, samples, reduction)))  # noqa: B023
@@ -556,8 +545,7 @@ def test_closures_of_a_resumed_step():
     parts = micro(batches(1))
     for part in parts[:2]:
         optimizer.step(partial(evaluate, model, optimizer, part))
-    resumed, other = wrapped("sgd")
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    resumed, other = resumed_from(model, optimizer, "sgd")
     found = [
         [each.step(partial(evaluate, net, each, part)) for part in parts[2:]][-1]
         for net, each in ((model, optimizer), (resumed, other))
@@ -569,8 +557,15 @@ def test_closures_of_a_resumed_step():
 # --- GradScaler ---
 
 
-def scaler_of(**options):
-    return torch.amp.GradScaler("cpu", **{"init_scale": 16.0, "growth_interval": 1000, **options})
+def scaler_of(growth_interval=1000):
+    return torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=growth_interval)
+
+
+def scaled_step(model, optimizer, scaler, samples):
+    optimizer.zero_grad()
+    scaler.scale(model(samples).mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
 
 
 @pytest.mark.parametrize("way", ["each micro-batch", "unscaled first", "whole steps only"])
@@ -604,17 +599,13 @@ def test_a_step_with_an_overflow_is_left_out_whole(bad):
     inputs[bad] = inputs[bad] * float("inf")
     stepped = []
     for samples in inputs:
-        optimizer.zero_grad()
-        scaler.scale(model(samples).mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        scaled_step(model, optimizer, scaler, samples)
         stepped.append(optimizer.stepped)
     assert [i for i, each in enumerate(stepped) if each] == [3, 11, 15]
     assert scaler.get_scale() == 8.0  # cut once, at the micro-batch that overflowed
-    expected = Linear()
-    plain = OPTIMIZERS["adam"](expected.parameters())
-    train(expected, plain, [samples for i, samples in enumerate(batches()) if i != 1])
-    assert_equal((model, optimizer), (expected, plain))
+    expected = unwrapped()
+    train(*expected, [samples for i, samples in enumerate(batches()) if i != 1])
+    assert_equal((model, optimizer), expected)
 
 
 @pytest.mark.parametrize("bad", [None, 4])
@@ -622,24 +613,14 @@ def test_a_resumed_step_with_a_scaler(bad):
     inputs = micro(batches(2))
     if bad is not None:
         inputs[bad] = inputs[bad] * float("inf")
-
-    def go_on(model, optimizer, scaler, inputs):
-        for samples in inputs:
-            optimizer.zero_grad()
-            scaler.scale(model(samples).mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-    model, optimizer = wrapped()
-    scaler = scaler_of(growth_interval=3)
-    go_on(model, optimizer, scaler, inputs[:6])
-    resumed, other = wrapped()
-    resumed.load_state_dict(model.state_dict())
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
-    same = scaler_of(growth_interval=3)
+    (model, optimizer), scaler, same = wrapped(), scaler_of(growth_interval=3), scaler_of(growth_interval=3)
+    for samples in inputs[:6]:
+        scaled_step(model, optimizer, scaler, samples)
+    resumed, other = resumed_from(model, optimizer)
     same.load_state_dict(scaler.state_dict())
-    go_on(resumed, other, same, inputs[6:])
-    go_on(model, optimizer, scaler, inputs[6:])
+    for samples in inputs[6:]:
+        scaled_step(resumed, other, same, samples)
+        scaled_step(model, optimizer, scaler, samples)
     assert_equal((resumed, other), (model, optimizer))
     assert other.stepped == (bad is None)
 
