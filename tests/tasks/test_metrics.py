@@ -22,20 +22,11 @@ def batches(*sizes):
     return [(torch.randn(n, 8, generator=generator), torch.randint(3, (n,), generator=generator)) for n in sizes]
 
 
-def trained(metrics, *, epochs=2, validation=None):
+def trained(metrics, *, epochs=2):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-    task = ModelTask(
-        model,
-        F.cross_entropy,
-        batches(6, 6, 2),
-        1e-2,
-        epochs,
-        partitioner=Presharded([1, 3]),
-        seed=0,
-        validation=batches(5, 7) if validation is None else validation,
-        metrics=metrics,
-    )
+    options = {"partitioner": Presharded([1, 3]), "seed": 0, "validation": batches(5, 7), "metrics": metrics}
+    task = ModelTask(model, F.cross_entropy, batches(6, 6, 2), 1e-2, epochs, **options)
     orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
     orchestra.verbose = 0
     return model, orchestra.train_models().tasks["task-0"]

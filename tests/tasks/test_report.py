@@ -48,14 +48,8 @@ makespan 4.0 s"""
 
 
 def report_of(*tasks, makespan_s=4.0):
-    device = DeviceReport(
-        name="emulated:0",
-        busy_s=3.0,
-        loaded_bytes=3 * MIB // 2,
-        stored_bytes=10,
-        peak_bytes=KIB,
-        memory_bytes=64 * MIB,
-    )
+    moved = {"loaded_bytes": 3 * MIB // 2, "stored_bytes": 10}
+    device = DeviceReport(name="emulated:0", busy_s=3.0, **moved, peak_bytes=KIB, memory_bytes=64 * MIB)
     return Report(makespan_s=makespan_s, tasks={task.name: task for task in tasks}, devices=[device])
 
 
@@ -117,15 +111,8 @@ class LastStepFails(torch.optim.lr_scheduler.LRScheduler):
 def test_failure_after_the_last_step_is_reported(num_others):
     batch = (torch.rand(3, 4), torch.zeros(3).long())
     others = [ModelTask([nn.Linear(4, 2)], F.cross_entropy, [batch]) for _ in range(num_others)]
-    failing = ModelTask(
-        [nn.Linear(4, 2)],
-        F.cross_entropy,
-        [batch],
-        epochs=2,
-        name="failing",
-        lr_scheduler=LastStepFails,
-        lr_scheduler_interval="epoch",
-    )
+    schedule = {"lr_scheduler": LastStepFails, "lr_scheduler_interval": "epoch"}
+    failing = ModelTask([nn.Linear(4, 2)], F.cross_entropy, [batch], epochs=2, name="failing", **schedule)
     orchestra = ModelOrchestrator([failing, *others], devices=[EmulatedDevice("1MiB")])
     orchestra.verbose = 0
     with pytest.raises(ValueError, match="boom") if num_others == 0 else nullcontext():

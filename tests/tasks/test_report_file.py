@@ -35,11 +35,19 @@ def tasks():
     return [of(seed) for seed in range(3)]
 
 
+def orchestra_of(tasks, *devices):
+    orchestra = ModelOrchestrator(tasks, devices=devices)
+    orchestra.verbose = 0
+    return orchestra
+
+
+def report_of(*tasks, **options):
+    return Report(**{"makespan_s": 1.0, "tasks": {task.name: task for task in tasks}, "devices": [], **options})
+
+
 @pytest.fixture(scope="module")
 def report():
-    orchestra = ModelOrchestrator(tasks(), devices=[EmulatedDevice("12KiB", bandwidth="50MB") for _ in range(2)])
-    orchestra.verbose = 0
-    return orchestra.train_models()
+    return orchestra_of(tasks(), *(EmulatedDevice("12KiB", bandwidth="50MB") for _ in range(2))).train_models()
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +73,8 @@ def example(hint):
         return origin([example(inner[0])])
     if origin is not None and issubclass(origin, Sequence):
         return [example(inner[0])]
-    simple = {
-        int: 3,
-        float: 0.1,
-        str: "text",
-        bool: True,
-        BaseException: ValueError("boom"),
-        torch.Tensor: torch.ones(2),
-    }
+    simple = {int: 3, float: 0.1, str: "text", bool: True}
+    simple |= {BaseException: ValueError("boom"), torch.Tensor: torch.ones(2)}
     return {"a": [1, 0.5, None, math.inf]} if hint is Any else simple[hint]
 
 
@@ -89,10 +91,8 @@ def test_every_field_comes_back(tmp_path):
 
 
 def test_numbers_that_json_lacks_come_back(tmp_path):
-    task = TaskReport(
-        name="a", seed=1, losses=[math.nan, math.inf, -math.inf, 1.0], hparams={"lr": math.inf, "d": (1, 2)}
-    )
-    Report(makespan_s=1.0, tasks={"a": task}, devices=[]).save(tmp_path / "run.json")
+    losses, hparams = [math.nan, math.inf, -math.inf, 1.0], {"lr": math.inf, "d": (1, 2)}
+    report_of(TaskReport(name="a", seed=1, losses=losses, hparams=hparams)).save(tmp_path / "run.json")
     json.loads((tmp_path / "run.json").read_text(), parse_constant=pytest.fail)
     found = Report.load(tmp_path / "run.json").tasks["a"]
     assert math.isnan(found.losses[0])
@@ -102,12 +102,12 @@ def test_numbers_that_json_lacks_come_back(tmp_path):
 
 def test_hyperparameters_that_look_like_the_files_own_words_come_back(tmp_path):
     hparams = {"__float__": {"__float__": "x"}, "a": {"__float__": 1.5}, "b": [{"__float__": None}]}
-    Report(makespan_s=1.0, tasks={"a": TaskReport(name="a", seed=1, hparams=hparams)}, devices=[]).save(tmp_path / "r")
+    report_of(TaskReport(name="a", seed=1, hparams=hparams)).save(tmp_path / "r")
     assert Report.load(tmp_path / "r").tasks["a"].hparams == hparams
 
 
 def test_a_link_stays_and_what_is_no_file_is_written_to(tmp_path):
-    report = Report(makespan_s=1.0, tasks={}, devices=[])
+    report = report_of()
     (tmp_path / "runs").mkdir()
     (tmp_path / "last.json").symlink_to(tmp_path / "runs" / "1.json")
     report.save(tmp_path / "last.json")
@@ -128,7 +128,7 @@ def test_failure_of_a_loaded_report_is_raised_and_saved_again(tmp_path):
         pass
 
     task = TaskReport(name="a", seed=1, status="failed", exception=Own("boom\nand more"), error="Traceback ...")
-    Report(makespan_s=1.0, tasks={"a": task}, devices=[]).save(tmp_path / "1.json")
+    report_of(task).save(tmp_path / "1.json")
     found = Report.load(tmp_path / "1.json")
     found.save(tmp_path / "2.json")
     assert (tmp_path / "1.json").read_text() == (tmp_path / "2.json").read_text()
@@ -140,7 +140,7 @@ def test_failure_of_a_loaded_report_is_raised_and_saved_again(tmp_path):
 
 def test_file_of_an_older_or_newer_report_is_read_as_far_as_it_is_known(tmp_path):
     path = tmp_path / "run.json"
-    Report(makespan_s=1.0, tasks={"a": TaskReport(name="a", seed=1)}, devices=[]).save(path)
+    report_of(TaskReport(name="a", seed=1)).save(path)
     state = json.loads(path.read_text())
     del state["report"]["memory"]
     state["report"]["tasks"]["a"]["some_day"] = 1
@@ -245,11 +245,10 @@ def test_trace_has_every_span_and_the_seconds_of_the_report(report, tmp_path):
 
 def test_summary_says_what_needs_a_look():
     failed = TaskReport(name="b", seed=1, status="failed", steps=1, exception=ValueError("boom\nmore"))
-    device = DeviceReport(
-        name="cpu:0", busy_s=3.0, loaded_bytes=2048, stored_bytes=1024, peak_bytes=512, memory_bytes=1024
-    )
+    memory = {"loaded_bytes": 2048, "stored_bytes": 1024, "peak_bytes": 512, "memory_bytes": 1024}
+    devices = [DeviceReport(name="cpu:0", busy_s=3.0, **memory)]
     done = TaskReport(name="a", seed=1, status="finished", steps=3)
-    report = Report(makespan_s=4.0, tasks={"a": done, "b": failed}, devices=[device], messages=["a batch was skipped"])
+    report = report_of(done, failed, makespan_s=4.0, devices=devices, messages=["a batch was skipped"])
     assert report.summary().splitlines() == [
         "2 tasks on 1 device in 4.0 s: 1 finished, 1 failed",
         "computing 75% of the time (cpu:0 75%)",
@@ -264,10 +263,8 @@ def test_summary_says_what_needs_a_look():
 def test_names_of_several_lines_and_codes_of_terminals_disturb_no_table(tmp_path):
     data = [(torch.rand(2, 4), torch.rand(2, 4))]
     names = ["a\nb", "\x1b[31mc", "d.f0@3"]
-    orchestra = ModelOrchestrator(
-        [ModelTask([nn.Linear(4, 4)], F.mse_loss, data, name=name) for name in names], devices=[EmulatedDevice("1MiB")]
-    )
-    orchestra.verbose = 0
+    named = [ModelTask([nn.Linear(4, 4)], F.mse_loss, data, name=name) for name in names]
+    orchestra = orchestra_of(named, EmulatedDevice("1MiB"))
     plan, report = orchestra.generate(), orchestra.train_models()
     for text in (str(plan), str(report), report.compare()):
         assert [name for name in ("a?b  ", "?[31mc", "d.f0@3") if name not in text] == []
@@ -282,9 +279,7 @@ def test_notebook_shows_the_tables_of_report_and_plan(report):
     page = report._repr_html_()
     assert "<th>task</th>" in page
     assert "task&lt;0&gt;" in page
-    orchestra = ModelOrchestrator(tasks(), devices=[EmulatedDevice("12KiB")])
-    orchestra.verbose = 0
-    plan = orchestra.generate()
+    plan = orchestra_of(tasks(), EmulatedDevice("12KiB")).generate()
     assert "<td>task&lt;2&gt;</td>" in plan._repr_html_()
     assert repr(plan) == "<Plan: 3 tasks on 1 device>"
     assert re.fullmatch(r"<TaskPlan 'task<0>': \d shards?, .* KiB>", repr(plan.tasks["task<0>"]))

@@ -29,34 +29,34 @@ def test_sizes_are_the_tables(size, num, expected):
     assert torch.equal(torch.cat([y for _, y, _ in pieces]), target)
 
 
+def weights_of(target, num, *loss_reduction):
+    return [weight for _, _, weight in split(torch.zeros(len(target)), target, num, *loss_reduction)]
+
+
 @pytest.mark.parametrize(("size", "num", "expected"), SIZES)
 def test_weights_of_a_mean_are_shares_of_the_samples(size, num, expected):
-    weights = [weight for _, _, weight in split(torch.zeros(size), torch.zeros(size), num)]
-    assert weights == [each / size for each in expected]
-    assert weights == [weight for _, _, weight in split(torch.zeros(size), torch.zeros(size), num, "mean")]
+    shares = [each / size for each in expected]
+    assert weights_of(torch.zeros(size), num) == weights_of(torch.zeros(size), num, "mean") == shares
 
 
 @pytest.mark.parametrize(("size", "num", "expected"), SIZES)
 def test_weights_of_a_sum_are_one(size, num, expected):
-    assert [weight for _, _, weight in split(torch.zeros(size), torch.zeros(size), num, "sum")] == [1.0] * len(expected)
+    assert weights_of(torch.zeros(size), num, "sum") == [1.0] * len(expected)
 
 
 def test_weights_of_a_function_are_shares_of_its_sum():
     target = torch.tensor([1, -100, -100, 4, 5, 6, 7, 8])
-    pieces = split(torch.zeros(8), target, 4, lambda y: (y != -100).sum())
-    assert [weight for _, _, weight in pieces] == [1 / 6, 1 / 6, 2 / 6, 2 / 6]
+    assert weights_of(target, 4, lambda y: (y != -100).sum()) == [1 / 6, 1 / 6, 2 / 6, 2 / 6]
 
 
 def test_function_that_counts_nothing_gives_no_weight():
-    pieces = split(torch.zeros(4), torch.zeros(4), 2, lambda y: 0)
-    assert [weight for _, _, weight in pieces] == [0.0, 0.0]
+    assert weights_of(torch.zeros(4), 2, lambda y: 0) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("loss_reduction", ["mean", "sum", lambda y: 0, lambda y: 3])
 @pytest.mark.parametrize(("size", "num"), [(5, 1), (1, 3)])
 def test_single_micro_batch_has_weight_one(loss_reduction, size, num):
-    [(_, _, weight)] = split(torch.zeros(size), torch.zeros(size), num, loss_reduction)
-    assert weight == 1.0
+    assert weights_of(torch.zeros(size), num, loss_reduction) == [1.0]
 
 
 def test_nested_inputs_are_split_leaf_by_leaf():
@@ -74,14 +74,12 @@ def test_nested_inputs_are_split_leaf_by_leaf():
 
 
 def test_tuple_inputs_stay_tuples():
-    pieces = split((torch.zeros(4, 2), torch.ones(4)), torch.zeros(4), 2)
-    assert all(type(x) is tuple for x, _, _ in pieces)
+    assert all(type(x) is tuple for x, _, _ in split((torch.zeros(4, 2), torch.ones(4)), torch.zeros(4), 2))
 
 
 def test_tensor_of_another_length_is_passed_whole():
     table = torch.rand(9, 2)
-    pieces = split((torch.zeros(6), table), torch.zeros(6), 3)
-    assert all(x[1] is table for x, _, _ in pieces)
+    assert all(x[1] is table for x, _, _ in split((torch.zeros(6), table), torch.zeros(6), 3))
 
 
 def test_target_that_is_no_tensor_is_passed_whole():

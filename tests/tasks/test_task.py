@@ -30,21 +30,21 @@ class TestDefaults:
 
     @pytest.mark.parametrize(
         ("lr", "optimizer", "expected"),
-        [(None, None, 1e-3), (0.5, None, 0.5), (0.5, torch.optim.Adam, 0.5), (None, torch.optim.Adam, None)],
+        [
+            (None, None, 1e-3),
+            (None, torch.optim.Adam, None),
+            (0.5, torch.optim.Adam, 0.5),
+            (0.5, None, 0.5),
+            (np.float32(0.5), None, 0.5),  # it may be of NumPy
+            (0.0, None, 0.0),  # zero is kept
+        ],
     )
     def test_learning_rate_is_the_default_only_without_an_optimizer(self, lr, optimizer, expected):
         assert task_of(lr, optimizer=optimizer).lr == expected
 
-    def test_learning_rate_may_be_of_numpy(self):
-        assert task_of(np.float32(0.5)).lr == 0.5
-
     def test_loader_may_be_of_a_module_named_datasets(self):
-        kind = type("Loader", (), {"__module__": "datasets.mine", "__iter__": lambda self: iter(())})
-        loader = kind()
+        loader = type("Loader", (), {"__module__": "datasets.mine", "__iter__": lambda self: iter(())})()
         assert ModelTask([nn.Linear(2, 2)], F.mse_loss, loader).dataloader is loader
-
-    def test_learning_rate_zero_is_kept(self):
-        assert task_of(0.0).lr == 0.0
 
     def test_arguments_come_in_hydras_order(self):
         loader = [1]
@@ -52,22 +52,20 @@ class TestDefaults:
         assert (task.loss_fn, task.dataloader, task.lr, task.epochs) == (F.mse_loss, loader, 0.25, 7)
 
     def test_options_are_kept(self):
-        shards, validation, unpack, scheduler = Presharded([1]), [2], tuple, torch.optim.lr_scheduler.ConstantLR
-        task = task_of(
-            name="bert",
-            partitioner=shards,
-            validation=validation,
-            unpack=unpack,
-            split=max,
-            lr_scheduler=scheduler,
-            lr_scheduler_interval="epoch",
-            accumulation_steps="auto",
-            max_grad_norm=2.5,
-            seed=11,
-        )
-        assert (task.name, task.partitioner, task.validation, task.unpack) == ("bert", shards, validation, unpack)
-        assert (task.split, task.lr_scheduler, task.lr_scheduler_interval) == (max, scheduler, "epoch")
-        assert (task.accumulation_steps, task.max_grad_norm, task.seed) == ("auto", 2.5, 11)
+        options = {
+            "name": "bert",
+            "partitioner": Presharded([1]),
+            "validation": [2],
+            "unpack": tuple,
+            "split": max,
+            "lr_scheduler": torch.optim.lr_scheduler.ConstantLR,
+            "lr_scheduler_interval": "epoch",
+            "accumulation_steps": "auto",
+            "max_grad_norm": 2.5,
+            "seed": 11,
+        }
+        task = task_of(**options)
+        assert {name: getattr(task, name) for name in options} == options
 
     def test_split_follows_the_loss_reduction(self):
         batch = torch.zeros(6), torch.zeros(6)
