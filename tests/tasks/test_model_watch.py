@@ -1,5 +1,6 @@
 """A callback that changes the model is refused by name: devices compute with copies, which would not follow."""
 
+import copy
 import ctypes
 from collections import OrderedDict
 
@@ -40,35 +41,31 @@ def model_of():
 
 
 class Calls(Callback):
-    """Calls a function after some step, or in another call."""
+    """Calls a function after the second step, or in another call: as the first epoch or the second begins."""
 
-    def __init__(self, call, step=2, hook="on_step"):
-        self.call, self.step, self.hook = call, step, hook
+    def __init__(self, call, hook="on_step", epoch=0):
+        self.call, self.hook, self.epoch = call, hook, epoch
+
+    def _call(self, hook):
+        if self.hook == hook:
+            self.call()
 
     def on_step(self, report):
-        if self.hook == "on_step" and report.steps == self.step:
-            self.call()
-
-    def on_validation(self, report):
-        if self.hook == "on_validation":
-            self.call()
-
-    def on_epoch(self, report, epoch):
-        if self.hook == "on_epoch":
-            self.call()
-
-    def on_task_end(self, report):
-        if self.hook == "on_task_end":
-            self.call()
-
-
-class Begins(Callback):
-    def __init__(self, call, epoch):
-        self.call, self.epoch = call, epoch
+        if report.steps == 2:
+            self._call("on_step")
 
     def on_epoch_begin(self, report, epoch):
         if epoch == self.epoch:
-            self.call()
+            self._call("on_epoch_begin")
+
+    def on_validation(self, report):
+        self._call("on_validation")
+
+    def on_epoch(self, report, epoch):
+        self._call("on_epoch")
+
+    def on_task_end(self, report):
+        self._call("on_task_end")
 
 
 def batches(num=STEPS):
@@ -87,11 +84,27 @@ def train(*tasks, num_devices=1):
     return orchestra.train_models().tasks
 
 
-def expected_of(**options):
-    model = model_of()
+def trained_beside_another(model, *callbacks, **options):
+    """The report of a task with these callbacks; another task in its run, without any, is not disturbed."""
+    reports = train(task_of(model, *callbacks, **options), task_of(other := model_of(), name="b"))
+    assert_as_plain(reports["b"], other)
+    return reports["a"]
+
+
+def plainly(model, **options):
     with torch.random.fork_rng():
-        result = reference.train(model, F.cross_entropy, batches(), seed=0, lr=0.1, epochs=EPOCHS, **options)
-    return result, zoo.state(model)
+        return reference.train(model, F.cross_entropy, batches(), seed=0, **{"lr": 0.1, "epochs": EPOCHS, **options})
+
+
+def assert_as_plain(report, model, **options):
+    """The losses, weights and buffers are those of plain PyTorch."""
+    expected = model_of()
+    assert report.losses == plainly(expected, **options).losses, report.error
+    assert_equal(model, expected)
+
+
+def assert_equal(model, expected):
+    assert all(torch.equal(value, zoo.state(model)[name]) for name, value in zoo.state(expected).items())
 
 
 def set_data(parameter, value):
@@ -144,40 +157,30 @@ CHANGES = {
 def test_what_a_callback_changes_is_refused_by_name(what):
     change, text = CHANGES[what]
     model = model_of()
-    reports = train(task_of(model, Calls(lambda: change(model))), task_of(other := model_of(), name="b"))
-    assert (reports["a"].status, reports["a"].steps) == ("failed", 2)
-    assert "a: its callback Calls, in on_step," in reports["a"].error
-    assert text in reports["a"].error
-    assert "end the task there (raise StopTask) and go on with a new ModelTask" in reports["a"].error
-    assert isinstance(reports["a"].exception, ValueError)
-    expected, state = expected_of()
-    assert reports["b"].losses == expected.losses
-    assert all(torch.equal(value, zoo.state(other)[name]) for name, value in state.items())
+    report = trained_beside_another(model, Calls(lambda: change(model)))
+    assert (report.status, report.steps) == ("failed", 2)
+    assert "a: its callback Calls, in on_step," in report.error
+    assert text in report.error
+    assert "end the task there (raise StopTask) and go on with a new ModelTask" in report.error
+    assert isinstance(report.exception, ValueError)
 
 
-@pytest.mark.parametrize("hook", ["on_validation", "on_epoch"])
-def test_in_every_call(hook):
+@pytest.mark.parametrize(
+    ("hook", "what"), [("on_validation", "dropout"), ("on_epoch", "dropout"), ("on_epoch_begin", "freeze")]
+)
+def test_in_every_call(hook, what):
+    change, text = CHANGES[what]
     model = model_of()
-    change = Calls(lambda: setattr(model[1], "p", 0.5), hook=hook)
-    report = train(task_of(model, change), task_of(model_of(), name="b"))["a"]
+    report = trained_beside_another(model, Calls(lambda: change(model), hook, epoch=1))
     assert (report.status, report.steps) == ("failed", STEPS)
-    assert f"in {hook}, set p of layer '1' (Dropout) from 0.2 to 0.5" in report.error
-
-
-def test_at_an_epochs_begin():
-    model = model_of()
-    change = Begins(lambda: model[0].requires_grad_(False), 1)
-    report = train(task_of(model, change), task_of(model_of(), name="b"))["a"]
-    assert (report.status, report.steps) == ("failed", STEPS)
-    assert "in on_epoch_begin, set requires_grad of parameter '0.weight'" in report.error
+    assert f"in {hook}, {text}" in report.error
 
 
 def test_at_the_first_epochs_begin_it_is_refused_before_any_work():
     model = model_of()
-    change = Begins(lambda: model[0].requires_grad_(False), 0)
-    with pytest.raises(
-        ValueError, match=r"its callback, in on_epoch_begin, set requires_grad of parameter '0\.weight'"
-    ):
+    change = Calls(lambda: model[0].requires_grad_(False), "on_epoch_begin")
+    text = r"its callback, in on_epoch_begin, set requires_grad of parameter '0\.weight'"
+    with pytest.raises(ValueError, match=text):
         train(task_of(model, change))
 
 
@@ -185,10 +188,8 @@ def test_weights_may_be_written_before_the_first_epoch():
     model = model_of()
     with torch.no_grad():
         model[0].weight.zero_()
-    expected = model_of()
-    train(task_of(model, Begins(lambda: model.load_state_dict(expected.state_dict()), 0)))
-    _, state = expected_of()
-    assert all(torch.equal(value, zoo.state(model)[name]) for name, value in state.items())
+    load = Calls(lambda: model.load_state_dict(model_of().state_dict()), "on_epoch_begin")
+    assert_as_plain(train(task_of(model, load))["a"], model)
 
 
 def test_a_module_that_is_no_sequential_is_watched_itself():
@@ -202,8 +203,7 @@ def test_a_module_that_is_no_sequential_is_watched_itself():
 
     model = Net()
     change = Calls(lambda: setattr(model, "b", nn.Linear(8, 3)))
-    task = task_of(model, change, partitioner=Presharded([1, 2]))
-    report = train(task, task_of(model_of(), name="b"))["a"]
+    report = trained_beside_another(model, change, partitioner=Presharded([1, 2]))
     assert "changed which modules the model (Net) has" in report.error
 
 
@@ -264,26 +264,22 @@ WRITES = {
 def test_writes_are_seen_whatever_goes_on(what, options):
     change, text = WRITES[what]
     model = model_of()
-    report = train(task_of(model, Calls(lambda: change(model)), **options), task_of(other := model_of(), name="b"))
-    assert report["a"].status == "failed"
-    assert text in report["a"].error
-    expected, state = expected_of()
-    assert report["b"].losses == expected.losses
-    assert all(torch.equal(value, zoo.state(other)[name]) for name, value in state.items())
+    report = trained_beside_another(model, Calls(lambda: change(model)), **options)
+    assert report.status == "failed"
+    assert text in report.error
 
 
 def test_writes_through_numpy_are_seen_in_small_models():
     model = model_of()
-    change = Calls(lambda: model[0].weight.detach().numpy().put(11, 3.0))
-    report = train(task_of(model, change), task_of(model_of(), name="b"))
-    assert "wrote to the memory of parameter '0.weight'" in report["a"].error
+    report = trained_beside_another(model, Calls(lambda: model[0].weight.detach().numpy().put(11, 3.0)))
+    assert "wrote to the memory of parameter '0.weight'" in report.error
 
 
 def test_writes_through_numpy_are_seen_wherever_they_are():
     model = nn.Sequential(nn.Linear(8, 4000), nn.Tanh(), nn.Linear(4000, 8), nn.Linear(8, 3))
     change = Calls(lambda: model[2].weight.detach().numpy()[:, 3999].__setitem__(6, 3.0))
-    report = train(task_of(model, change), task_of(model_of(), name="b"))
-    assert "wrote to the memory of parameter '2.weight'" in report["a"].error
+    report = trained_beside_another(model, change)
+    assert "wrote to the memory of parameter '2.weight'" in report.error
 
 
 def test_new_memory_is_seen_while_an_optimizer_may_give_others():
@@ -292,9 +288,8 @@ def test_new_memory_is_seen_while_an_optimizer_may_give_others():
 
     model = model_of()
     change = Calls(lambda: set_data(model[0].weight, torch.ones(8, 8)))
-    task = task_of(model, change, optimizer=Own, early_release=True)
-    report = train(task, task_of(model_of(), name="b"))
-    assert "gave parameter '0.weight' other memory (.data)" in report["a"].error
+    report = trained_beside_another(model, change, optimizer=Own, early_release=True)
+    assert "gave parameter '0.weight' other memory (.data)" in report.error
 
 
 def test_a_callback_may_call_what_it_has_compiled():
@@ -327,11 +322,8 @@ def test_a_callback_may_write_to_all_else():
     orchestra = ModelOrchestrator([task_of(model, Averages())], devices=[EmulatedDevice("1MiB")])
     orchestra.verbose = 0
     report = orchestra.train_models()
-    expected, state = expected_of()
     for name, trained in (("a", model), ("b", added.model)):
-        assert report.tasks[name].losses == expected.losses, report.tasks[name].error
-        found = zoo.state(trained)
-        assert all(torch.equal(value, found[key]) for key, value in zip(found, state.values(), strict=True))
+        assert_as_plain(report.tasks[name], trained)
 
 
 LOOKS = {
@@ -372,28 +364,19 @@ def test_what_only_looks_changes_nothing(what, options):
             LOOKS[what](model, x)
 
     report = train(task_of(model, Looks(), **options), num_devices=2)["a"]
-    expected, state = expected_of(accumulation_steps=options.get("accumulation_steps", 1))
     assert (report.status, report.error) == ("finished", None)
-    assert report.losses == expected.losses
-    assert all(torch.equal(value, zoo.state(model)[name]) for name, value in state.items())
+    assert_as_plain(report, model, accumulation_steps=options.get("accumulation_steps", 1))
 
 
 def test_buffers_in_a_callback_are_those_of_its_step():
-    model, seen = model_of(), []
+    model, plain, seen, found = model_of(), model_of(), [], []
 
     class Keeps(Callback):
         def on_step(self, report):
-            seen.append({name: value.clone() for name, value in model.state_dict().items()})
+            seen.append(copy.deepcopy(model.state_dict()))
 
     train(task_of(model, Keeps()))
-    plain, found = model_of(), []
-
-    def keep():
-        found.append({name: value.clone() for name, value in plain.state_dict().items()})
-
-    with torch.random.fork_rng():
-        reference.train(plain, F.cross_entropy, batches(), seed=0, lr=0.1, epochs=EPOCHS, on_step=keep)
-    assert len(seen) == len(found)
+    plainly(plain, on_step=lambda: found.append(copy.deepcopy(plain.state_dict())))
     for mine, expected in zip(seen, found, strict=True):
         assert all(torch.equal(value, expected[name]) for name, value in mine.items())
 
@@ -408,7 +391,7 @@ def test_after_its_end_the_model_is_its_users():
         with torch.no_grad():
             model[0].weight.zero_()
 
-    report = train(task_of(model, Calls(change, hook="on_task_end")))["a"]
+    report = train(task_of(model, Calls(change, "on_task_end")))["a"]
     assert report.status == "finished"
     assert not model[0].weight.any()
 
@@ -432,22 +415,15 @@ def test_a_rate_that_a_callback_sets_holds_from_the_next_step_on():
         made.append(torch.optim.SGD(params, lr=lr, momentum=0.9))
         return made[-1]
 
-    class Sets(Callback):
-        def on_step(self, report):
-            made[-1].param_groups[0]["lr"] *= 0.5
-
-    model, plain = model_of(), model_of()
-    report = train(task_of(model, Sets(), optimizer=factory), num_devices=2)["a"]
-
-    def halve():
+    def halve(*_):
         made[-1].param_groups[0]["lr"] *= 0.5
 
-    with torch.random.fork_rng():
-        expected = reference.train(
-            plain, F.cross_entropy, batches(), seed=0, lr=0.1, epochs=EPOCHS, optimizer=factory, on_step=halve
-        )
-    assert report.losses == expected.losses
-    assert all(torch.equal(value, zoo.state(model)[name]) for name, value in zoo.state(plain).items())
+    class Sets(Callback):
+        on_step = halve
+
+    model = model_of()
+    report = train(task_of(model, Sets(), optimizer=factory), num_devices=2)["a"]
+    assert_as_plain(report, model, optimizer=factory, on_step=halve)
 
 
 class TestModelWatch:
