@@ -4,7 +4,7 @@ import copy
 import math
 import random
 from collections import Counter
-from itertools import chain, pairwise
+from itertools import chain, cycle, islice, pairwise
 
 import pytest
 import torch
@@ -116,14 +116,14 @@ def same(a, b):
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_each_sample_is_given_once_per_pass_at_any_sizes(length, sizes, shuffle):
     loader = adaptive(Numbers(length), 4, shuffle=shuffle)
-    found, k = [], 0
+    found, asked = [], cycle(sizes)
     while len(found) < 3 * length:
-        [batch] = batches(loader, sizes[k % len(sizes)])
-        k += 1
+        size = next(asked)
+        [batch] = batches(loader, size)
         found += batch
         begun = (len(found) - 1) // length * length  # of the pass that the batch is of
         assert len(found) - len(batch) >= begun
-        assert len(batch) == sizes[(k - 1) % len(sizes)] or len(found) % length == 0
+        assert len(batch) == size or len(found) % length == 0
     passes = [found[i : i + length] for i in range(0, 3 * length, length)]
     assert all(sorted(each) == list(range(length)) for each in passes)
     assert (passes[0] != passes[1]) == shuffle
@@ -439,13 +439,11 @@ def test_states_share_one_order_and_plain_values():
 
 
 def test_the_state_of_a_sampler_s_generator_is_kept():
-    def made():
-        generator = torch.Generator().manual_seed(1)
-        return adaptive(Numbers(20), sampler=RandomSampler(range(20), generator=generator))
-
-    loader = made()
+    loader, other = (
+        adaptive(Numbers(20), sampler=RandomSampler(range(20), generator=torch.Generator().manual_seed(1)))
+        for _ in range(2)
+    )
     next(iter(loader))
-    other = made()
     next(iter(other)), next(iter(other)), next(iter(other), None)
     other.load_state_dict(loader.state_dict())
     assert [*loader, *loader] == [*other, *other]
@@ -482,14 +480,9 @@ def test_epochs_are_counted_to_the_last():
 
 def test_epochs_go_on_after_a_restart_within_one():
     loader = adaptive(Numbers(30))
-    found = []
-    for epoch in remaining_epochs_until(3, loader):
-        for batch in loader:
-            found.append((epoch, batch))
-            if len(found) == 4:
-                break
-        if len(found) == 4:
-            break
+    given = ((epoch, batch) for epoch in remaining_epochs_until(3, loader) for batch in loader)
+    found = list(islice(given, 4))
+    given.close()
     loader = restarted(loader)
     found += [(epoch, batch) for epoch in remaining_epochs_until(3, loader) for batch in loader]
     assert found == [(epoch, batch) for epoch in range(3) for batch in span(0, 10, 20, 30)]

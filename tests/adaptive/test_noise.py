@@ -60,8 +60,7 @@ def test_estimates_are_unbiased_for_unequal_micro_batches(sizes):
     weights = np.array(sizes) / sum(sizes)
     means = np.einsum("sng,n->sg", gradients, weights)
     # Estimates are linear in the norms: mean norms give the mean of all steps' estimates.
-    micro = (gradients**2).sum(2).mean(0)
-    total = (means**2).sum(1).mean()
+    micro, total = (gradients**2).sum(2).mean(0), (means**2).sum(1).mean()
     noise = GradientNoiseScale(initial)
     assert noise.update(list(sizes), micro[:, None].tolist(), [total])
     assert noise.sqr == pytest.approx([true @ true], rel=0.02)
@@ -228,18 +227,18 @@ def rosenbrock(point, rng, num_samples, spread):
     return np.array([-2 * (1 - x) * first - 2 * x * valley, valley])
 
 
-def train(num_samples, lr=0.001, spread=0.2, initial=2):
+def train(num_samples):
     """Train with AdaScale from (1, 1.5) until both numbers are within 0.01 of the minimum at (1, 1)."""
     rng = np.random.default_rng(7)
-    noise = GradientNoiseScale(initial, num_groups=2)
+    noise = GradientNoiseScale(2, num_groups=2)
     point, progress, factors = np.array([1.0, 1.5]), 0.0, []
     micro = num_samples // 2
     while np.abs(point - 1).max() > 0.01 and len(factors) < 20_000:
-        gradients = [rosenbrock(point, rng, micro, spread) for _ in range(2)]
+        gradients = [rosenbrock(point, rng, micro, spread=0.2) for _ in range(2)]
         mean = sum(gradients) / 2
         factors.append(AdaScale().factors(noise, num_samples, progress))
         progress += noise.gain(num_samples)
-        point = point - lr * np.array(factors[-1]) * mean
+        point = point - 0.001 * np.array(factors[-1]) * mean
         noise.update([micro, micro], [(each**2).tolist() for each in gradients], (mean**2).tolist())
     assert np.abs(point - 1).max() <= 0.01
     return len(factors), progress, np.array(factors), noise
@@ -267,8 +266,7 @@ def test_more_noise_makes_a_larger_batch_worth_more():
         rng = np.random.default_rng(1)
         noise = GradientNoiseScale(2)
         for _ in range(200):
-            gradients = [rosenbrock((0.5, 0.6), rng, 1, spread) for _ in range(2)]
-            add(noise, gradients)
+            add(noise, [rosenbrock((0.5, 0.6), rng, 1, spread) for _ in range(2)])
         gains.append(noise.gain(8))
     assert gains == sorted(gains)
     assert gains[0] == pytest.approx(1.0, abs=0.01)

@@ -9,8 +9,7 @@ from hydra_engine.adaptive.norms import CPU_BLOCK
 
 def test_squares_of_all_tensors_are_added():
     found = square_norms([torch.tensor([3.0, 4.0]), torch.tensor([[1.0], [2.0]]), torch.tensor(2.0)])
-    assert found.shape == ()
-    assert found.dtype == torch.float64
+    assert (found.shape, found.dtype) == ((), torch.float64)
     assert found.item() == pytest.approx(34, rel=1e-6)
 
 
@@ -31,9 +30,7 @@ def test_dtypes_may_be_mixed():
 
 
 def test_sparse_duplicates_are_added_before_they_are_squared():
-    sparse = torch.sparse_coo_tensor(
-        torch.tensor([[0, 2, 2]]), torch.tensor([[1.0, 1.0], [1.0, 0.0], [2.0, 0.0]]), (4, 2)
-    )
+    sparse = torch.sparse_coo_tensor([[0, 2, 2]], [[1.0, 1.0], [1.0, 0.0], [2.0, 0.0]], (4, 2))
     assert square_norms([sparse, torch.ones(1)]).item() == pytest.approx(12, rel=1e-6)
     assert square_norms([sparse]).item() == pytest.approx(sparse.to_dense().square().sum().item(), rel=1e-6)
 

@@ -18,21 +18,26 @@ def throughput(parameters, devices, micro_batch, extra, nodes=1):
     )
 
 
-def timed(parameters, shapes):
-    model = ThroughputModel(parameters)
-    found = []
-    for devices, micro, extra in shapes:
-        seconds = model.seconds(devices=devices, micro_batch=micro, accumulation_steps=extra)
-        found.append(StepTime(devices=devices, micro_batch=micro, accumulation_steps=extra, seconds=seconds))
-    return found
+ALL_SHAPES = list(itertools.product((1, 2, 3, 4), (8, 32, 128), (0, 2)))
+
+
+def step_of(devices, micro_batch, accumulation_steps, seconds=1.0, **options):
+    shape = {"devices": devices, "micro_batch": micro_batch, "accumulation_steps": accumulation_steps}
+    return StepTime(**shape, seconds=seconds, **options)
 
 
 def predicted(model, step):
     return model.seconds(devices=step.devices, micro_batch=step.micro_batch, accumulation_steps=step.accumulation_steps)
 
 
-def all_shapes(devices=(1, 2, 3, 4)):
-    return list(itertools.product(devices, (8, 32, 128), (0, 2)))
+def timed(parameters, shapes):
+    model = ThroughputModel(parameters)
+    return [replace(step, seconds=predicted(model, step)) for step in itertools.starmap(step_of, shapes)]
+
+
+def assert_meets(model, steps, **tolerance):
+    for step in steps:
+        assert predicted(model, step) == pytest.approx(step.seconds, **tolerance)
 
 
 def test_throughput_is_that_of_the_published_numbers():
@@ -83,25 +88,21 @@ def test_very_short_exchanges_do_not_underflow():
 
 @pytest.mark.parametrize("parameters", [PUBLISHED, SLOW_EXCHANGE], ids=["fast", "slow"])
 def test_a_fit_finds_the_seconds_of_steps_that_it_has_not_seen(parameters):
-    model = ThroughputModel.fit(timed(parameters, all_shapes()))
-    for step in timed(parameters, itertools.product((1, 2, 3, 4), (16, 64, 256), (0, 1, 5))):
-        assert predicted(model, step) == pytest.approx(step.seconds, rel=0.02)
+    model = ThroughputModel.fit(timed(parameters, ALL_SHAPES))
+    unseen = itertools.product((1, 2, 3, 4), (16, 64, 256), (0, 1, 5))
+    assert_meets(model, timed(parameters, unseen), rel=0.02)
     assert model.parameters.a_c == pytest.approx(parameters.a_c, rel=0.05)
     assert model.parameters.b_c == pytest.approx(parameters.b_c, rel=0.02)
 
 
 def test_a_fit_of_noisy_times_is_near():
-    rng = random.Random(4)
-    steps = [
-        replace(step, seconds=step.seconds * rng.gauss(1, 0.03)) for step in 4 * timed(SLOW_EXCHANGE, all_shapes())
-    ]
-    model = ThroughputModel.fit(steps)
-    for step in timed(SLOW_EXCHANGE, all_shapes()):
-        assert predicted(model, step) == pytest.approx(step.seconds, rel=0.05)
+    rng, steps = random.Random(4), timed(SLOW_EXCHANGE, ALL_SHAPES)
+    noisy = [replace(step, seconds=step.seconds * rng.gauss(1, 0.03)) for step in 4 * steps]
+    assert_meets(ThroughputModel.fit(noisy), steps, rel=0.05)
 
 
 def test_equal_observations_give_equal_models():
-    steps = timed(SLOW_EXCHANGE, all_shapes())
+    steps = timed(SLOW_EXCHANGE, ALL_SHAPES)
     assert ThroughputModel.fit(steps).parameters == ThroughputModel.fit(steps).parameters
 
 
@@ -129,8 +130,7 @@ def test_steps_on_one_number_of_devices_say_nothing_of_the_exchange():
 def test_three_observations_tell_the_exchange_of_two_devices():
     steps = timed(SLOW_EXCHANGE, [(1, 8, 0), (1, 64, 0), (2, 64, 0)])
     model = ThroughputModel.fit(steps)
-    for step in steps:
-        assert predicted(model, step) == pytest.approx(step.seconds, rel=2e-3)
+    assert_meets(model, steps, rel=2e-3)
     assert model.parameters.a_r > 0
     assert (model.parameters.b_r, model.parameters.gamma) == (0, 1)
 
@@ -139,19 +139,15 @@ def test_three_observations_tell_the_exchange_of_two_devices():
 def test_few_random_observations_give_finite_seconds_of_the_right_size(count):
     rng = random.Random(count)
     for _ in range(4):
-        shapes = rng.sample(all_shapes(), count)
-        steps = timed(SLOW_EXCHANGE, shapes)
+        steps = timed(SLOW_EXCHANGE, rng.sample(ALL_SHAPES, count))
         model = ThroughputModel.fit(steps)
         assert min(vars(model.parameters).values()) >= 0
-        for step in steps:
-            assert predicted(model, step) == pytest.approx(step.seconds, rel=0.3)
+        assert_meets(model, steps, rel=0.3)
 
 
 def test_a_heavier_observation_counts_more():
-    light = StepTime(devices=1, micro_batch=8, accumulation_steps=0, seconds=1.0)
-    heavy = StepTime(devices=1, micro_batch=8, accumulation_steps=0, seconds=2.0, weight=99.0)
-    model = ThroughputModel.fit([light, heavy])
-    assert predicted(model, light) == pytest.approx(2**0.99, rel=1e-3)
+    light, heavy = step_of(1, 8, 0, seconds=1.0), step_of(1, 8, 0, seconds=2.0, weight=99.0)
+    assert predicted(ThroughputModel.fit([light, heavy]), light) == pytest.approx(2**0.99, rel=1e-3)
 
 
 def test_steps_that_wait_for_transfers_leave_room_for_accumulation():
@@ -180,16 +176,8 @@ def test_steps_that_wait_for_transfers_leave_room_for_accumulation():
         (lambda: throughput(PUBLISHED, 1, 1, 0, 2), ValueError, "nodes: 2, limit: 1, as many as devices; give fewer"),
         (lambda: ThroughputModel.fit([]), ValueError, "observations: none, limit: at least 1; time a step first"),
         (lambda: ThroughputModel.fit(timed(PUBLISHED, [(1, 1, 0)]), load_s=-1.0), ValueError, "load_s: -1.0, limit:"),
-        (
-            lambda: StepTime(devices=1, micro_batch=1, accumulation_steps=0, seconds=0.0),
-            ValueError,
-            "seconds: 0, limit: more than 0; leave the step out",
-        ),
-        (
-            lambda: StepTime(devices=1, micro_batch=1, accumulation_steps=0, seconds=float("inf")),
-            ValueError,
-            "seconds: inf, limit: finite",
-        ),
+        (lambda: step_of(1, 1, 0, seconds=0.0), ValueError, "seconds: 0, limit: more than 0; leave the step out"),
+        (lambda: step_of(1, 1, 0, seconds=float("inf")), ValueError, "seconds: inf, limit: finite"),
     ],
 )
 def test_bad_numbers_are_refused(call, error, why):
