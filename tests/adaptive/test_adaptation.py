@@ -29,14 +29,10 @@ def adaptation(most=1024, *, initial=INITIAL, replay=(), steps_per_epoch=None, n
     return found
 
 
-def sizes_of(choice):
-    number, extra = divmod(choice.batch_size, choice.micro_batches)
-    return [float(number + (m < extra)) for m in range(choice.micro_batches)]
-
-
 def measures(choice, *, sqr=1.0, var=100.0):
     """Norms of a step as they are in the mean: `sqr` of the gradient, `var` of one sample's noise."""
-    sizes = sizes_of(choice)
+    number, extra = divmod(choice.batch_size, choice.micro_batches)
+    sizes = [float(number + (m < extra)) for m in range(choice.micro_batches)]
     return StepMeasures(tuple(sizes), tuple((sqr + var / size,) for size in sizes), (sqr + var / sum(sizes),))
 
 
@@ -336,11 +332,9 @@ def test_a_choice_that_makes_no_sense_is_refused(change):
 
 
 def test_a_record_of_other_groups_is_refused():
-    choices = [StepChoice(step=0, batch_size=32, micro_batches=2, factors=(1.0, 2.0))]
-    with pytest.raises(
-        ValueError, match=r"^replay: step 0 has factors for 2 parameter groups, limit: the optimizer's 1"
-    ):
-        adaptation(replay=choices)
+    message = r"^replay: step 0 has factors for 2 parameter groups, limit: the optimizer's 1"
+    with pytest.raises(ValueError, match=message):
+        adaptation(replay=[replace(CHOICES[0], factors=(1.0, 2.0))])
 
 
 # -- progress
@@ -389,9 +383,8 @@ def test_a_state_goes_on_where_it_was_saved():
 
 def test_one_micro_batch_tells_nothing_and_nor_does_what_is_not_finite():
     found = adaptation()
-    alone = StepChoice(step=0, batch_size=32, micro_batches=1)
-    assert not found.measured(measures(alone))
-    pair = StepChoice(step=0, batch_size=32, micro_batches=2)
+    pair = CHOICES[0]
+    assert not found.measured(measures(replace(pair, micro_batches=1)))
     for bad in (math.inf, math.nan):
         assert not found.measured(measures(pair)._replace(total=(bad,)))
     assert found.measured(measures(pair))
@@ -400,5 +393,4 @@ def test_one_micro_batch_tells_nothing_and_nor_does_what_is_not_finite():
 def test_a_rule_may_be_any():
     found = Adaptation(Autoscale(max_batch_size=64), INITIAL)
     found.begin(LinearScale(), 2)
-    choice = StepChoice(step=0, batch_size=64, micro_batches=2)
-    assert found.factored(choice).factors == (2.0, 2.0)
+    assert found.factored(replace(CHOICES[0], batch_size=64)).factors == (2.0, 2.0)
