@@ -31,21 +31,8 @@ def test_a_sweep(tmp_path, capsys):
     ],
 )
 def test_trials_that_wait_on_disk(tmp_path, options, states):
-    folder = str(tmp_path)
-    command = [
-        "sweep",
-        BUILD,
-        "--trials",
-        "3",
-        "--devices",
-        "1MiB",
-        "--checkpoint-dir",
-        folder,
-        "--seed",
-        "1",
-        *options,
-    ]
-    assert main(command) == 0
+    command = ["sweep", BUILD, "--trials", "3", "--devices", "1MiB", "--seed", "1", *options]
+    assert main([*command, "--checkpoint-dir", str(tmp_path)]) == 0
     study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path / 'study.db'}")
     assert sorted(trial.state.name for trial in study.trials) == states
 

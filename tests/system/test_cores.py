@@ -147,12 +147,8 @@ def test_optimizer_threads_leave_cores_to_devices_and_loaders(num_devices, intra
 def test_where_devices_have_kernels_of_their_own_updates_leave_them_cores(
     num_devices, intra_op_threads, optimizer_threads, expected
 ):
-    found = host_threads(
-        intra_op_threads=intra_op_threads,
-        device_nodes=[None] * num_devices,
-        optimizer_threads=optimizer_threads,
-        computes_here=False,
-    )
+    settings = {"intra_op_threads": intra_op_threads, "optimizer_threads": optimizer_threads}
+    found = host_threads(device_nodes=[None] * num_devices, computes_here=False, **settings)
     assert (found.optimizer_threads, found.optimizer_intra_op_threads) == expected
     assert found.intra_op_threads == intra_op_threads
 
@@ -196,7 +192,7 @@ def test_threads_print_as_one_line(settings, text):
     assert str(host_threads(**settings)) == text
 
 
-REMEDY = "give one of these, or None to leave the threads to the system"
+NODES = "0, 1; give one of these, or None to leave the threads to the system"
 
 
 @pytest.mark.parametrize(
@@ -206,16 +202,8 @@ REMEDY = "give one of these, or None to leave the threads to the system"
         ({"optimizer_threads": -2}, ValueError, "optimizer_threads: -2, limit: at least 1; "),
         ({"optimizer_threads": "2"}, TypeError, "optimizer_threads: '2', limit: an int of at least 1; "),
         ({"optimizer_threads": True}, TypeError, "optimizer_threads: True, limit: an int of at least 1; "),
-        (
-            {"numa_node": 2},
-            ValueError,
-            f"numa_node: 2, limit: the nodes whose cores this process may use: 0, 1; {REMEDY}",
-        ),
-        (
-            {"numa_node": 1.0},
-            TypeError,
-            f"numa_node: 1.0, limit: an int, of the nodes this process may use: 0, 1; {REMEDY}",
-        ),
+        ({"numa_node": 2}, ValueError, f"numa_node: 2, limit: the nodes whose cores this process may use: {NODES}"),
+        ({"numa_node": 1.0}, TypeError, f"numa_node: 1.0, limit: an int, of the nodes this process may use: {NODES}"),
         ({"numa_node": False}, TypeError, "numa_node: False, limit: an int"),
     ],
 )
@@ -244,18 +232,13 @@ def first_core():
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
 def test_bound_thread_has_its_cores_again(first_core, error):
     before, seen = os.sched_getaffinity(0), []
-
-    def work():
-        with bound(first_core):
-            thread = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
-            thread.start()
-            thread.join()
-            seen.append(os.sched_getaffinity(0))
-            if error is not None:
-                raise error
-
-    with nullcontext() if error is None else pytest.raises(error):
-        work()
+    with nullcontext() if error is None else pytest.raises(error), bound(first_core):
+        thread = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+        thread.start()
+        thread.join()
+        seen.append(os.sched_getaffinity(0))
+        if error is not None:
+            raise error
     assert seen == [first_core, first_core]
     assert os.sched_getaffinity(0) == before
 
@@ -366,8 +349,8 @@ def task_of(model, **options):
     return ModelTask(model, F.cross_entropy, batches(), 0.1, **options)
 
 
-def orchestra_of(*tasks, optimizer_threads=None, numa_node=None):
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("1MiB")])
+def orchestra_of(*tasks, optimizer_threads=None, numa_node=None, **options):
+    orchestra = ModelOrchestrator(tasks, **{"devices": [EmulatedDevice("1MiB")], **options})
     orchestra.verbose, orchestra.optimizer_threads, orchestra.numa_node = 0, optimizer_threads, numa_node
     return orchestra
 
@@ -447,10 +430,8 @@ def test_caller_has_its_cores_again_after_errors(two_nodes, error):
         def key(self, *_):
             raise error("boom")
 
-    orchestra = ModelOrchestrator([task_of(model_of())], devices=[EmulatedDevice("1MiB")], policy=Boom())
-    orchestra.verbose, orchestra.numa_node = 0, 0
     with pytest.raises(error, match="boom"):
-        orchestra.train_models()
+        orchestra_of(task_of(model_of()), numa_node=0, policy=Boom()).train_models()
 
 
 @pytest.mark.usefixtures("undisturbed", "two_nodes")
@@ -468,9 +449,8 @@ def test_caller_has_its_cores_again_after_ctrl_c():
 
 @pytest.mark.usefixtures("undisturbed")
 def test_caller_has_its_cores_again_where_planning_fails(two_nodes):
-    orchestra = orchestra_of(task_of(nn.Sequential(nn.Linear(WIDTH + 1, 3))), numa_node=0)
     with pytest.raises(RuntimeError, match="shapes"):
-        orchestra.generate()
+        orchestra_of(task_of(nn.Sequential(nn.Linear(WIDTH + 1, 3))), numa_node=0).generate()
 
 
 @pytest.mark.parametrize("what", ["generate", "train_models", "evaluate", "predict"])
@@ -505,8 +485,7 @@ def test_attached_device_is_stated():
         def numa_node(self):
             return 1
 
-    orchestra = ModelOrchestrator([task_of(model_of())], devices=[EmulatedDevice("1MiB"), Attached("1MiB")])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(task_of(model_of()), devices=[EmulatedDevice("1MiB"), Attached("1MiB")])
     assert str(orchestra.generate()).endswith("; device 1 is attached to node 1")
     assert EmulatedDevice("1MiB").numa_node() is None
 
@@ -524,9 +503,8 @@ def test_as_many_threads_update_at_once_as_are_set(monkeypatch):
 def test_bits_do_not_depend_on_the_optimizer_threads(optimizer_threads):
     models = [model_of() for _ in range(2)]
     options = {"optimizer": torch.optim.AdamW, "max_grad_norm": 0.5}
-    report = orchestra_of(
-        *(task_of(model, **options) for model in models), optimizer_threads=optimizer_threads
-    ).train_models()
+    tasks = [task_of(model, **options) for model in models]
+    report = orchestra_of(*tasks, optimizer_threads=optimizer_threads).train_models()
     plain = model_of()
     losses = reference.train(plain, F.cross_entropy, batches(), seed=0, lr=0.1, **options).losses
     for model, task in zip(models, report.tasks.values(), strict=True):

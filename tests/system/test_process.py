@@ -26,11 +26,8 @@ child.join()
 
 def command_of(*arguments, **settings):
     """What a new process says of its own command."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=True, **settings
-    )
-    return json.loads(done.stdout)
+    settings |= {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
+    return json.loads(subprocess.run([sys.executable, *arguments], check=True, **settings).stdout)
 
 
 @pytest.fixture
@@ -40,11 +37,9 @@ def script(tmp_path):
 
 
 def test_command_of_a_script(script):
-    found = command_of("-u", "train.py", "--lr", "1e-3", "two words", cwd=script)
-    assert found == {
-        "argv": [sys.executable, "-u", "train.py", "--lr", "1e-3", "two words"],
-        "cwd": str(script.resolve()),
-    }
+    arguments = ["-u", "train.py", "--lr", "1e-3", "two words"]
+    found = command_of(*arguments, cwd=script)
+    assert found == {"argv": [sys.executable, *arguments], "cwd": str(script.resolve())}
 
 
 def test_command_is_relative_to_where_the_process_began(script, tmp_path):
