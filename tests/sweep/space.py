@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import Callback, EmulatedDevice, ModelTask, stream_seed
+from hydra_engine.sweep import Sweep
 from tests import reference
 
 STEPS, EPOCHS = 4, 3
@@ -50,6 +51,13 @@ def build(trial, *callbacks, **options):
     )
 
 
+def sweep_of(build_task=build, **options):
+    """A sweep of two trials at a time on one device, which prints nothing."""
+    sweep = Sweep(build_task, **{"parallel": 2, "devices": [EmulatedDevice(size) for size in DEVICES], **options})
+    sweep.verbose = 0
+    return sweep
+
+
 def plain(trial, *, max_steps=None, sweep_seed=0):
     """The trial alone, in plain PyTorch: its losses, its validation losses, and its model."""
     torch.manual_seed(stream_seed(sweep_seed, trial.number, 0))
@@ -86,6 +94,27 @@ def keeping(kept):
     return build_and_keep
 
 
+class First(Callback):
+    """Notes the first step of each trial that takes one, by its number."""
+
+    def __init__(self, number, steps):
+        self.number, self.steps = number, steps
+
+    def on_step(self, report):
+        self.steps.setdefault(self.number, report.steps)
+
+
+class Interrupt(Callback):
+    """Interrupts the process, as Ctrl-C does, at a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, report):
+        if report.steps == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 class Kill(Callback):
     """Kills the process, as SIGKILL does, at a step of one trial, once."""
 
@@ -113,8 +142,6 @@ def study_in(folder):
 
 def main(folder, number, step):
     """A sweep of 6 trials that is killed at a step of one of them; notes each trial that it builds."""
-    from hydra_engine.sweep import Sweep
-
     torch.set_num_threads(1)
     folder = Path(folder)
 
@@ -123,15 +150,8 @@ def main(folder, number, step):
             print(trial.number, file=file)
         return build(trial, *([Kill(int(step), folder / "killed")] if trial.number == int(number) else []))
 
-    Sweep(
-        build_or_kill,
-        study=study_in(folder),
-        num_trials=6,
-        parallel=2,
-        devices=[EmulatedDevice(size) for size in DEVICES],
-        checkpoint_dir=folder / "sweep",
-        checkpoint_every=2,
-    ).run()
+    options = {"num_trials": 6, "checkpoint_dir": folder / "sweep", "checkpoint_every": 2}
+    sweep_of(build_or_kill, study=study_in(folder), **options).run()
 
 
 if __name__ == "__main__":

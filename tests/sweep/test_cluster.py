@@ -3,7 +3,6 @@
 import faulthandler
 import itertools
 import os
-import signal
 import sys
 import threading
 import warnings
@@ -18,7 +17,7 @@ from hydra_engine.sweep.cluster import Handout, NodeTrials
 from hydra_engine.sweep.objective import Objective
 from hydra_engine.sweep.search import Search, SearchSettings
 from hydra_engine.sweep.study import Trials
-from tests.sweep.space import DEVICES, STEPS, build, plain
+from tests.sweep.space import STEPS, First, Interrupt, build, plain, sweep_of
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -39,7 +38,7 @@ def settings_of(build_task=build):
         objective=Objective.parse(None),
         parallel=2,
         dram_bytes=None,
-        devices=[EmulatedDevice(size) for size in DEVICES],
+        devices=[EmulatedDevice("1MiB")],
         policy="sharded-lrtf",
         checkpoint_every=1,
         seed=0,
@@ -76,11 +75,7 @@ def test_a_node_trains_what_it_is_given_with_the_bits_of_plain_pytorch():
     study = new_study()
     train_as("node-a", Handout(Trials(study, "mine", 4)))
     assert_once_each(study, 4)
-    local = new_study()
-    sweep = Sweep(build, study=local, num_trials=4, devices=[EmulatedDevice(size) for size in DEVICES])
-    sweep.verbose = 0
-    sweep.run()
-    assert outcomes(study) == outcomes(local)
+    assert outcomes(study) == outcomes(sweep_of(study=new_study(), num_trials=4).run())
 
 
 def test_a_trial_of_a_node_asks_the_callers():
@@ -96,20 +91,9 @@ def test_a_trial_of_a_node_asks_the_callers():
         trial.suggest_all("width")
 
 
-class Vanish(Callback):
-    """Ends the node of a trial at a step, as far as the caller can tell."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step(self, report):
-        if report.steps == self.step:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def vanishing(trial):
-    """Trial 1 ends its node."""
-    return build(trial, *([Vanish(STEPS + 2)] if trial.number == 1 else []))
+    """Trial 1 ends its node, as far as the caller can tell."""
+    return build(trial, *([Interrupt(STEPS + 2)] if trial.number == 1 else []))
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -123,16 +107,8 @@ def test_a_node_that_dies_gives_its_trials_back(tmp_path, is_shared):
     assert 1 in begun
     assert handout.give_back("node-a") == begun
     assert trials.num_waiting == len(begun)
-    first = {}
-
-    class First(Callback):
-        def __init__(self, number):
-            self.number = number
-
-        def on_step(self, report):
-            first.setdefault(self.number, report.steps)
-
-    train_as("node-b", handout, lambda trial: build(trial, First(trial.number)), tmp_path / ("a" if is_shared else "b"))
+    first, folder = {}, tmp_path / ("a" if is_shared else "b")
+    train_as("node-b", handout, lambda trial: build(trial, First(trial.number, first)), folder)
     assert_once_each(study, 4)
     assert (first[1] > STEPS) == is_shared
 
@@ -273,12 +249,11 @@ def test_twelve_trials_on_three_nodes_of_which_one_is_killed_and_another_comes(n
     import ray
 
     faulthandler.cancel_dump_traceback_later()  # each wait below ends by itself
-    devices = [EmulatedDevice(size) for size in DEVICES]
     study, local = new_study(), new_study()
     for each in (study, local):
         for width, lr in itertools.product((4, 8), (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)):
             each.enqueue_trial({"width": width, "lr": lr})
-    options = {"num_trials": 12, "parallel": 2, "devices": devices}
+    options = {"num_trials": 12, "parallel": 2, "devices": [EmulatedDevice("1MiB")]}
     Sweep(build, study=local, **options).run()
 
     stage = ray.remote(Stage).options(name="stage", num_cpus=0, max_concurrency=4).remote()

@@ -11,20 +11,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hydra_engine import Callback, EmulatedDevice
-from hydra_engine.sweep import Sweep
-from tests.sweep.space import DEVICES, STEPS, build, keeping, plain, study_in
+from hydra_engine import Callback
+from tests.sweep.space import STEPS, First, Interrupt, build, keeping, plain, study_in, sweep_of
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 def sweep_in(folder, build_task=build, **options):
-    devices = [EmulatedDevice(size) for size in DEVICES]
-    options = {"num_trials": 6, "parallel": 2, "checkpoint_every": 2, **options}
-    sweep = Sweep(build_task, devices=devices, checkpoint_dir=folder, **options)
-    sweep.verbose = 0
-    return sweep
+    return sweep_of(build_task, **{"num_trials": 6, "checkpoint_every": 2, "checkpoint_dir": folder, **options})
+
+
+def study_of(folder):
+    return optuna.load_study(study_name="sweep", storage=f"sqlite:///{folder / 'study.db'}")
 
 
 def outcomes(study):
@@ -46,9 +45,8 @@ def assert_as_alone(study):
 @pytest.mark.parametrize(("number", "step"), [(0, 1), (3, 5), (5, 12)])
 def test_killed_it_goes_on_with_each_trial(tmp_path, number, step):
     command = [sys.executable, "-m", "tests.sweep.space", str(tmp_path), str(number), str(step)]
-    first = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    first = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert first.returncode == -signal.SIGKILL, first.stderr
     before = study_in(tmp_path)
     told = [each for each in outcomes(before) if each[1] == "COMPLETE"]
@@ -70,34 +68,18 @@ def test_killed_it_goes_on_with_each_trial(tmp_path, number, step):
 
 
 def test_interrupted_it_goes_on_from_the_checkpoint(tmp_path, capsys):
-    class Interrupt(Callback):
-        def __init__(self, number):
-            self.number = number
-
-        def on_step(self, report):
-            if self.number == 1 and report.steps == STEPS + 1:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    sweep = sweep_in(tmp_path, lambda trial: build(trial, Interrupt(trial.number)))
+    sweep = sweep_in(tmp_path, lambda trial: build(trial, *([Interrupt(STEPS + 1)] if trial.number == 1 else [])))
     sweep.verbose = 1
     with pytest.raises(KeyboardInterrupt):
         sweep.run()
-    before = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    before = study_of(tmp_path)
     interrupted = [trial.number for trial in before.trials if trial.state.name == "RUNNING"]
     assert 1 in interrupted
     assert [trial.number for trial in before.trials if trial.user_attrs.get("interrupted")] == interrupted
     lines = capsys.readouterr().out.splitlines()
     assert [int(line.split()[1][:-1]) for line in lines if "interrupted, goes on" in line] == interrupted
     steps = {}
-
-    class First(Callback):
-        def __init__(self, number):
-            self.number = number
-
-        def on_step(self, report):
-            steps.setdefault(self.number, report.steps)
-
-    study = sweep_in(tmp_path, lambda trial: build(trial, First(trial.number))).run()
+    study = sweep_in(tmp_path, lambda trial: build(trial, First(trial.number, steps))).run()
     assert steps[1] > STEPS
     assert [trial.number for trial in study.trials] == list(range(6))
     assert not any(trial.user_attrs.get("interrupted") for trial in study.trials)
@@ -167,14 +149,9 @@ def test_a_trial_that_ended_before_it_could_be_told_is_told(tmp_path):
     sweep_id = (tmp_path / "sweep.id").read_text().strip()
     for trial in told_trials(told, again):
         trial.set_user_attr("hydra_engine", {"sweep": sweep_id, "trial_id": trial_id(again, trial)})
-    steps = []
-
-    class Count(Callback):
-        def on_step(self, report):
-            steps.append(report.name)
-
-    study = sweep_in(tmp_path, lambda trial: build(trial, Count()), num_trials=2, study=again).run()
-    assert steps == []
+    steps = {}
+    study = sweep_in(tmp_path, lambda trial: build(trial, First(trial.number, steps)), num_trials=2, study=again).run()
+    assert steps == {}
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 2
     for trial in study.trials:
         assert trial.value == plain(trial)[0].validation_losses[-1]
@@ -206,15 +183,14 @@ def test_a_trials_model_comes_back_with_its_weights(tmp_path):
     with pytest.raises(ValueError, match="trial-7 is not in"):
         sweep.model(SimpleNamespace(number=7, params={}))
     with pytest.raises(ValueError, match="nothing was saved; give the sweep a checkpoint_dir"):
-        Sweep(build, devices=[EmulatedDevice("1MiB")]).model(study.best_trial)
+        sweep_of().model(study.best_trial)
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
 @pytest.mark.parametrize("is_own", [False, True])
 def test_killed_as_a_trial_was_asked_for(tmp_path, is_asked, is_own):
     sweep_in(tmp_path, num_trials=1).run()
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-    study = optuna.load_study(study_name="sweep", storage=url)
+    study = study_of(tmp_path)
     mark = {"hydra_engine": {"sweep": (tmp_path / "sweep.id").read_text().strip()}}
     study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.WAITING, user_attrs=mark))
     if is_asked:
