@@ -55,6 +55,7 @@ from hydra_engine.schedule.state import MOST_AHEAD
 from hydra_engine.schedule.units import BACKWARD, FORWARD, Unit, evaluation_chain, training_chain
 
 TRAIN, EVALUATE = True, False
+INSTANT = ("read", "store", "fit", "commit", "update")  # what comes through but what devices compute
 
 
 class FakePart:
@@ -213,7 +214,7 @@ class FakeTask:
 class World:
     """Feeds a scheduler, carries out what it says, and checks it."""
 
-    def __init__(self, policy="sharded-lrtf", *, double_buffer=True, min_devices=1, fairness=None):
+    def __init__(self, policy="sharded-lrtf", *, num_devices=0, double_buffer=True, min_devices=1, fairness=None):
         self.scheduler = Scheduler(
             resolve_policy(policy), double_buffer=double_buffer, min_devices=min_devices, fairness=fairness
         )
@@ -228,12 +229,20 @@ class World:
         self.comes_with_others = lambda: False  # events that come at one time: dispatched together
         self.may_lose = False  # units whose device has failed
         self.story = []  # events and instructions, for a failing test to show
+        for device in range(num_devices):
+            self.add_device(device)
 
     # -- events
 
     def add_task(self, added, batches, num_micro_batches=1):
         self.tasks[added.task] = FakeTask(added, batches, num_micro_batches)
         return self.send(added)
+
+    def begin_task(self, name, num_shards, num_steps=1, **options):
+        """Add a task that trains so many steps, and read its first batch; the task."""
+        self.add_task(task_added(name, num_shards, num_steps=num_steps, **options), [TRAIN] * num_steps)
+        self.read(self.tasks[name])
+        return self.tasks[name]
 
     def add_device(self, device):
         self.running[device] = self.claims[device] = None
@@ -299,6 +308,9 @@ class World:
     def part(self, unit):
         return self.tasks[unit.task].parts[unit.part]
 
+    def claims_of(self, task):
+        return [claim for claim in self.claims.values() if claim is not None and claim.task == task.name]
+
     def compute(self, device, seconds=1.0, *, failed=False):
         unit, self.running[device] = self.running[device], None
         part = self.part(unit)
@@ -323,6 +335,11 @@ class World:
             return self.send(Failed(task.name, error, "a layer", unit))
         part.is_stored(unit)
         return self.send(Stored(unit))
+
+    def run(self, task, device=0):
+        """The task's unit is computed, and what it left is in DRAM; what is said to the latter."""
+        self.compute(device)
+        return self.store(task)
 
     def lose(self, task, part=0):
         """The device of the task's unit has failed under it."""
@@ -439,11 +456,14 @@ class World:
         assert self.claims.pop(device) is None, "nothing is on its way there"
         self.leaving.remove(device)
 
-    def _load(self, instruction, _):
-        device, unit = instruction
+    def check_that_something_may_begin(self, device):
         assert not self.is_paused, "nothing begins while there are too few devices"
         assert device not in self.wanted, "nothing more begins on a device that is wanted"
         assert device not in self.leaving, "nothing more begins on a device that was removed"
+
+    def _load(self, instruction, _):
+        device, unit = instruction
+        self.check_that_something_may_begin(device)
         assert self.claims[device] is None, "a device holds at most one claim"
         assert unit not in self.claims.values(), "a unit is claimed once"
         task, part = self.tasks[unit.task], self.part(unit)
@@ -462,9 +482,7 @@ class World:
     def _run(self, instruction, _):
         device, unit = instruction
         part = self.part(unit)
-        assert not self.is_paused, "nothing begins while there are too few devices"
-        assert device not in self.wanted, "nothing more begins on a device that is wanted"
-        assert device not in self.leaving, "nothing more begins on a device that was removed"
+        self.check_that_something_may_begin(device)
         assert self.claims[device] == unit, "what is run was loaded"
         assert self.running[device] is None, "a device runs one unit"
         found, where = part.next_unit()
@@ -509,8 +527,7 @@ class World:
         assert not task.chain, "the batch before it is committed, or the step starts again"
         assert task.at_rest
         assert not task.updating, "shards are numbered anew: no update of the old ones is under way"
-        held = [claim for claim in self.claims.values() if claim is not None and claim.task == task.name]
-        assert not held, "nothing of the old shards is claimed"
+        assert not self.claims_of(task), "nothing of the old shards is claimed"
         assert instruction.unit == task.misfit
         if instruction.unit is None:
             assert task.ready is not None
@@ -557,8 +574,7 @@ class World:
         assert not task.fitting
         assert not task.updating
         assert task.over or (task.ended and not task.chain and task.ready is None)
-        held = [claim for claim in self.claims.values() if claim is not None and claim.task == task.name]
-        assert not held, "nothing of the task is on a device when it gives its weights back"
+        assert not self.claims_of(task), "nothing of the task is on a device when it gives its weights back"
         assert instruction.is_settled == task.is_settled
         task.finished = True
 
@@ -631,6 +647,11 @@ class World:
                 yield "commit", lambda error=None, task=task: self.commit(task, error)
             for shard in task.updating:
                 yield "update", lambda error=None, task=task, shard=shard: self.update(task, shard, error)
+
+    def settle(self):
+        """All comes through but what devices compute."""
+        while found := next((happens for what, happens in self.under_way() if what in INSTANT), None):
+            found()
 
 
 def task_added(name, num_shards=3, *, seconds=1.0, num_steps=1, **options):
@@ -813,56 +834,38 @@ def test_a_device_that_is_not_here_is_neither_lent_nor_taken_back():
         assert scheduler.handle(event) == []
 
 
-@pytest.mark.parametrize("first_seed", range(0, 150, 50))
-def test_walk_without_failures_trains_every_batch_of_every_task(first_seed):
+# Random walks: the first of each 50 seeds, and what happens in a walk, by its seed.
+WALKS = {
+    "with nothing amiss": (range(0, 150, 50), lambda seed: {}),
+    "with failures": (range(1000, 1200, 50), lambda seed: {"failures": True}),
+    "with stop requests": (range(2000, 2150, 50), lambda seed: {"failures": seed % 2 == 0, "stops": True}),
+    "with batches that do not fit": (
+        range(3000, 3200, 50),
+        lambda seed: {"failures": seed % 3 == 0, "stops": seed % 5 == 0, "misfits": True},
+    ),
+    "with devices that come, go and fail": (range(4000, 4200, 50), lambda seed: {"changes": True}),
+    "with changes of devices and failures of tasks": (
+        range(5000, 5300, 50),
+        lambda seed: {"failures": seed % 2 == 0, "stops": seed % 3 == 0, "misfits": seed % 5 < 2, "changes": True},
+    ),
+}
+
+
+def assert_trained(world):
+    """What goes on has trained all that was read; a task whose loader failed, what was read before."""
+    assert all(task.over or task.num_committed == task.num_begun == task.num_read for task in world.tasks.values())
+
+
+@pytest.mark.parametrize(
+    ("what_happens", "first_seed"), [(name, first) for name, (firsts, _) in WALKS.items() for first in firsts]
+)
+def test_walk_ends_and_trains_every_batch_of_every_task_that_goes_on(what_happens, first_seed):
     for seed in range(first_seed, first_seed + 50):
-        for task in walk(seed).tasks.values():
-            assert not task.batches
-            assert task.num_committed == task.num_begun == task.num_read
-
-
-@pytest.mark.parametrize("first_seed", range(1000, 1200, 50))
-def test_walk_with_failures_ends_and_spares_the_other_tasks(first_seed):
-    for seed in range(first_seed, first_seed + 50):
-        for task in walk(seed, failures=True).tasks.values():
-            if not task.over:  # also a task whose loader failed trains on what was read before
-                assert task.num_committed == task.num_begun == task.num_read
-
-
-@pytest.mark.parametrize("first_seed", range(2000, 2150, 50))
-def test_walk_with_stop_requests_ends(first_seed):
-    for seed in range(first_seed, first_seed + 50):
-        world = walk(seed, failures=seed % 2 == 0, stops=True)
-        for task in world.tasks.values():
-            if not task.over:
-                assert task.num_committed == task.num_begun == task.num_read
-
-
-@pytest.mark.parametrize("first_seed", range(3000, 3200, 50))
-def test_walk_with_batches_that_do_not_fit_trains_every_batch(first_seed):
-    for seed in range(first_seed, first_seed + 50):
-        world = walk(seed, failures=seed % 3 == 0, stops=seed % 5 == 0, misfits=True)
-        for task in world.tasks.values():
-            if not task.over:
-                assert task.num_committed == task.num_begun == task.num_read
-
-
-@pytest.mark.parametrize("first_seed", range(4000, 4200, 50))
-def test_walk_with_devices_that_come_go_and_fail_trains_every_batch(first_seed):
-    for seed in range(first_seed, first_seed + 50):
-        for task in walk(seed, changes=True).tasks.values():
-            assert not task.over
-            assert not task.batches
-            assert task.num_committed == task.num_begun == task.num_read
-
-
-@pytest.mark.parametrize("first_seed", range(5000, 5300, 50))
-def test_walk_with_changes_of_devices_and_failures_of_tasks_ends(first_seed):
-    for seed in range(first_seed, first_seed + 50):
-        world = walk(seed, failures=seed % 2 == 0, stops=seed % 3 == 0, misfits=seed % 5 < 2, changes=True)
-        for task in world.tasks.values():
-            if not task.over:
-                assert task.num_committed == task.num_begun == task.num_read
+        options = WALKS[what_happens][1](seed)
+        world = walk(seed, **options)
+        assert_trained(world)
+        if not {"failures", "stops"} & options.keys():
+            assert not any(task.over or task.batches for task in world.tasks.values())
 
 
 def test_walks_with_changes_reach_what_they_are_for():
@@ -913,24 +916,14 @@ def test_walks_spread_steps():
 class TestInStep:
     """Tasks of two shards on one device: a step is f0, fb1, b0."""
 
-    def world(self):
-        world = World("in-step", double_buffer=False)
-        world.add_device(0)
-        return world
-
-    def add(self, world, name, seconds=1.0):
-        world.add_task(task_added(name, 2, seconds=seconds, num_steps=9), [TRAIN] * 9)
-        world.read(world.tasks[name])
-
-    def order(self, world, num, seconds=1.0):
+    def order(self, world, num):
         """The units that the device computes."""
         found = []
         for _ in range(num):
             unit = world.running[0]
             found.append(str(unit))
             task = world.tasks[unit.task]
-            world.compute(0, seconds=seconds)
-            world.store(task)
+            world.run(task)
             if unit.kind == BACKWARD:
                 world.read(task)
                 world.commit(task)
@@ -939,17 +932,17 @@ class TestInStep:
         return found
 
     def test_tasks_pass_through_their_shards_side_by_side(self):
-        world = self.world()
+        world = World("in-step", num_devices=1, double_buffer=False)
         for name, seconds in (("a", 1.0), ("b", 5.0), ("c", 0.1)):
-            self.add(world, name, seconds)
+            world.begin_task(name, 2, 9, seconds=seconds)
         step = [f"{task}.{unit}@{{}}" for unit in ("f0", "fb1", "b0") for task in "abc"]
         assert self.order(world, 18) == [unit.format(k) for k in range(2) for unit in step]
 
     def test_one_that_comes_late_catches_up_with_the_pass_that_the_others_are_in(self):
-        world = self.world()
-        self.add(world, "a")
+        world = World("in-step", num_devices=1, double_buffer=False)
+        world.begin_task("a", 2, 9)
         assert self.order(world, 7)[-2:] == ["a.b0@1", "a.f0@2"]
-        self.add(world, "b")  # while a.fb1@2 runs
+        world.begin_task("b", 2, 9)  # while a.fb1@2 runs
         # What one has computed is on its way to DRAM while the other computes.
         assert self.order(world, 4) == ["a.fb1@2", "b.f0@0", "a.b0@2", "b.fb1@0"]
         assert self.order(world, 5) == ["a.f0@3", "b.b0@0", "a.fb1@3", "b.f0@1", "a.b0@3"]
@@ -958,15 +951,13 @@ class TestInStep:
 class TestLocality:
     """Device 0 holds shard 0 of every task whose name ends with "x"."""
 
-    def world(self, *names, num_steps=9, **options):
+    def world(self, *names, num_steps=9):
         world = World("locality", double_buffer=False)
         world.scheduler = Scheduler(
             resolve_policy("locality"), double_buffer=False, is_resident=lambda _, task, shard: task[-1] == "x"
         )
         for k, name in enumerate(names):
-            seconds = float(len(names) - k)  # the first is the longest
-            world.add_task(task_added(name, 1, seconds=seconds, num_steps=num_steps, **options), [TRAIN] * num_steps)
-            world.read(world.tasks[name])
+            world.begin_task(name, 1, num_steps, seconds=float(len(names) - k))  # the first is the longest
         return world
 
     def order(self, world, num):
@@ -974,11 +965,9 @@ class TestLocality:
         found = []
         world.add_device(0)
         for _ in range(num):
-            unit = world.running[0]
-            found.append(unit.task)
-            task = world.tasks[unit.task]
-            world.compute(0)
-            world.store(task)
+            task = world.tasks[world.running[0].task]
+            found.append(task.name)
+            world.run(task)
             world.read(task)
             world.commit(task)
             world.update(task, 0)
@@ -995,15 +984,13 @@ class TestLocality:
 
     def test_priority_goes_before_what_is_on_the_device(self):
         world = self.world("bx")
-        world.add_task(task_added("urgent", 1, priority=1), [TRAIN])
-        world.read(world.tasks["urgent"])
+        world.begin_task("urgent", 1, priority=1)
         assert self.order(world, 2) == ["urgent", "bx"]
 
     def test_elsewhere_it_is_sharded_lrtf(self):
         world = World("sharded-lrtf", double_buffer=False)
         for name, seconds in (("a", 2.0), ("b", 1.0)):
-            world.add_task(task_added(name, 1, seconds=seconds, num_steps=9), [TRAIN] * 9)
-            world.read(world.tasks[name])
+            world.begin_task(name, 1, 9, seconds=seconds)
         assert self.order(self.world("a", "b"), 6) == self.order(world, 6)
 
 
@@ -1084,9 +1071,15 @@ def test_one_task_in_three_shards_is_the_drawing():
     assert world.scheduler.finished
 
 
+def one_task(num_shards, *batches, num_micro_batches=1, **options):
+    """A world of one device, and its only task."""
+    world = World(num_devices=1)
+    world.add_task(task_added("task", num_shards, **options), batches, num_micro_batches)
+    return world, world.tasks["task"]
+
+
 def test_without_double_buffering_a_shard_is_loaded_when_it_runs():
-    world = World(double_buffer=False)
-    world.add_device(0)
+    world = World(num_devices=1, double_buffer=False)
     world.add_task(task_added("task", 2), [TRAIN])
     task = world.tasks["task"]
     assert words(world.read(task)) == "begin 0, read, load f0, run f0"
@@ -1097,39 +1090,30 @@ def test_without_double_buffering_a_shard_is_loaded_when_it_runs():
 
 
 def test_task_that_draws_reads_on_when_its_forward_is_through():
-    world = World()
-    world.add_device(0)
-    world.add_task(task_added("task", 2, num_steps=2, reads_ahead=False), [TRAIN, EVALUATE])
-    task = world.tasks["task"]
+    world, task = one_task(2, TRAIN, EVALUATE, num_steps=2, reads_ahead=False)
     assert words(world.read(task)) == "begin 0, load f0, run f0, load fb1"
     assert words(world.compute(0)) == "run fb1, load b0"
     world.store(task)
     assert words(world.compute(0)) == "run b0"
     assert words(world.store(task)) == "read"
     world.read(task)
-    world.compute(0)
-    world.store(task)
+    world.run(task)
     assert words(world.commit(task)) == "update 0, update 1, begin 0"
     assert words(world.update(task, 0)) == "load e0, run e0"
     assert words(world.update(task, 1)) == "capture, load e1"
     assert words(world.compute(0)) == "run e1"
     world.store(task)
-    world.compute(0)
-    assert words(world.store(task)) == "read, commit"
+    assert words(world.run(task)) == "read, commit"
     assert words(world.commit(task)) == "capture"
     assert words(world.read(task)) == "finish"
 
 
 def test_load_waits_for_the_update_of_a_tied_weights_owner():
-    world = World()
-    world.add_device(0)
-    added = task_added("task", 2, num_steps=2, needs=((0,), (0, 1)))  # shard 1 holds a weight that shard 0 owns
-    world.add_task(added, [TRAIN, TRAIN])
-    task = world.tasks["task"]
+    needs = ((0,), (0, 1))  # shard 1 holds a weight that shard 0 owns
+    world, task = one_task(2, TRAIN, TRAIN, num_steps=2, needs=needs)
     world.read(task)
     for _ in range(3):
-        world.compute(0)
-        world.store(task)
+        world.run(task)
     world.read(task)
     world.commit(task)
     assert words(world.update(task, 1)) == ""
@@ -1138,14 +1122,10 @@ def test_load_waits_for_the_update_of_a_tied_weights_owner():
 
 def ahead(lowest_backward, batches, **options):
     """A world in which a task of two shards has begun the last unit of its first batch, and read the next one."""
-    world = World()
-    world.add_device(0)
-    world.add_task(task_added("task", 2, lowest_backward=lowest_backward, **options), batches)
-    task = world.tasks["task"]
+    world, task = one_task(2, *batches, lowest_backward=lowest_backward, **options)
     world.read(task)
     while task.parts[0].position < len(task.chain):
-        world.compute(0)
-        world.store(task)
+        world.run(task)
     return world, task
 
 
@@ -1173,8 +1153,7 @@ def test_no_other_device_loads_ahead():
 def test_a_shard_that_is_trained_is_not_loaded_before_its_update():
     world, task = ahead(0, [TRAIN, TRAIN])
     assert words(world.read(task)) == ""
-    world.compute(0)
-    assert words(world.store(task)) == "commit"
+    assert words(world.run(task)) == "commit"
     assert words(world.commit(task)) == "update 0, update 1, begin 1, read"
     assert words(world.update(task, 0)) == "load f0, run f0"
 
@@ -1182,8 +1161,7 @@ def test_a_shard_that_is_trained_is_not_loaded_before_its_update():
 def test_a_batch_that_is_evaluated_changes_no_weights_so_the_next_is_loaded_beside_it():
     world, task = ahead(0, [EVALUATE, TRAIN])
     assert words(world.read(task)) == "load f0"
-    world.compute(0)
-    world.store(task)
+    world.run(task)
     assert words(world.commit(task)) == "capture, begin 0, read, run f0, load fb1"
 
 
@@ -1191,8 +1169,7 @@ def test_a_batch_that_is_evaluated_changes_no_weights_so_the_next_is_loaded_besi
 def test_what_was_loaded_ahead_is_dropped_where_the_step_is_not_committed(happens):
     world, task = ahead(1, [TRAIN, TRAIN])
     world.read(task)
-    failed = happens != "stop"
-    world.compute(0, failed=failed)
+    world.compute(0, failed=happens != "stop")
     call = {
         "misfit": lambda: world.misfit(task),
         "lose": lambda: world.lose(task),
@@ -1206,8 +1183,7 @@ def two_tasks(policy, **options):
     """A world with tasks "a" and "b" of two shards, both read, before their first device."""
     world = World(policy)
     for name, seconds in options.items():
-        world.add_task(task_added(name, 2, seconds=seconds), [TRAIN])
-        world.read(world.tasks[name])
+        world.begin_task(name, 2, seconds=seconds)
     return world
 
 
@@ -1223,27 +1199,20 @@ def test_two_equal_tasks_alternate_on_one_device(policy):
         assert unit == loaded, "what runs was loaded while the unit before it computed"
         order.append(f"{unit.task}.{unit.kind}{unit.shard}")
         loaded = world.claims[0]
-        world.compute(0)
-        world.store(world.tasks[unit.task])
+        world.run(world.tasks[unit.task])
     assert order == ["a.f0", "b.f0", "a.fb1", "b.fb1", "a.b0", "b.b0"]
 
 
 def test_device_computes_another_task_while_one_is_updated():
     world = World("fifo")
-    world.add_task(task_added("a", 1, num_steps=2), [TRAIN, TRAIN])
-    world.add_task(task_added("b", 2), [TRAIN])
-    world.read(world.tasks["a"])
-    world.read(world.tasks["b"])
+    a, b = world.begin_task("a", 1, 2), world.begin_task("b", 2)
     world.add_device(0)
-    a, b = world.tasks["a"], world.tasks["b"]
-    world.compute(0)
-    world.store(a)
+    world.run(a)
     world.read(a)
     assert words(world.commit(a)) == "update 0, begin 1, read"
     for kind, shard in (("f", 0), ("fb", 1), ("b", 0)):  # the optimizer of a is at work all the time
         assert world.running[0] == Unit("b", kind, shard, 0)
-        world.compute(0)
-        world.store(b)
+        world.run(b)
     assert words(world.update(a, 0)) == "capture, load fb0, run fb0"
 
 
@@ -1266,18 +1235,19 @@ class Spy:
 def spied_task(num_steps):
     """A world of one device and one task whose units take 1, 2 and 4 s, and the spy that chooses."""
     spy = Spy()
-    world = World(spy, double_buffer=False)
-    world.add_device(0)
+    world = World(spy, num_devices=1, double_buffer=False)
     unit_s = {("f", 0): 1.0, ("fb", 1): 2.0, ("b", 0): 4.0}
-    added = task_added("task", 2, num_steps=num_steps, unit_s=unit_s)
-    world.add_task(added, [TRAIN, TRAIN, EVALUATE])
+    world.add_task(task_added("task", 2, num_steps=num_steps, unit_s=unit_s), [TRAIN, TRAIN, EVALUATE])
     world.read(world.tasks["task"])
     return world, world.tasks["task"], spy
 
 
-def run_step(world, task):
+def run_step(world, task, *seconds):
+    """Its first units take these seconds, the others what was estimated."""
+    seconds = list(seconds)
     while not task.committing:
-        world.compute(0, task.added.units.unit_s.get((world.running[0].kind, world.running[0].shard), 0.0))
+        estimated_s = task.added.units.unit_s.get((world.running[0].kind, world.running[0].shard), 0.0)
+        world.compute(0, seconds.pop(0) if seconds else estimated_s)
         world.store(task)
     world.read(task)
     world.commit(task)
@@ -1291,14 +1261,7 @@ def test_remaining_time_is_that_of_the_units_left_and_of_the_steps_to_come():
     world.compute(0, 1.0)
     assert spy.remaining_s == 4 + 2 * 7
     world.store(task)
-    world.compute(0, 2.0)
-    world.store(task)
-    world.compute(0, 4.0)
-    world.store(task)
-    world.read(task)
-    world.commit(task)
-    world.update(task, 0)
-    world.update(task, 1)
+    run_step(world, task)
     assert spy.remaining_s == (2 + 4) + 1 * 7
 
 
@@ -1320,13 +1283,7 @@ def test_loader_that_does_not_say_has_as_many_steps_again_as_so_far():
 
 def test_remaining_time_follows_what_was_measured():
     world, task, spy = spied_task(num_steps=3)
-    for seconds in (101.0, 2.0, 4.0):  # the first disturbed: 1 s so far
-        world.compute(0, seconds=seconds)
-        world.store(task)
-    world.read(task)
-    world.commit(task)
-    world.update(task, 0)
-    world.update(task, 1)
+    run_step(world, task, 101.0)  # the first unit is disturbed: 1 s so far
     learned_s = 0.7 * 1.0 + 0.3 * 2.0  # it counts as twice the estimate, no more
     assert spy.remaining_s == pytest.approx((2 + 4) + 1 * (learned_s + 2 + 4))
 
@@ -1334,10 +1291,7 @@ def test_remaining_time_follows_what_was_measured():
 def test_unit_waits_from_the_update_that_made_it_ready():
     # c computes; meanwhile a begins its second step, b's next unit gets its input, and only then a's shard is updated.
     world = World("fifo", double_buffer=False)
-    for name in "abc":
-        world.add_task(task_added(name, 2 if name == "b" else 1, num_steps=2), [TRAIN] * 2)
-        world.read(world.tasks[name])
-    a, b, c = (world.tasks[name] for name in "abc")
+    a, b, c = (world.begin_task(name, 2 if name == "b" else 1, 2) for name in "abc")
     world.add_device(0)
     world.compute(0)
     world.compute(0)
@@ -1364,14 +1318,11 @@ def test_idle_device_steals_a_claim():
 
 def test_claim_that_is_loaded_stays_where_it_is_loaded():
     # Device 1 has loaded b.f0 and is idle when it becomes ready, as device 0 is; a.f0 is on neither.
-    world = World("fifo")
-    world.add_device(0)
-    world.add_device(1)
+    world = World("fifo", num_devices=2)
     world.add_task(task_added("a", 1), [TRAIN])
     world.add_task(task_added("b", 2), [TRAIN])
-    a, b = world.tasks["a"], world.tasks["b"]
-    world.read(b)
-    world.read(a)
+    world.read(world.tasks["b"])
+    world.read(world.tasks["a"])
     assert world.running == {0: Unit("b", "f", 0, 0), 1: Unit("a", "fb", 0, 0)}
     claim = Unit("b", "fb", 1, 0)
     [holder] = [device for device, unit in world.claims.items() if unit == claim]
@@ -1380,10 +1331,7 @@ def test_claim_that_is_loaded_stays_where_it_is_loaded():
 
 
 def test_claims_of_a_failed_task_are_dropped():
-    world = World()
-    world.add_device(0)
-    world.add_task(task_added("task", 3), [TRAIN])
-    task = world.tasks["task"]
+    world, task = one_task(3, TRAIN)
     world.read(task)
     assert world.compute(0, failed=True) == []
     assert world.claims[0] == Unit("task", "f", 1, 0)
@@ -1393,10 +1341,7 @@ def test_claims_of_a_failed_task_are_dropped():
 
 def test_task_ends_once_what_went_on_from_a_failed_unit_is_through():
     # f0 is computed and f1 begun on the same device; then f0 fails on its way to DRAM.
-    world = World()
-    world.add_device(0)
-    world.add_task(task_added("task", 3), [TRAIN])
-    task = world.tasks["task"]
+    world, task = one_task(3, TRAIN)
     world.read(task)
     assert words(world.compute(0)) == "run f1, load fb2"
     assert words(world.store(task, RuntimeError("full"))) == "drop fb2"
@@ -1408,8 +1353,7 @@ def test_unit_runs_only_where_its_input_was_made_until_that_is_stored():
     world = two_tasks("fifo", a=1.0)
     world.add_device(0)
     world.add_device(1)
-    world.add_task(task_added("b", 1), [TRAIN])
-    world.read(world.tasks["b"])
+    world.begin_task("b", 1)
     assert world.running == {0: Unit("a", "f", 0, 0), 1: Unit("b", "fb", 0, 0)}
     world.compute(1)
     assert world.running[1] is None
@@ -1422,12 +1366,8 @@ def test_unit_runs_only_where_its_input_was_made_until_that_is_stored():
 class TestDevicesThatComeAndGo:
     def world(self, num_devices=1, num_shards=3, *, min_devices=1, **options):
         """One task, whose first step has begun."""
-        world = World(min_devices=min_devices)
-        for device in range(num_devices):
-            world.add_device(device)
-        world.add_task(task_added("task", num_shards, num_steps=2, **options), [TRAIN, TRAIN])
-        world.read(world.tasks["task"])
-        return world, world.tasks["task"]
+        world = World(num_devices=num_devices, min_devices=min_devices)
+        return world, world.begin_task("task", num_shards, 2, **options)
 
     def test_a_device_that_is_removed_ends_its_unit_and_another_goes_on(self):
         #     device 0   |f0    |                the shard that it has loaded meanwhile is dropped
@@ -1468,8 +1408,7 @@ class TestDevicesThatComeAndGo:
 
     def test_a_lost_unit_is_run_again_elsewhere_and_nothing_before_it(self):
         world, task = self.world(2)
-        world.compute(0)
-        world.store(task)
+        world.run(task)
         assert world.running == {0: Unit("task", "f", 1, 0), 1: None}
         world.remove_device(0)
         assert world.compute(0, failed=True) == [Release(0)]
@@ -1496,19 +1435,13 @@ class TestDevicesThatComeAndGo:
         world, task = self.world(lowest_backward=1, num_shards=2, early_release=True, reads_ahead=False)
         world.compute(0)
         assert words(world.lose(task)) == ""
-        world.compute(0)
-        assert words(world.store(task)) == "load f0, run f0, load fb1"
-        world.compute(0)
-        world.store(task)
-        world.compute(0)
-        assert words(world.store(task)) == "update 1, read, commit"
+        assert words(world.run(task)) == "load f0, run f0, load fb1"
+        world.run(task)
+        assert words(world.run(task)) == "update 1, read, commit"
 
     def test_a_unit_is_lost_in_a_step_that_another_part_has_to_begin_again(self):
-        spreads = (Spread(), Spread(2.0))
-        world = World()
-        world.add_device(0)
-        world.add_device(1)
-        world.add_task(task_added("task", 2, spreads=spreads), [TRAIN], num_micro_batches=2)
+        world = World(num_devices=2)
+        world.add_task(task_added("task", 2, spreads=(Spread(), Spread(2.0))), [TRAIN], num_micro_batches=2)
         task = world.tasks["task"]
         world.read(task)
         world.compute(0, failed=True)
@@ -1529,8 +1462,7 @@ class TestDevicesThatComeAndGo:
     def test_a_stop_without_devices_leaves_a_step_undone_that_has_updated_shards(self, removed_first):
         world, task = self.world(early_release=True)
         for _ in range(3):
-            world.compute(0)
-            said = words(world.store(task))
+            said = words(world.run(task))
         assert said == "update 2"
         if removed_first:
             world.remove_device(0)
@@ -1546,24 +1478,18 @@ class TestDevicesThatComeAndGo:
     def test_a_stop_below_the_minimum_ends_such_a_step_on_the_devices_there_are(self):
         world, task = self.world(2, early_release=True, min_devices=2)
         for _ in range(3):
-            world.compute(0)
-            world.store(task)
+            world.run(task)
         world.remove_device(1)
-        world.compute(0)
-        assert words(world.store(task)) == "update 1"
+        assert words(world.run(task)) == "update 1"
         assert words(world.stop()) == "run b0"
-        world.compute(0)
-        assert words(world.store(task)) == "update 0, commit"
+        assert words(world.run(task)) == "update 0, commit"
         assert words(world.commit(task)) == ""
         for shard in (2, 1, 0):
             said = words(world.update(task, shard))
         assert said == "capture, finish"
 
     def test_steps_are_spread_over_devices_that_come_once_it_is_known_how(self):
-        world = World()
-        world.add_device(0)
-        world.add_task(task_added("task", 1, num_steps=5), [TRAIN] * 5, num_micro_batches=4)
-        task = world.tasks["task"]
+        world, task = one_task(1, *[TRAIN] * 5, num_micro_batches=4, num_steps=5)
         num_parts = [next(each.num_parts for each in world.read(task) if isinstance(each, Begin))]
 
         def step():
@@ -1572,9 +1498,8 @@ class TestDevicesThatComeAndGo:
                 world.compute(device)
             for part in range(len(task.parts)):
                 world.store(task, part=part)
-            begun = [each.num_parts for each in world.commit(task) if isinstance(each, Begin)]
+            num_parts.extend(each.num_parts for each in world.commit(task) if isinstance(each, Begin))
             world.update(task, 0)
-            num_parts.extend(begun)
 
         world.add_device(1)
         step()
@@ -1591,10 +1516,8 @@ class TestDevicesThatComeAndGo:
 class TestSpreadsThatChange:
     """Tasks of one shard, a unit a step, of eight micro-batches each, on four devices."""
 
-    def world(self, num_tasks=1, num_devices=4, **options):
-        world = World(**options)
-        for device in range(num_devices):
-            world.add_device(device)
+    def world(self, num_tasks=1):
+        world = World(num_devices=4)
         for k in range(num_tasks):
             world.add_task(task_added(str(k), 1, num_steps=9, spreads=self.spreads(4), adapts=True), [TRAIN] * 9, 8)
         return world
@@ -1634,10 +1557,8 @@ class TestSpreadsThatChange:
         assert len([unit for unit in world.running.values() if unit]) == 1  # its parts run one after the other
 
     def test_units_that_are_ordered_from_now_on_go_side_by_side_in_the_step_in_progress(self):
-        world = World()
-        world.add_device(0)
-        spreads = self.spreads(2)
-        world.add_task(task_added("0", 2, spreads=spreads), [TRAIN], 2)
+        world = World(num_devices=1)
+        world.add_task(task_added("0", 2, spreads=self.spreads(2)), [TRAIN], 2)
         world.add_device(1)
         task = world.tasks["0"]
         world.read(task)
@@ -1669,9 +1590,8 @@ class TestSpreadsThatChange:
     def test_a_read_tells_1_of_a_task_that_does_not_adapt_or_where_no_device_is_in(self):
         world = World()
         assert world.add_task(task_added("a", 1, spreads=self.spreads(4), adapts=True), [TRAIN]) == [Read("a", 1)]
-        world.add_device(0)
-        world.add_device(1)
-        world.add_device(2)
+        for device in range(3):
+            world.add_device(device)
         assert world.add_task(task_added("b", 1, spreads=self.spreads(4)), [TRAIN]) == [Read("b", 1)]
         assert world.add_task(task_added("c", 1, adapts=True), [TRAIN]) == [Read("c", 1)]
 
@@ -1703,37 +1623,27 @@ class TestSpreadsThatChange:
 
 
 def test_fair_share_gives_time_by_weight():
-    world = World("fair-share", double_buffer=False)
-    world.add_device(0)
+    world = World("fair-share", num_devices=1, double_buffer=False)
     for name, weight in (("a", 3.0), ("b", 1.0)):
         world.add_task(task_added(name, 1, weight=weight, num_steps=200), [TRAIN] * 200)
     had = Counter()
-
-    def settle():
-        while (
-            found := next((h for what, h in world.under_way() if what not in ("compute", "fail")), None)
-        ) is not None:
-            found()
-
-    settle()
+    world.settle()
     while sum(had.values()) < 80:
         # What ran last is not ready before it is committed; with two tasks alone they would alternate.
-        had[world.running[0].task] += 1
         unit = world.running[0]
+        had[unit.task] += 1
         world.compute(0, seconds=1.0 if unit.task == "a" else 3.0)
-        settle()
+        world.settle()
     assert had["a"] / had["b"] == pytest.approx(1.0, rel=0.1)  # equal numbers of units: the seconds are 1 to 3
 
 
 def test_newcomer_gets_nothing_for_the_time_before():
-    world = World("fair-share")
-    world.add_device(0)
+    world = World("fair-share", num_devices=1)
     world.add_task(task_added("a", 1, num_steps=50), [TRAIN] * 50)
     a = world.tasks["a"]
     for _ in range(20):
         world.read(a)
-        world.compute(0)
-        world.store(a)
+        world.run(a)
         world.commit(a)
         world.update(a, 0)
     world.add_task(task_added("b", 3, num_steps=50), [TRAIN] * 50)
@@ -1743,22 +1653,16 @@ def test_newcomer_gets_nothing_for_the_time_before():
     world.read(world.tasks["c"])
     order = []
     for _ in range(6):
-        unit = world.running[0]
-        order.append(unit.task)
-        world.compute(0)
-        world.store(world.tasks[unit.task])
+        order.append(world.running[0].task)
+        world.run(world.tasks[order[-1]])
     assert order.count("b") <= 3
     assert order.count("c") <= 3
 
 
 def test_stop_finishes_what_is_committed():
-    world = World()
-    world.add_device(0)
-    world.add_task(task_added("task", 1, num_steps=2), [TRAIN, TRAIN])
-    task = world.tasks["task"]
+    world, task = one_task(1, TRAIN, TRAIN, num_steps=2)
     world.read(task)
-    world.compute(0)
-    world.store(task)
+    world.run(task)
     assert world.stop() == []  # the commit is under way
     assert words(world.commit(task)) == "update 0"
     assert not world.scheduler.finished
@@ -1767,10 +1671,7 @@ def test_stop_finishes_what_is_committed():
 
 
 def test_task_that_is_to_be_saved_is_captured_at_once_or_after_its_commit_and_updates():
-    world = World()
-    world.add_device(0)
-    world.add_task(task_added("task", 1, num_steps=2), [TRAIN, TRAIN])
-    task = world.tasks["task"]
+    world, task = one_task(1, TRAIN, TRAIN, num_steps=2)
     assert words(world.want_capture(task)) == "capture"
     world.read(task)
     world.compute(0)
@@ -1781,54 +1682,54 @@ def test_task_that_is_to_be_saved_is_captured_at_once_or_after_its_commit_and_up
     assert words(world.update(task, 0)) == "capture"
 
 
-def test_gradients_of_a_task_that_is_over_are_discarded_so_that_no_unit_waits_for_their_room():
+def releases_early(num_shards):
+    """A scheduler of one device and a task that releases early, whose first batch is ready."""
     scheduler = Scheduler(resolve_policy("fifo"))
     scheduler.handle(DeviceAdded(0))
-    scheduler.handle(task_added("task", 3, num_steps=2, early_release=True))
+    scheduler.handle(task_added("task", num_shards, num_steps=2, early_release=True))
     scheduler.handle(BatchReady("task", 0, TRAIN))
+    return scheduler
+
+
+def through(scheduler, unit):
+    """A unit is computed, and what it left is in DRAM; what is said to the latter."""
+    scheduler.handle(Computed(0, unit, 1.0))
+    return scheduler.handle(Stored(unit))
+
+
+def test_gradients_of_a_task_that_is_over_are_discarded_so_that_no_unit_waits_for_their_room():
+    scheduler = releases_early(3)
     units = [Unit("task", *node, 0) for node in training_chain(3, 0)]
     for unit in units[:2]:
-        scheduler.handle(Computed(0, unit, 1.0))
-        scheduler.handle(Stored(unit))
-    scheduler.handle(Computed(0, units[2], 1.0))
-    assert Update("task", 2) in scheduler.handle(Stored(units[2]))
+        through(scheduler, unit)
+    assert Update("task", 2) in through(scheduler, units[2])
     scheduler.handle(Computed(0, units[3], 1.0))
     scheduler.handle(Failed("task", RuntimeError("its update"), "its optimizer"))
     assert scheduler.handle(Stored(units[3])) == [Discard("task", 1)]
-    scheduler.handle(Computed(0, units[4], 1.0))
-    assert scheduler.handle(Stored(units[4])) == [Discard("task", 0)]
+    assert through(scheduler, units[4]) == [Discard("task", 0)]
     assert words(scheduler.handle(ShardUpdated("task", 2))) == "finish"
 
 
 def test_no_update_that_was_released_early_is_a_barrier():
     """The commit and the next step's units go on beside updates of other shards, each after its own shard's."""
-    scheduler = Scheduler(resolve_policy("fifo"))
-    scheduler.handle(DeviceAdded(0))
-    scheduler.handle(task_added("task", 2, num_steps=2, early_release=True))
-    scheduler.handle(BatchReady("task", 0, TRAIN))
+    scheduler = releases_early(2)
     for node in training_chain(2, 0):
-        unit = Unit("task", *node, 0)
-        scheduler.handle(Computed(0, unit, 1.0))
-        said = scheduler.handle(Stored(unit))
+        said = through(scheduler, Unit("task", *node, 0))
     assert words(said) == "update 0, commit"
     assert sorted(said, key=lambda instruction: instruction.host_order) == said[::-1], "the commit goes first"
     scheduler.handle(BatchReady("task", 1, TRAIN))
     assert words(scheduler.handle(ShardUpdated("task", 0))) == ""
     assert "load f0, run f0" in words(scheduler.handle(StepCommitted("task", TRAIN)))
-    scheduler.handle(Computed(0, Unit("task", "f", 0, 1), 1.0))
-    assert "fb1" not in words(scheduler.handle(Stored(Unit("task", "f", 0, 1))))
+    assert "fb1" not in words(through(scheduler, Unit("task", "f", 0, 1)))
     assert "load fb1, run fb1" in words(scheduler.handle(ShardUpdated("task", 1)))
 
 
 def test_task_that_releases_early_is_settled_from_its_commit_to_its_next_backward():
-    scheduler = Scheduler(resolve_policy("fifo"))
-    scheduler.handle(DeviceAdded(0))
-    scheduler.handle(task_added("task", 2, num_steps=2, early_release=True))
+    scheduler = releases_early(2)
 
     def wanted():
         return words(scheduler.handle(CaptureWanted("task"))) == "capture"
 
-    scheduler.handle(BatchReady("task", 0, TRAIN))
     assert wanted()
     for k, (kind, shard) in enumerate((("f", 0), ("fb", 1), ("b", 0))):
         unit = Unit("task", kind, shard, 0)
@@ -1853,14 +1754,10 @@ def test_task_that_releases_early_is_settled_from_its_commit_to_its_next_backwar
 
 
 def test_data_that_fails_ends_the_task_after_what_was_read():
-    world = World()
-    world.add_device(0)
-    world.add_task(task_added("task", 1, num_steps=2), [TRAIN, RuntimeError("loader")])
-    task = world.tasks["task"]
+    world, task = one_task(1, TRAIN, RuntimeError("loader"), num_steps=2)
     world.read(task)
     assert world.read(task) == []
-    world.compute(0)
-    assert words(world.store(task)) == "commit"
+    assert words(world.run(task)) == "commit"
     world.commit(task)
     assert words(world.update(task, 0)) == "capture, finish"
 
@@ -1870,17 +1767,12 @@ def test_data_that_fails_ends_the_task_after_what_was_read():
 
 def makespan(tasks, num_devices, policy):
     """Seconds of a run where computing takes the tasks' estimates and everything else no time at all."""
-    world = World(policy)
-    for device in range(num_devices):
-        world.add_device(device)
+    world = World(policy, num_devices=num_devices)
     for added, num_steps in tasks:
         world.add_task(added, [TRAIN] * num_steps)
     now_s, ties, ends, started = 0.0, count(), [], set()
+    world.settle()
     while not world.scheduler.finished:
-        instant = next((happens for what, happens in world.under_way() if what not in ("compute", "fail")), None)
-        if instant is not None:
-            instant()
-            continue
         for device, unit in world.running.items():
             if unit is not None and unit not in started:
                 started.add(unit)
@@ -1888,12 +1780,17 @@ def makespan(tasks, num_devices, policy):
                 heapq.heappush(ends, (now_s + seconds, next(ties), device, seconds))
         now_s, _, device, seconds = heapq.heappop(ends)
         world.compute(device, seconds)
+        world.settle()
     return now_s
+
+
+def seconds_of(tasks):
+    return [sum(added.units.unit_s.values()) * num_steps for added, num_steps in tasks]
 
 
 def lower_bound(tasks, num_devices):
     """No schedule is faster: neither its longest task nor all work on all devices."""
-    task_s = [sum(added.units.unit_s.values()) * num_steps for added, num_steps in tasks]
+    task_s = seconds_of(tasks)
     return max(*task_s, sum(task_s) / num_devices)
 
 
@@ -1916,11 +1813,10 @@ def test_makespan_of_random_tasks_is_within_grahams_bound():
             num_steps = rng.randint(1, 3)
             added = task_added(f"task-{k}", rng.randint(1, 4), seconds=rng.choice([0.5, 1.0, 4.0]), num_steps=num_steps)
             tasks.append((added, num_steps))
-        longest = max(sum(added.units.unit_s.values()) * num_steps for added, num_steps in tasks)
-        total = sum(sum(added.units.unit_s.values()) * num_steps for added, num_steps in tasks)
+        task_s = seconds_of(tasks)
         seconds = makespan(tasks, num_devices, rng.choice(sorted(POLICIES)))
         assert lower_bound(tasks, num_devices) - 1e-9 <= seconds
-        assert seconds <= total / num_devices + (1 - 1 / num_devices) * longest + 1e-9
+        assert seconds <= sum(task_s) / num_devices + (1 - 1 / num_devices) * max(task_s) + 1e-9
 
 
 def test_nothing_that_was_said_is_lost_when_a_policy_raises():
@@ -1935,15 +1831,13 @@ def test_nothing_that_was_said_is_lost_when_a_policy_raises():
             return super().key(candidate)
 
     policy = Raises()
-    world = World(policy, double_buffer=False)
-    world.add_device(0)
+    world = World(policy, num_devices=1, double_buffer=False)
     added = task_added("task", 2, num_steps=2, lowest_backward=1)  # shard 0 is frozen: it waits for no update
     world.add_task(added, [TRAIN, TRAIN])
     task = world.tasks["task"]
     world.read(task)
     while not task.committing:
-        world.compute(0)
-        world.store(task)
+        world.run(task)
     world.read(task)
     policy.armed = True
     with pytest.raises(ZeroDivisionError):
@@ -1952,14 +1846,11 @@ def test_nothing_that_was_said_is_lost_when_a_policy_raises():
     assert Update("task", 1) in said
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("double_buffer", [False, True])
-@pytest.mark.parametrize("calls", range(1, 60))
-def test_a_policy_that_raises_once_leaves_every_device_where_it_is_found(calls, double_buffer, num_devices):
-    """The run then ends as after a signal: what is under way comes through, and each device has one unit at a time."""
+def assert_a_policy_may_raise_once(num_calls, tasks, num_devices, **options):
+    """After so many calls; the run then ends as after a signal, and each device has one unit at a time."""
 
     class Raises(Spy):
-        left = calls
+        left = num_calls
 
         def key(self, candidate):
             self.left -= 1
@@ -1967,9 +1858,8 @@ def test_a_policy_that_raises_once_leaves_every_device_where_it_is_found(calls, 
                 raise ZeroDivisionError
             return super().key(candidate)
 
-    scheduler = Scheduler(Raises(), double_buffer=double_buffer)
-    events = [DeviceAdded(index) for index in range(num_devices)]
-    events += [task_added(name, 5, num_steps=3, early_release=True) for name in "ab"]
+    scheduler = Scheduler(Raises(), **options)
+    events = [*(DeviceAdded(index) for index in range(num_devices)), *tasks]
     running, num_read = {}, Counter()
     for _ in range(400):
         if not events and running:
@@ -1982,18 +1872,26 @@ def test_a_policy_that_raises_once_leaves_every_device_where_it_is_found(calls, 
         except ZeroDivisionError:
             said = scheduler.handle(StopRequested())
         for each in said:
-            if isinstance(each, Run):
-                assert each.device not in running
-                running[each.device] = each.unit
-            elif isinstance(each, Read):
-                num_read[each.task] += 1
-                step = num_read[each.task] - 1
-                events.append(BatchReady(each.task, step, TRAIN) if step < 3 else DataEnded(each.task))
-            elif isinstance(each, Update):
-                events.append(ShardUpdated(each.task, each.shard))
-            elif isinstance(each, Commit):
-                events.append(StepCommitted(each.task, each.training))
+            match each:
+                case Run(device, unit):
+                    assert device not in running
+                    running[device] = unit
+                case Read(task):
+                    step, num_read[task] = num_read[task], num_read[task] + 1
+                    events.append(BatchReady(task, step, TRAIN) if step < 3 else DataEnded(task))
+                case Update(task, shard):
+                    events.append(ShardUpdated(task, shard))
+                case Commit(task, training):
+                    events.append(StepCommitted(task, training))
     assert scheduler.finished
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("double_buffer", [False, True])
+@pytest.mark.parametrize("calls", range(1, 60))
+def test_a_policy_that_raises_once_leaves_every_device_where_it_is_found(calls, double_buffer, num_devices):
+    tasks = [task_added(name, 5, num_steps=3, early_release=True) for name in "ab"]
+    assert_a_policy_may_raise_once(calls, tasks, num_devices, double_buffer=double_buffer)
 
 
 def test_a_pass_in_step_counts_where_its_batch_has_to_be_fitted():
