@@ -7,7 +7,7 @@ import pytest
 
 from hydra_engine.schedule.events import TaskStopped
 from hydra_engine.schedule.policies import NOT_YET, POLICIES, Candidate, resolve_policy
-from tests.schedule.test_scheduler import TRAIN, World, random_task, task_added, walk
+from tests.schedule.test_scheduler import TRAIN, World, assert_trained, random_task, task_added, walk
 
 
 class LeastServedFirst:
@@ -80,9 +80,7 @@ def test_is_known_by_its_name_alone(name):
 @every_policy
 def test_every_rule_holds_in_runs_that_fail_stop_and_are_fitted_anew(policy):
     for seed in range(5000, 5008):
-        world = walk(seed, failures=True, stops=seed % 4 == 0, misfits=seed % 2 == 0, policy=policy)
-        for task in world.tasks.values():
-            assert task.over or task.num_committed == task.num_begun == task.num_read
+        assert_trained(walk(seed, failures=True, stops=seed % 4 == 0, misfits=seed % 2 == 0, policy=policy))
 
 
 @every_policy
@@ -104,12 +102,9 @@ def test_without_tasks_there_is_nothing_to_say(policy):
 @pytest.mark.parametrize("double_buffer", [True, False])
 def test_one_task_leaves_nothing_to_choose(policy, double_buffer):
     def story(policy):
-        world = World(policy, double_buffer=double_buffer)
-        world.add_device(0)
+        world = World(policy, num_devices=1, double_buffer=double_buffer)
         world.add_task(task_added("task", 3, num_steps=3), [TRAIN] * 3)
-        while not world.scheduler.finished:
-            settle(world)
-            compute(world)
+        run_to_the_end(world)
         return world.story
 
     assert story(policy) == story("fifo")
@@ -118,9 +113,7 @@ def test_one_task_leaves_nothing_to_choose(policy, double_buffer):
 @every_policy
 def test_many_tasks_that_come_at_once_are_all_trained(policy):
     rng = random.Random(7)
-    world = World(policy)
-    for device in range(3):
-        world.add_device(device)
+    world = World(policy, num_devices=3)
     for k in range(25):
         world.add_task(*random_task(rng, f"task-{k}"), rng.choice([1, 2, 6]))
     while not world.scheduler.finished:
@@ -131,25 +124,21 @@ def test_many_tasks_that_come_at_once_are_all_trained(policy):
 @every_policy
 def test_a_task_may_come_and_go_while_others_train(policy):
     """It comes while they are at work, is stopped in the middle of a step, and comes again, under its name."""
-    world = World(policy)
-    world.add_device(0)
+    world = World(policy, num_devices=1)
     for name in "ab":
         world.add_task(task_added(name, 2, num_steps=20), [TRAIN] * 20)
     for num_steps in (20, 2):
         for _ in range(5):
-            settle(world)
-            compute(world)
+            settle_and_compute(world)
         if "guest" in world.tasks:
             world.tasks["guest"].over = True
             world.send(TaskStopped("guest"))
-            settle(world)
+            world.settle()
             assert world.tasks["guest"].finished
             num_before = world.tasks["guest"].num_committed[TRAIN]
             assert num_before < 20
         world.add_task(task_added("guest", 2, num_steps=num_steps, priority=1), [TRAIN] * num_steps)
-    while not world.scheduler.finished:
-        settle(world)
-        compute(world)
+    run_to_the_end(world)
     assert {name: task.num_committed[TRAIN] for name, task in world.tasks.items()} == {"a": 20, "b": 20, "guest": 2}
 
 
@@ -157,12 +146,10 @@ def test_a_task_may_come_and_go_while_others_train(policy):
 def test_units_of_higher_priority_go_first(policy):
     world = World(policy)
     for name, priority in (("a", 0), ("b", 7), ("c", -1)):
-        world.add_task(task_added(name, 1, priority=priority), [TRAIN])
-        world.read(world.tasks[name])
+        world.begin_task(name, 1, priority=priority)
     world.add_device(0)
     assert (world.running[0].task, world.claims[0].task) == ("b", "a")
-    world.compute(0)
-    world.store(world.tasks["b"])
+    world.run(world.tasks["b"])
     assert (world.running[0].task, world.claims[0].task) == ("a", "c")
 
 
@@ -176,7 +163,7 @@ def test_no_task_waits_for_more_than_a_few_turns_of_the_others(name, double_buff
     world.add_device(0)
     order = []
     while len(order) < 400:
-        settle(world)
+        world.settle()
         order.append(world.running[0].task)
         world.compute(0, seconds[order[-1]])
     for first in range(400 - 40):
@@ -189,9 +176,7 @@ def test_the_others_serve_every_task_in_the_end(name):
     for task, num_steps in (("short", 1), ("long", 50)):
         world.add_task(task_added(task, 2, num_steps=num_steps), [TRAIN] * num_steps)
     world.add_device(0)
-    while not world.scheduler.finished:
-        settle(world)
-        compute(world)
+    run_to_the_end(world)
     assert {task.name: task.num_committed[TRAIN] for task in world.tasks.values()} == {"short": 1, "long": 50}
 
 
@@ -199,9 +184,7 @@ def test_the_others_serve_every_task_in_the_end(name):
 def test_ten_thousand_events_keep_every_rule(policy):
     """One long run: `World.validate` looks at all of it after each event."""
     rng = random.Random(type(policy).__name__)
-    world = World(policy)
-    for device in range(4):
-        world.add_device(device)
+    world = World(policy, num_devices=4)
     num_events, num_tasks, num_wanted = 0, 0, 7
     while num_events < 10_000:
         num_unfinished = sum(not task.finished for task in world.tasks.values())
@@ -227,14 +210,13 @@ def test_ten_thousand_events_keep_every_rule(policy):
     assert world.scheduler._dispatch._remaining_s == pytest.approx(counted_s)  # what is critical is told by it
 
 
-def settle(world):
-    """All comes through but what devices compute."""
-    instant = ("read", "store", "fit", "commit", "update")
-    while found := next((happens for what, happens in world.under_way() if what in instant), None):
-        found()
-
-
-def compute(world):
-    """A unit that a device computes comes through."""
+def settle_and_compute(world):
+    """All comes through but what devices compute, and one unit of that."""
+    world.settle()
     for device in [device for device, unit in world.running.items() if unit is not None][:1]:
         world.compute(device)
+
+
+def run_to_the_end(world):
+    while not world.scheduler.finished:
+        settle_and_compute(world)

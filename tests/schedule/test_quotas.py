@@ -8,31 +8,23 @@ from itertools import count, groupby
 import pytest
 
 from hydra_engine.elastic import Quota
-from hydra_engine.schedule.events import (
-    BatchReady,
-    Begin,
-    Commit,
-    Computed,
-    DataEnded,
-    DeviceAdded,
-    DeviceRemoved,
-    Read,
-    Run,
-    ShardUpdated,
-    Spread,
-    StepCommitted,
-    StopRequested,
-    Stored,
-    Update,
-)
+from hydra_engine.schedule.events import Begin, DeviceRemoved, Run, Spread, StopRequested
 from hydra_engine.schedule.groups import Group, shared_out
 from hydra_engine.schedule.policies import POLICIES, resolve_policy
 from hydra_engine.schedule.scheduler import Scheduler
 from hydra_engine.schedule.units import Unit
-from tests.schedule.test_scheduler import TRAIN, World, random_spreads, random_task, task_added
+from tests.schedule.test_scheduler import (
+    TRAIN,
+    World,
+    assert_a_policy_may_raise_once,
+    assert_trained,
+    random_spreads,
+    random_task,
+    task_added,
+)
 
 NEVER = (9, 0.0)
-INSTANT = ("read", "store", "fit", "commit", "update")
+SPREADS = tuple(Spread(float(k + 1), frozenset(), True) for k in range(4))  # twice as fast on two devices, and so on
 
 
 class QuotaWorld(World):
@@ -154,11 +146,6 @@ class QuotaWorld(World):
             for part in (part for standing in queue._of for part in queue.first(10**6, standing)):
                 assert part.key == dispatch._key(part)
 
-    def settle(self):
-        """All comes through but what devices compute."""
-        while found := next((happens for what, happens in self.under_way() if what in INSTANT), None):
-            found()
-
 
 # -- random walks
 
@@ -232,28 +219,27 @@ def walk(seed, *, removes=False, failures=False, policy=None):
     return world
 
 
+def assert_trained_whole(world):
+    assert_trained(world)
+    assert not any(task.over or task.batches for task in world.tasks.values())
+
+
 @pytest.mark.parametrize("first_seed", range(0, 100, 50))
 def test_walk_in_groups_trains_every_batch_of_every_task(first_seed):
     for seed in range(first_seed, first_seed + 50):
-        for task in walk(seed).tasks.values():
-            assert not task.batches
-            assert task.num_committed == task.num_begun == task.num_read
+        assert_trained_whole(walk(seed))
 
 
 @pytest.mark.parametrize("first_seed", range(1000, 1150, 50))
 def test_walk_in_groups_with_devices_that_come_and_go_trains_every_batch(first_seed):
     for seed in range(first_seed, first_seed + 50):
-        for task in walk(seed, removes=True).tasks.values():
-            assert not task.batches
-            assert task.num_committed == task.num_begun == task.num_read
+        assert_trained_whole(walk(seed, removes=True))
 
 
 @pytest.mark.parametrize("first_seed", range(2000, 2100, 50))
 def test_walk_in_groups_with_failures_ends_and_spares_the_other_tasks(first_seed):
     for seed in range(first_seed, first_seed + 50):
-        for task in walk(seed, removes=seed % 2 == 0, failures=True).tasks.values():
-            if not task.over:
-                assert task.num_committed == task.num_begun == task.num_read
+        assert_trained(walk(seed, removes=seed % 2 == 0, failures=True))
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -354,10 +340,9 @@ def test_a_device_loads_ahead_for_the_group_that_it_will_serve(policy):
 @pytest.mark.parametrize("at", [10.2, 11.2, 12.2])
 def test_a_step_that_is_spread_takes_its_groups_devices_alone_from_its_next_beginning(at):
     """A task over 4 devices, whose group is owed 2: of four parts two wait, and the next step has two."""
-    spreads = tuple(Spread(float(k + 1), frozenset(), True) for k in range(4))
     world = two_groups()
-    world.add(task_added("a", 1, num_steps=40, spreads=spreads, group="a"), 40, num_micro_batches=4)
-    added = task_added("b", 1, num_steps=6, spreads=spreads, group="b")
+    world.add(task_added("a", 1, num_steps=40, spreads=SPREADS, group="a"), 40, num_micro_batches=4)
+    added = task_added("b", 1, num_steps=6, spreads=SPREADS, group="b")
     found = played(world, (at, lambda: world.add(added, 6, num_micro_batches=4)))
     [(start_s, _)] = [(s, each) for s, each in found if each == {"a": 2, "b": 2}][:1]
     assert start_s - at <= 1.0
@@ -441,9 +426,8 @@ def test_a_device_is_looked_at_again_once_its_group_is_below_its_maximum():
 
 @pytest.mark.parametrize(("options", "quota"), [({"min_devices": 3}, Quota(2)), ({}, Quota(3, minimum=3))])
 def test_below_its_minimum_a_task_begins_no_step_and_finishes_the_one_it_is_in(options, quota):
-    spreads = tuple(Spread(float(k + 1), frozenset(), True) for k in range(4))
     world = two_groups(3, a=quota)
-    world.add(task_added("a", 1, num_steps=4, spreads=spreads, group="a", **options), 4, num_micro_batches=4)
+    world.add(task_added("a", 1, num_steps=4, spreads=SPREADS, group="a", **options), 4, num_micro_batches=4)
     task = world.tasks["a"]
     world.settle()
     assert [unit.part for unit in world.running.values()] == [0, 1, 2]
@@ -483,40 +467,6 @@ def test_devices_are_shared_out_by_quotas_and_what_is_left_by_what_there_is_to_d
 
 @pytest.mark.parametrize("calls", range(1, 60, 3))
 def test_a_policy_that_raises_once_leaves_a_run_in_groups_that_can_end(calls):
-    class Raises:
-        left = calls
-
-        def key(self, candidate):
-            self.left -= 1
-            if self.left == 0:
-                raise ZeroDivisionError
-            return 0
-
-    scheduler = Scheduler(Raises(), has_groups=True)
-    events = [DeviceAdded(index) for index in range(2)]
-    events += [
-        task_added(name, 5, num_steps=3, group=name[0], quota=Quota(1, maximum=1)) for name in ("a0", "a1", "b0")
-    ]
-    running, num_read = {}, Counter()
-    while events or running:
-        if not events:
-            unit = running.pop(device := min(running))
-            events += [Computed(device, unit, 1.0), Stored(unit)]
-        try:
-            said = scheduler.handle(events.pop(0))
-        except ZeroDivisionError:
-            said = scheduler.handle(StopRequested())
-        for each in said:
-            match each:
-                case Run(device, unit):
-                    assert device not in running
-                    running[device] = unit
-                case Read(task):
-                    num_read[task] += 1
-                    step = num_read[task] - 1
-                    events.append(BatchReady(task, step, TRAIN) if step < 3 else DataEnded(task))
-                case Update(task, shard):
-                    events.append(ShardUpdated(task, shard))
-                case Commit(task, training):
-                    events.append(StepCommitted(task, training))
-    assert scheduler.finished
+    quota = Quota(1, maximum=1)
+    tasks = [task_added(name, 5, num_steps=3, group=name[0], quota=quota) for name in ("a0", "a1", "b0")]
+    assert_a_policy_may_raise_once(calls, tasks, num_devices=2, has_groups=True)
