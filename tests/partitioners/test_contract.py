@@ -16,6 +16,7 @@ from partitioners import (
     Presharded,
     shard_bytes,
 )
+from tests.partitions import shard_fits, shards_of
 
 
 def random_costs(rng):
@@ -65,26 +66,28 @@ class PartitionerContract:
     def rng(self, request):
         return random.Random(request.param)
 
-    def test_every_layer_is_in_exactly_one_shard_in_order(self, rng):
-        costs = random_costs(rng)
-        budget = random_budget(rng, costs)
+    @pytest.fixture
+    def costs(self, rng):
+        return random_costs(rng)
+
+    @pytest.fixture
+    def budget(self, rng, costs):
+        return random_budget(rng, costs)
+
+    def test_every_layer_is_in_exactly_one_shard_in_order(self, rng, costs, budget):
         boundaries = self.partitioner(rng, costs, budget).partition(costs, budget)
-        layers = [i for first, last in zip([0, *boundaries], boundaries, strict=False) for i in range(first, last)]
+        layers = [i for first, last in shards_of(boundaries) for i in range(first, last)]
         assert layers == list(range(len(costs)))
         assert all(isinstance(end, int) for end in boundaries)
         assert len(set(boundaries)) == len(boundaries)
 
-    def test_the_same_question_has_the_same_answer(self, rng):
-        costs = random_costs(rng)
-        budget = random_budget(rng, costs)
+    def test_the_same_question_has_the_same_answer(self, rng, costs, budget):
         partitioner = self.partitioner(rng, costs, budget)
         first = partitioner.partition(costs, budget)
         partitioner.revise(first, 0, costs)
         assert partitioner.partition(tuple(costs), budget) == first
 
-    def test_a_revision_only_adds_ends_inside_the_shard_until_there_is_none(self, rng):
-        costs = random_costs(rng)
-        budget = random_budget(rng, costs)
+    def test_a_revision_only_adds_ends_inside_the_shard_until_there_is_none(self, rng, costs, budget):
         partitioner = self.partitioner(rng, costs, budget)
         boundaries = partitioner.partition(costs, budget)
         for with_costs in ((), (costs,)):
@@ -99,24 +102,19 @@ class PartitionerContract:
                 first, last = [0, *boundaries][shard : shard + 2]
                 assert all(first < end < last for end in set(revised) - set(boundaries))
 
-    def test_its_repr_names_it(self, rng):
-        costs = random_costs(rng)
-        partitioner = self.partitioner(rng, costs, random_budget(rng, costs))
+    def test_its_repr_names_it(self, rng, costs, budget):
+        partitioner = self.partitioner(rng, costs, budget)
         assert repr(partitioner).startswith(f"{type(partitioner).__name__}(")
 
 
 class KeepsBudget:
     """For partitioners that choose their shards by size."""
 
-    def test_every_shard_fits_the_budget(self, rng):
-        costs = random_costs(rng)
-        budget = random_budget(rng, costs)
+    def test_every_shard_fits_the_budget(self, rng, costs, budget):
         boundaries = self.partitioner(rng, costs, budget).partition(costs, budget)
-        for first, last in zip([0, *boundaries], boundaries, strict=False):
-            assert shard_bytes(costs, first, last, budget.num_micro_batches) <= budget.memory_bytes
+        assert all(shard_fits(costs, *shard, budget) for shard in shards_of(boundaries))
 
-    def test_a_layer_that_does_not_fit_alone_is_named(self, rng):
-        costs = random_costs(rng)
+    def test_a_layer_that_does_not_fit_alone_is_named(self, rng, costs):
         needs = [shard_bytes(costs, i, i + 1) for i in range(len(costs))]
         budget = Budget(memory_bytes=max(1, max(needs) - 1))
         with pytest.raises(LayerTooLarge, match="give the device more memory") as caught:
@@ -128,9 +126,8 @@ class KeepsBudget:
 class CutsFiner:
     """For partitioners that choose how many shards there are."""
 
-    def test_revisions_end_with_lone_layers(self, rng):
-        costs = random_costs(rng)
-        partitioner, boundaries = self.partitioner(rng, costs, random_budget(rng, costs)), [len(costs)]
+    def test_revisions_end_with_lone_layers(self, rng, costs, budget):
+        partitioner, boundaries = self.partitioner(rng, costs, budget), [len(costs)]
         while len(boundaries) < len(costs):
             shard = rng.randrange(len(boundaries))
             boundaries = partitioner.revise(boundaries, shard, costs) or boundaries
@@ -142,7 +139,7 @@ def possible_numbers(costs, budget):
     numbers = [{0}] + [set() for _ in costs]  # by last: of the partitions of layers [0, last)
     for last in range(1, len(costs) + 1):
         for first in range(last):
-            if shard_bytes(costs, first, last, budget.num_micro_batches) <= budget.memory_bytes:
+            if shard_fits(costs, first, last, budget):
                 numbers[last] |= {number + 1 for number in numbers[first]}
     return sorted(numbers[-1])
 
@@ -161,15 +158,12 @@ class TestFastest(KeepsBudget, CutsFiner, PartitionerContract):
     def partitioner(self, rng, costs, budget):
         return Fastest()
 
-    def test_every_candidate_fits_the_budget(self, rng):
-        costs = random_costs(rng)
-        budget = random_budget(rng, costs)
+    def test_every_candidate_fits_the_budget(self, costs, budget):
         candidates = Fastest().candidates(costs, budget)
         assert len({tuple(each) for each in candidates}) == len(candidates)
         assert Fastest().partition(costs, budget) in (*candidates, [len(costs)])
         for boundaries in candidates:
-            for first, last in zip([0, *boundaries], boundaries, strict=False):
-                assert shard_bytes(costs, first, last, budget.num_micro_batches) <= budget.memory_bytes
+            assert all(shard_fits(costs, *shard, budget) for shard in shards_of(boundaries))
 
 
 class TestBalanced(KeepsBudget, PartitionerContract):

@@ -292,34 +292,31 @@ def test_unit_bytes_bounds_the_measured_peak_of_every_shard(num_micro_batches):
 
 def test_a_lone_layer_takes_exactly_its_peak():
     model, inputs, target = zoo(), torch.randint(50, (3, 5)), torch.randint(50, (15,))
-    costs = profile(model, inputs, target, nn.CrossEntropyLoss())
-    for cost in costs:
+    for cost in profile(model, inputs, target, nn.CrossEntropyLoss()):
         if not cost.changes_input:  # its copy of the input is no view here
             assert cost.peak_bytes == run_metered(model, cost.index, cost.index + 1, inputs, target, 1)
+
+
+def assert_table_is_right(costs):
+    for num_micro_batches in (1, 2, 5):
+        table = ShardTable.of(costs, num_micro_batches)
+        for first, last in itertools.combinations(range(len(costs) + 1), 2):
+            slab = slab_bytes(costs, first, last)
+            assert table.slab[first, last] == slab
+            assert table.forward[first, last] == slab + forward_unit_bytes(costs, first, last, num_micro_batches)
+            assert table.full[first, last] == shard_bytes(costs, first, last, num_micro_batches)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_every_entry_is_what_the_functions_of_one_shard_say(seed):
     rng = random.Random(seed)
     for _ in range(10):
-        costs = random_layers(rng, most=10)
-        for num_micro_batches in (1, 2, 5):
-            table = ShardTable.of(costs, num_micro_batches)
-            for first, last in itertools.combinations(range(len(costs) + 1), 2):
-                slab = slab_bytes(costs, first, last)
-                assert table.slab[first, last] == slab
-                assert table.forward[first, last] == slab + forward_unit_bytes(costs, first, last, num_micro_batches)
-                assert table.full[first, last] == shard_bytes(costs, first, last, num_micro_batches)
+        assert_table_is_right(random_layers(rng, most=10))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_where_nothing_trains_the_last_shard_runs_forward_only_too(seed):
-    rng = random.Random(seed)
-    costs = [replace(cost, grad_bytes=0) for cost in random_layers(rng, most=10)]
-    for num_micro_batches in (1, 2, 5):
-        table = ShardTable.of(costs, num_micro_batches)
-        for first, last in itertools.combinations(range(len(costs) + 1), 2):
-            assert table.full[first, last] == shard_bytes(costs, first, last, num_micro_batches)
+    assert_table_is_right([replace(cost, grad_bytes=0) for cost in random_layers(random.Random(seed), most=10)])
 
 
 def test_what_is_no_shard_fits_no_device():

@@ -10,7 +10,6 @@ import pytest
 from partitioners import (
     Balanced,
     Budget,
-    LayerCost,
     LayerTooLarge,
     Optimal,
     Pilot,
@@ -68,13 +67,9 @@ def test_what_the_user_fixed_is_not_revised():
     assert Presharded([3, 6, 8]).revise([3, 6, 8], 1) is None
 
 
-def layer(index, param_bytes, work_bytes=0):
-    """A layer whose shard costs add up: parameters in the slab, work at its peak only."""
-    return replace(ZERO, index=index, name=f"layer-{index}", param_bytes=param_bytes, peak_bytes=work_bytes)
-
-
 def of_bytes(*param_bytes, work_bytes=0):
-    return [layer(index, each, work_bytes) for index, each in enumerate(param_bytes)]
+    """Layers whose shard costs add up: parameters in the slab, work at its peak only."""
+    return layers(*[{"param_bytes": each, "peak_bytes": work_bytes} for each in param_bytes])
 
 
 def test_a_shard_and_as_much_again_for_the_next_slab_fit_the_device():
@@ -110,8 +105,7 @@ def test_a_model_that_fits_is_one_shard():
 
 
 def test_micro_batches_take_room():
-    costs = [layer(0, 64), layer(1, 64)]
-    costs = [LayerCost(**{**vars(cost), "grad_bytes": 64}) for cost in costs]
+    costs = [replace(cost, grad_bytes=64) for cost in of_bytes(64, 64)]
     assert Pilot().partition(costs, Budget(memory_bytes=320)) == [2]
     assert Pilot().partition(costs, Budget(memory_bytes=320, num_micro_batches=2)) == [1, 2]
 
@@ -124,8 +118,7 @@ def test_the_layer_that_does_not_fit_is_named_with_its_bytes():
 
 def with_a_huge_output_after_layer_2():
     costs = of_bytes(64, 64, 64, 64, 64)
-    costs[2] = LayerCost(**{**vars(costs[2]), "output_bytes": 1000})
-    costs[3] = LayerCost(**{**vars(costs[3]), "input_bytes": 1000})
+    costs[2:4] = replace(costs[2], output_bytes=1000), replace(costs[3], input_bytes=1000)
     return costs
 
 
@@ -143,13 +136,17 @@ def test_where_no_larger_shard_fits_either_the_layer_is_named():
     assert (caught.value.needed_bytes, caught.value.available_bytes) == (1128, 1127)
 
 
+def instances(rng, number, most=8):
+    """Random models of up to `most` layers, each with a device and the partitions that fit it."""
+    for _ in range(number):
+        costs = random_layers(rng, most)
+        budget = random_device(rng, costs)
+        yield costs, budget, fitting_partitions(costs, budget)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_it_refuses_only_what_no_partition_fits(seed):
-    rng = random.Random(seed)
-    for _ in range(30):
-        costs = random_layers(rng)
-        budget = random_device(rng, costs)
-        fitting = fitting_partitions(costs, budget)
+    for costs, budget, fitting in instances(random.Random(seed), 30):
         if fitting:
             assert Pilot().partition(costs, budget) in fitting
         else:
@@ -157,14 +154,17 @@ def test_it_refuses_only_what_no_partition_fits(seed):
                 Pilot().partition(costs, budget)
 
 
-def test_a_revision_cuts_where_the_bytes_differ_least():
+@pytest.mark.parametrize("partitioner", [Pilot(), Optimal()], ids=repr)
+def test_a_revision_cuts_where_the_bytes_differ_least(partitioner):
     costs = of_bytes(64, 64, 64, 640, 64)
-    assert Pilot().revise([5], 0, costs) == [3, 5]
+    assert partitioner.revise([5], 0, costs) == [3, 5]
     assert shard_bytes(costs, 0, 3) < shard_bytes(costs, 3, 5)
-    assert Pilot().revise([1, 5], 1, costs) == [1, 3, 5]
+    assert partitioner.revise([1, 5], 1, costs) == [1, 3, 5]
+    assert partitioner.revise([1, 5], 0, costs) is None
 
 
 def test_a_revision_without_costs_halves_the_layers():
+    assert Optimal().revise([1, 5], 1) == [1, 3, 5]
     assert Pilot().revise([4], 0) == [2, 4]
     assert Pilot().revise([1, 6, 8], 1) == [1, 3, 6, 8]
     assert Pilot().revise([1, 6, 8], 0) is None
@@ -190,10 +190,7 @@ def largest(costs, boundaries, budget, by):
 @pytest.mark.parametrize("seed", range(10))
 def test_the_largest_load_is_the_least_of_all_that_fit(seed, by):
     rng = random.Random(seed)
-    for instance in range(20):
-        costs = random_layers(rng)
-        budget = random_device(rng, costs)
-        fitting = fitting_partitions(costs, budget)
+    for costs, budget, fitting in instances(rng, 20):
         num_shards = rng.randint(1, len(costs))
         partitioner = Balanced(num_shards, by=by)
         if not fitting:
@@ -206,9 +203,9 @@ def test_the_largest_load_is_the_least_of_all_that_fit(seed, by):
                 partitioner.partition(costs, budget)
             continue
         found = partitioner.partition(costs, budget)
-        assert found in candidates, instance
+        assert found in candidates
         least = min(largest(costs, ends, budget, by) for ends in candidates)
-        assert largest(costs, found, budget, by) == pytest.approx(least, rel=1e-12, abs=1e-12), instance
+        assert largest(costs, found, budget, by) == pytest.approx(least, rel=1e-12, abs=1e-12), (costs, budget)
 
 
 def test_time_counts_the_forward_twice_because_it_is_recomputed():
@@ -293,13 +290,6 @@ def test_the_number_of_shards_is_not_revised():
     assert Balanced(2).revise([2, 4], 0) is None
 
 
-def test_reprs_make_partitioners_again():
-    assert repr(Presharded((3, 6, 8))) == "Presharded([3, 6, 8])"
-    assert (repr(Pilot()), repr(Optimal())) == ("Pilot()", "Optimal()")
-    assert repr(Balanced(2)) == "Balanced(2, by='time')"
-    assert repr(Balanced(4, by="bytes")) == "Balanced(4, by='bytes')"
-
-
 def least_s(costs, budget, candidates):
     model = StepModel(costs, budget)
     return min(model.predict(ends).total_s for ends in candidates)
@@ -314,12 +304,8 @@ def leaves_buffer(costs, boundaries, budget):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_30_random_models_and_budgets_equal_brute_force(seed):
-    rng = random.Random(seed)
     num_refused = num_cut = 0
-    for instance in range(30):
-        costs = random_layers(rng)
-        budget = random_device(rng, costs)
-        fitting = fitting_partitions(costs, budget)
+    for costs, budget, fitting in instances(random.Random(seed), 30):
         if not fitting:
             num_refused += 1
             with pytest.raises(LayerTooLarge, match="give the device more memory") as caught:
@@ -327,21 +313,17 @@ def test_30_random_models_and_budgets_equal_brute_force(seed):
             assert caught.value.available_bytes == budget.memory_bytes < caught.value.needed_bytes
             continue
         found = Optimal().partition(costs, budget)
-        assert found in fitting, instance  # every layer once, in order, in shards that fit
+        assert found in fitting  # every layer once, in order, in shards that fit
         num_cut += 1 < len(found) < len(costs)
         found_s = predict_step(costs, found, budget).total_s
-        assert found_s == pytest.approx(least_s(costs, budget, fitting), rel=1e-9, abs=1e-12), instance
+        assert found_s == pytest.approx(least_s(costs, budget, fitting), rel=1e-9, abs=1e-12), (costs, budget)
     assert num_refused >= 2
     assert num_cut >= 2  # neither whole nor layer by layer
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_no_partition_is_faster_by_a_walk_along_the_units(seed):
-    rng = random.Random(1000 + seed)
-    for _ in range(10):
-        costs = random_layers(rng, most=6)
-        budget = random_device(rng, costs)
-        fitting = fitting_partitions(costs, budget)
+    for costs, budget, fitting in instances(random.Random(1000 + seed), 10, most=6):
         if fitting:
             found_s = slow_step_s(costs, Optimal().partition(costs, budget), budget)
             least = min(slow_step_s(costs, ends, budget) for ends in fitting)
@@ -351,10 +333,8 @@ def test_no_partition_is_faster_by_a_walk_along_the_units(seed):
 @pytest.mark.parametrize("seed", range(10))
 def test_the_users_buffer_stays_free_in_shards_of_several_layers_where_a_partition_can(seed):
     rng = random.Random(2000 + seed)
-    for _ in range(20):
-        costs = random_layers(rng, most=6)
-        budget = replace(random_device(rng, costs), buffer_bytes=rng.randrange(10_000))
-        fitting = fitting_partitions(costs, budget)
+    for costs, device, fitting in instances(rng, 20, most=6):
+        budget = replace(device, buffer_bytes=rng.randrange(10_000))
         if not fitting:
             with pytest.raises(LayerTooLarge):
                 Optimal().partition(costs, budget)
@@ -371,13 +351,9 @@ def test_the_users_buffer_stays_free_in_shards_of_several_layers_where_a_partiti
 LAYER = {"param_bytes": 64, "grad_bytes": 64, "forward_s": 1.0, "backward_s": 1.0}
 
 
-def test_with_plenty_of_memory_and_a_slow_link_there_is_one_shard():
-    costs = layers(*[LAYER] * 6)
-    assert Optimal().partition(costs, Budget(memory_bytes=PLENTY_BYTES, link_bytes_per_s=1.0)) == [6]
-
-
-def test_with_a_free_link_there_is_one_shard_because_no_forward_runs_twice():
-    assert Optimal().partition(layers(*[LAYER] * 6), Budget(memory_bytes=PLENTY_BYTES)) == [6]
+@pytest.mark.parametrize("budget", [replace(PLENTY, link_bytes_per_s=1.0), PLENTY], ids=["slow link", "free link"])
+def test_with_plenty_of_memory_there_is_one_shard_because_no_forward_runs_twice(budget):
+    assert Optimal().partition(layers(*[LAYER] * 6), budget) == [6]
 
 
 def test_where_only_one_layer_fits_at_a_time_every_layer_is_a_shard():
@@ -554,13 +530,6 @@ def test_choose_equals_asking_for_every_number_until_the_step_grows(seed):
         assert found in list(partitions(len(whole)))
 
 
-def test_a_revision_cuts_the_shard_where_the_bytes_of_its_halves_differ_least():
-    costs = layers(*[{"param_bytes": size} for size in (64, 64, 64, 640, 64)])
-    assert Optimal().revise([5], 0, costs) == [3, 5]
-    assert Optimal().revise([1, 5], 1) == [1, 3, 5]
-    assert Optimal().revise([1, 5], 0, costs) is None
-
-
 @pytest.fixture
 def own_names(monkeypatch):
     """Names that a test registers are forgotten after it."""
@@ -575,9 +544,10 @@ def own_names(monkeypatch):
         ("balanced", {"num_shards": 4}, Balanced, "Balanced(4, by='time')"),
         ("balanced", {"num_shards": 2, "by": "bytes"}, Balanced, "Balanced(2, by='bytes')"),
         ("presharded", {"boundaries": [3, 6, 8]}, Presharded, "Presharded([3, 6, 8])"),
+        ("presharded", {"boundaries": (3, 6, 8)}, Presharded, "Presharded([3, 6, 8])"),
     ],
 )
-def test_each_is_known_by_name_and_takes_its_settings(name, settings, kind, representation):
+def test_each_is_known_by_name_takes_its_settings_and_prints_what_makes_it_again(name, settings, kind, representation):
     partitioner = make_partitioner(name, **settings)
     assert type(partitioner) is kind
     assert repr(partitioner) == representation

@@ -1,6 +1,5 @@
 """A task of the structure of one that was planned takes over its plan; one that differs in anything is rehearsed."""
 
-import copy
 import functools
 import gc
 import importlib
@@ -77,8 +76,7 @@ def orchestra_of(*tasks, memory="1MiB"):
 
 def adopted(first, second):
     """Whose plan each of two tasks has."""
-    plans = orchestra_of(first, second).generate().tasks.values()
-    return [plan.adopted_from for plan in plans]
+    return [plan.adopted_from for plan in orchestra_of(first, second).generate().tasks.values()]
 
 
 @pytest.fixture
@@ -146,110 +144,73 @@ def test_classes_that_are_made_anew_for_each_task_are_compared_by_their_code():
 
         return nn.Sequential(nn.Linear(8, 8), Local(), nn.Linear(8, 3))
 
-    options = {"partitioner": Presharded([2, 3])}
-    make = [task_of(name, model=model(factor), **options) for name, factor in (("a", 1.0), ("b", 1.0))]
-    assert adopted(*make) == [None, "a"]
-    assert adopted(make[0], task_of("b", model=model(2.0), **options)) == [None, None]
+    first, same, other = (
+        task_of(name, model=model(factor), partitioner=Presharded([2, 3]))
+        for name, factor in (("a", 1.0), ("b", 1.0), ("b", 2.0))
+    )
+    assert adopted(first, same) == [None, "a"]
+    assert adopted(first, other) == [None, None]
 
 
-# What a second model has other than the first; each function changes the model in place.
+class Changes:
+    """What a second model has other than the first: each changes a model in place."""
+
+    def other_dropout(model):
+        model[3].p = 0.3
+
+    def other_flag(model):
+        model[3].eval()
+
+    def other_attribute(model):
+        model[2].factor = 2.0
+
+    def other_type_of_an_attribute(model):
+        model[2].factor = 1
+
+    def other_value_in_a_config(model):
+        model[2].config.bias = False
+
+    def other_value_in_a_container(model):
+        model[2].names["a"][1] = 3
+
+    def another_attribute(model):
+        model[2].more = None
+
+    def other_function(model):
+        model[2].activation = torch.sigmoid
+
+    def other_buffer(model):
+        model[2].mask[3] = 0.0
+
+    def forward_of_its_own(model):
+        model[2].forward = MethodType(lambda self, x: x * self.factor, model[2])
+
+    def hook(model):
+        model[4].register_forward_hook(lambda module, args, output: None)
+
+    def hook_on_a_parameter(model):
+        model[4].weight.register_hook(lambda gradient: gradient)
+
+    def tie(model):
+        model[4].weight = model[0].weight
+
+    def frozen_parameter(model):
+        model[0].bias.requires_grad_(False)
+
+    def other_dtype(model):
+        model[2].mask = model[2].mask.half()
+
+    def another_layer(model):
+        model[3] = nn.Identity()
+
+    def a_tensor_beside_the_weights(model):
+        model[2].extra = torch.ones(2)
+
+    def a_generator(model):
+        model[2].generator = torch.Generator()
 
 
-def other_dropout(model):
-    model[3].p = 0.3
-
-
-def other_flag(model):
-    model[3].eval()
-
-
-def other_attribute(model):
-    model[2].factor = 2.0
-
-
-def other_type_of_an_attribute(model):
-    model[2].factor = 1
-
-
-def other_value_in_a_config(model):
-    model[2].config.bias = False
-
-
-def other_value_in_a_container(model):
-    model[2].names["a"][1] = 3
-
-
-def another_attribute(model):
-    model[2].more = None
-
-
-def other_function(model):
-    model[2].activation = torch.sigmoid
-
-
-def other_buffer(model):
-    model[2].mask[3] = 0.0
-
-
-def forward_of_its_own(model):
-    model[2].forward = MethodType(lambda self, x: x * self.factor, model[2])
-
-
-def hook(model):
-    model[4].register_forward_hook(lambda module, args, output: None)
-
-
-def hook_on_a_parameter(model):
-    model[4].weight.register_hook(lambda gradient: gradient)
-
-
-def tie(model):
-    model[4].weight = model[0].weight
-
-
-def frozen_parameter(model):
-    model[0].bias.requires_grad_(False)
-
-
-def other_dtype(model):
-    model[2].mask = model[2].mask.half()
-
-
-def another_layer(model):
-    model[3] = nn.Identity()
-
-
-def a_tensor_beside_the_weights(model):
-    model[2].extra = torch.ones(2)
-
-
-def a_generator(model):
-    model[2].generator = torch.Generator()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        other_dropout,
-        other_flag,
-        other_attribute,
-        other_type_of_an_attribute,
-        other_value_in_a_config,
-        other_value_in_a_container,
-        another_attribute,
-        other_function,
-        other_buffer,
-        forward_of_its_own,
-        hook,
-        hook_on_a_parameter,
-        tie,
-        frozen_parameter,
-        other_dtype,
-        another_layer,
-        a_tensor_beside_the_weights,
-        a_generator,
-    ],
-)
+@pytest.mark.parametrize("change", [each for each in vars(Changes).values() if callable(each)])
 def test_a_model_that_differs_is_rehearsed(change):
     model = model_of(1)
     change(model)
@@ -286,31 +247,32 @@ def test_metrics_are_compared(options):
 
 
 def test_precisions_are_compared():
-    models = [nn.Sequential(nn.Linear(8, 3)) for _ in range(3)]
-    names, precisions = ("a", "b", "c"), ("float32", "bfloat16", "bfloat16")
     tasks = [
-        task_of(name, model=model, precision=precision, partitioner=Presharded([1]))
-        for name, model, precision in zip(names, models, precisions, strict=True)
+        task_of(name, model=nn.Sequential(nn.Linear(8, 3)), precision=precision, partitioner=Presharded([1]))
+        for name, precision in (("a", "float32"), ("b", "bfloat16"), ("c", "bfloat16"))
     ]
     assert [plan.adopted_from for plan in orchestra_of(*tasks).generate().tasks.values()] == [None, None, "b"]
 
 
-def test_a_global_that_has_changed_is_seen(monkeypatch):
-    orchestra = orchestra_of(task_of("first"))
-    orchestra.generate()
-    orchestra.stop_task("first")
+def flip_global(monkeypatch):
     monkeypatch.setattr(f"{__name__}.SCALE", 0.25)
-    orchestra.add_task(task_of("second", 1))
-    assert orchestra.generate().tasks["second"].adopted_from is None
 
 
-@pytest.mark.parametrize("owner", [Scaled, nn.Linear])
-def test_a_method_that_was_replaced_is_seen(monkeypatch, owner):
-    orchestra = orchestra_of(task_of("first"))
-    orchestra.generate()
-    orchestra.stop_task("first")
+def replace_forward(owner, monkeypatch):
     before = owner.forward
     monkeypatch.setattr(owner, "forward", lambda self, x: before(self, x))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [flip_global, partial(replace_forward, Scaled), partial(replace_forward, nn.Linear)],
+    ids=["global", "method", "method of torch"],
+)
+def test_a_global_or_a_method_that_was_replaced_is_seen(monkeypatch, change):
+    orchestra = orchestra_of(task_of("first"))
+    orchestra.generate()
+    orchestra.stop_task("first")
+    change(monkeypatch)
     orchestra.add_task(task_of("second", 1))
     assert orchestra.generate().tasks["second"].adopted_from is None
 
@@ -334,10 +296,6 @@ class Wraps(nn.Module):
 
 def flip_environment(monkeypatch):
     monkeypatch.setenv("SCALE_OF_A_LAYER", "2")
-
-
-def flip_global(monkeypatch):
-    monkeypatch.setattr(f"{__name__}.SCALE", 0.25)
 
 
 def flip_mkldnn(monkeypatch):
@@ -453,10 +411,9 @@ def test_a_closure_is_compared_by_its_values():
     def loss_of(smoothing):
         return lambda output, target: F.cross_entropy(output, target, label_smoothing=smoothing)
 
-    first = task_of("first", loss_fn=loss_of(0.1))
-    assert adopted(first, task_of("second", 1, loss_fn=loss_of(0.1))) == [None, "first"]
-    first = task_of("first", loss_fn=loss_of(0.1))
-    assert adopted(first, task_of("second", 1, loss_fn=loss_of(0.2))) == [None, None]
+    for smoothing, whose in ((0.1, "first"), (0.2, None)):
+        first = task_of("first", loss_fn=loss_of(0.1))
+        assert adopted(first, task_of("second", 1, loss_fn=loss_of(smoothing))) == [None, whose]
 
 
 class InPlace(nn.Module):
@@ -494,11 +451,10 @@ class Counts(nn.Module):
 
 
 def test_what_was_refused_is_refused_again():
-    model = nn.Sequential(nn.Linear(8, 8), Counts(), nn.Linear(8, 3))
     orchestra = orchestra_of(task_of("first"))
     orchestra.generate()
     for name in ("second", "third"):
-        orchestra.add_task(task_of(name, model=copy.deepcopy(model), partitioner=Presharded([2, 3])))
+        orchestra.add_task(with_layer(name, Counts()))
         with pytest.raises(ValueError, match=f"{name}: .*attribute 'num'|{name}: run twice on the same input"):
             orchestra.generate()
         orchestra.stop_task(name)

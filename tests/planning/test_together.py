@@ -119,16 +119,20 @@ def batches(number):
     return [tuple(torch.randint(256, (2, 4, 8), generator=generator)) for _ in range(number)]
 
 
-def pair(num_devices=2, **others):
-    """A long task with these options, and a short one."""
-    settings = {"optimizer": torch.optim.AdamW, "seed": SEED, "name": "long", **others}
-    tasks = [
-        ModelTask(settings.pop("model", None) or gpt(), next_byte_loss, batches(4), 1e-3, **settings),
-        ModelTask(gpt(), next_byte_loss, batches(2), 1e-3, seed=SEED, name="short"),
-    ]
+def task_of(name, num_batches, **options):
+    return ModelTask(gpt(), next_byte_loss, batches(num_batches), 1e-3, seed=SEED, name=name, **options)
+
+
+def orchestra_of(*tasks, num_devices=1):
     orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(2**20) for _ in range(num_devices)])
     orchestra.verbose = 0
     return orchestra
+
+
+def pair(num_devices=2, **options):
+    """A long task with these options, and a short one."""
+    long = task_of("long", 4, optimizer=torch.optim.AdamW, **options)
+    return orchestra_of(long, task_of("short", 2), num_devices=num_devices)
 
 
 def choose(monkeypatch, wanted, *, rehearsed_s=(2.0, 1.0)):
@@ -158,19 +162,6 @@ def plain(number=1):
     )
 
 
-def orchestra_of(**others):
-    """A long task, a short one, and the options of a third."""
-    tasks = [
-        ModelTask(gpt(), next_byte_loss, batches(number), 1e-3, optimizer=torch.optim.AdamW, seed=SEED, name=name)
-        for name, number in (("long", 4), ("short", 2))
-    ]
-    if others:
-        tasks.append(ModelTask(gpt(), next_byte_loss, batches(2), 1e-3, seed=SEED, name="other", **others))
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(2**20)])
-    orchestra.verbose = 0
-    return orchestra
-
-
 class TestOfARun:
     def test_a_cut_that_is_chosen_together_is_in_the_plan_and_trains_with_the_same_bits(self, monkeypatch):
         seen = []
@@ -180,7 +171,8 @@ class TestOfARun:
             return PredictedRun((1, *[0] * (len(self.options) - 1)), 1.0, 2.0, 2)
 
         monkeypatch.setattr(WholeRun, "best", second)
-        orchestra = orchestra_of(partitioner=Presharded([3, 7]))
+        long, short = (task_of(name, num, optimizer=torch.optim.AdamW) for name, num in (("long", 4), ("short", 2)))
+        orchestra = orchestra_of(long, short, task_of("other", 2, partitioner=Presharded([3, 7])))
         plan = orchestra.generate()
         [options] = seen
         assert [each[0].name for each in options] == ["long", "short", "other"]
@@ -191,15 +183,11 @@ class TestOfARun:
         assert "together" in plan.tasks["long"].cut_because
         assert "together" not in plan.tasks["short"].cut_because
         report = orchestra.train_models()
-        plain = reference.train(gpt(), next_byte_loss, batches(4), lr=1e-3, optimizer=torch.optim.AdamW, seed=SEED)
-        assert report.tasks["long"].losses == plain.losses
+        assert report.tasks["long"].losses == plain().losses
 
     def test_equal_tasks_are_planned_as_each_beside_its_like(self, monkeypatch):
         monkeypatch.setattr(WholeRun, "best", lambda _: pytest.fail("nothing to choose"))
-        tasks = [ModelTask(gpt(), next_byte_loss, batches(2), 1e-3, seed=SEED) for _ in range(2)]
-        orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(2**20)])
-        orchestra.verbose = 0
-        orchestra.generate()
+        orchestra_of(*(task_of(name, 2) for name in "ab")).generate()
 
     def test_micro_batches_under_auto_are_chosen_with_the_cut_and_train_as_that_number_does(self, monkeypatch):
         choose(monkeypatch, lambda way, _: way.num_micro_batches == 2)

@@ -67,8 +67,7 @@ def task_of(network, optimizer, *, ends=(3, 6, 11), **options):
 
 def assert_plain(optimizer, *, prepare=lambda network: None, dtypes=(torch.float32,), ends=(3, 6, 11), **options):
     """Train by shards and in plain PyTorch: the same losses and weights, bit for bit."""
-    network = model(dtypes)
-    plain = copy.deepcopy(network)
+    network, plain = model(dtypes), model(dtypes)
     for each in (network, plain):
         prepare(each)
     report = orchestra([task_of(network, optimizer, ends=ends, **options)]).train_models().tasks["a"]
@@ -78,21 +77,24 @@ def assert_plain(optimizer, *, prepare=lambda network: None, dtypes=(torch.float
         plain, F.cross_entropy, loader(), seed=SEED, lr=LR, epochs=EPOCHS, optimizer=optimizer, **options
     )
     assert report.losses == result.losses
-    for (name, ours), theirs in zip(network.named_parameters(), plain.named_parameters(), strict=True):
-        assert torch.equal(ours, theirs[1]), name
+    assert_same_weights(network, plain)
+
+
+def assert_same_weights(ours, theirs):
+    for (name, value), expected in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(value, expected), name
 
 
 def assert_refused(optimizer, match, **options):
     """Refused by `generate()`, naming the task; weights, and what the user draws next, are as they were."""
     network = model()
-    before, states = copy.deepcopy(network.state_dict()), (torch.get_rng_state(), random.getstate())
+    before, states = copy.deepcopy(network), (torch.get_rng_state(), random.getstate())
     made = orchestra([task_of(network, optimizer, **options)])
     with pytest.raises(ValueError, match=f"^a: .*{match}"):
         made.generate()
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
-    for name, value in network.state_dict().items():
-        assert torch.equal(value, before[name])
+    assert_same_weights(network, before)
 
 
 class Each(torch.optim.Optimizer):
@@ -158,25 +160,25 @@ def test_draws_from_a_generator_of_its_own_are_refused_shard_by_shard():
     assert_refused(each(owned), "generator.*optimizer_scope='task'")
 
 
-@pytest.mark.parametrize("optimizer_scope", ["shard", "task"])
-def test_a_generator_outside_is_left_where_it_was_by_generate(optimizer_scope):
-    def factory():
-        generator = torch.Generator().manual_seed(9)
+def drawing_from_outside():
+    generator = torch.Generator().manual_seed(9)
 
-        def change(self, group, p):
-            p.sub_(p.grad + 0.1 * torch.randn(p.shape, generator=generator), alpha=group["lr"])
+    def change(self, group, p):
+        p.sub_(p.grad + 0.1 * torch.randn(p.shape, generator=generator), alpha=group["lr"])
 
-        return each(change)
+    return each(change)
 
-    if optimizer_scope == "shard":
-        assert_refused(factory(), "optimizer_scope='task'")
-        return
-    network = model()
-    plain = copy.deepcopy(network)
-    orchestra([task_of(network, factory(), optimizer_scope="task")]).train_models()
-    reference.train(plain, F.cross_entropy, loader(), seed=SEED, lr=LR, epochs=EPOCHS, optimizer=factory())
-    for ours, theirs in zip(network.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+
+def test_a_generator_outside_is_refused_shard_by_shard():
+    assert_refused(drawing_from_outside(), "optimizer_scope='task'")
+
+
+def test_a_generator_outside_is_left_where_it_was_by_generate():
+    network, plain = model(), model()
+    orchestra([task_of(network, drawing_from_outside(), optimizer_scope="task")]).train_models()
+    settings = {"seed": SEED, "lr": LR, "epochs": EPOCHS, "optimizer": drawing_from_outside()}
+    reference.train(plain, F.cross_entropy, loader(), **settings)
+    assert_same_weights(network, plain)
 
 
 @pytest.mark.parametrize("options", [{}, {"optimizer_scope": "task"}, {"early_release": True}])
@@ -188,12 +190,10 @@ def test_an_optimizer_that_begins_to_draw_later_fails_by_name(options):
         p.sub_(p.grad + noise, alpha=group["lr"])
 
     other = ModelTask(model(), F.cross_entropy, loader(), LR, EPOCHS, name="b", seed=1)
-    plain = model()
-    made = orchestra([task_of(model(), each(late), **options), other])
-    report = made.train_models()
+    report = orchestra([task_of(model(), each(late), **options), other]).train_models()
     assert report.tasks["a"].status == "failed"
     assert "Each draws random numbers" in report.tasks["a"].error
-    result = reference.train(plain, F.cross_entropy, loader(), seed=1, lr=LR, epochs=EPOCHS)
+    result = reference.train(model(), F.cross_entropy, loader(), seed=1, lr=LR, epochs=EPOCHS)
     assert report.tasks["b"].losses == result.losses
 
 
@@ -214,19 +214,16 @@ def test_a_hook_on_a_parameter_that_draws_fails_the_first_step(register):
     network = model()
 
     def noisy(each):
-        gradient = each.grad if each.grad is not None else each
-        noise = torch.randn(gradient.shape)
         if each.grad is None:
-            return gradient + noise
-        each.grad = gradient + noise
+            return each + torch.randn(each.shape)
+        each.grad = each.grad + torch.randn(each.shape)
         return None
 
     getattr(network[3].weight, register)(noisy)
     before = copy.deepcopy(network.state_dict())
     with pytest.raises(RuntimeError, match=r"a hook on parameter 3\.weight draws random numbers"):
         orchestra([task_of(network, torch.optim.SGD)]).train_models()
-    for name, value in network.state_dict().items():
-        assert torch.equal(value, before[name])
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
 
 
 def noise_on(*names, shared=None):
@@ -252,89 +249,63 @@ def test_hooks_that_share_a_generator_fail_by_name():
 # -- what is kept outside of each parameter's state
 
 
-def count_in_global(self, group, p):
-    k = self.state["global"]["k"] = self.state["global"].get("k", 0) + 1
-    p.sub_(p.grad, alpha=group["lr"] / k)
+class Keeping:
+    """Steps of `Each` that keep something outside of each parameter's state, or look at other parameters."""
+
+    def count_in_global(self, group, p):
+        k = self.state["global"]["k"] = self.state["global"].get("k", 0) + 1
+        p.sub_(p.grad, alpha=group["lr"] / k)
+
+    def count_in_group(self, group, p):
+        group["k"] = group.get("k", 0) + 1
+        p.sub_(p.grad, alpha=group["lr"] / group["k"])
+
+    def count_on_itself(self, group, p):
+        self.calls += 1
+        p.sub_(p.grad, alpha=group["lr"] / self.calls)
+
+    def count_in_private(self, group, p):
+        self._hidden += 1
+        p.sub_(p.grad, alpha=group["lr"] / self._hidden)
+
+    def count_in_a_table(self, group, p):
+        self.table["k"][0] += 1
+        p.sub_(p.grad, alpha=group["lr"] / self.table["k"][0])
+
+    def count_that_matters_late(self, group, p):
+        self._hidden += 1
+        p.sub_(p.grad, alpha=group["lr"] * (2 if self._hidden > 40 else 1))
+
+    def tensor_in_group(self, group, p):
+        group["scale"].mul_(0.99)
+        p.sub_(p.grad * group["scale"] * group["lr"])
+
+    def first_of_the_group(self, group, p):
+        first = self.state[group["params"][0]]
+        if p is group["params"][0]:
+            first["step"] = first.get("step", 0) + 1
+        p.sub_(p.grad, alpha=group["lr"] / first["step"])
+
+    def python_random(self, group, p):
+        p.sub_(p.grad, alpha=group["lr"] * self.python.random())
+
+    def numpy_random(self, group, p):
+        p.sub_(p.grad, alpha=group["lr"] * float(self.numpy.random()))
+
+    def by_all_gradients(self, group, p):
+        norm = torch.stack([other.grad.norm() for other in group["params"] if other.grad is not None]).norm()
+        p.sub_(p.grad, alpha=group["lr"] / max(1.0, norm.item()))
+
+    def by_the_one_before(self, group, p):
+        index = next(k for k, other in enumerate(group["params"]) if other is p)
+        p.sub_(p.grad + group["params"][index - 1].mean(), alpha=group["lr"])
+
+    def by_order(self, group, p):
+        index = next(k for k, other in enumerate(group["params"]) if other is p)
+        p.sub_(p.grad, alpha=group["lr"] / (index + 1))
 
 
-def count_in_group(self, group, p):
-    group["k"] = group.get("k", 0) + 1
-    p.sub_(p.grad, alpha=group["lr"] / group["k"])
-
-
-def count_on_itself(self, group, p):
-    self.calls += 1
-    p.sub_(p.grad, alpha=group["lr"] / self.calls)
-
-
-def count_in_private(self, group, p):
-    self._hidden += 1
-    p.sub_(p.grad, alpha=group["lr"] / self._hidden)
-
-
-def count_in_a_table(self, group, p):
-    self.table["k"][0] += 1
-    p.sub_(p.grad, alpha=group["lr"] / self.table["k"][0])
-
-
-def count_that_matters_late(self, group, p):
-    self._hidden += 1
-    p.sub_(p.grad, alpha=group["lr"] * (2 if self._hidden > 40 else 1))
-
-
-def tensor_in_group(self, group, p):
-    group["scale"].mul_(0.99)
-    p.sub_(p.grad * group["scale"] * group["lr"])
-
-
-def first_of_the_group(self, group, p):
-    first = self.state[group["params"][0]]
-    if p is group["params"][0]:
-        first["step"] = first.get("step", 0) + 1
-    p.sub_(p.grad, alpha=group["lr"] / first["step"])
-
-
-def python_random(self, group, p):
-    p.sub_(p.grad, alpha=group["lr"] * self.python.random())
-
-
-def numpy_random(self, group, p):
-    p.sub_(p.grad, alpha=group["lr"] * float(self.numpy.random()))
-
-
-def by_all_gradients(self, group, p):
-    norm = torch.stack([other.grad.norm() for other in group["params"] if other.grad is not None]).norm()
-    p.sub_(p.grad, alpha=group["lr"] / max(1.0, norm.item()))
-
-
-def by_the_one_before(self, group, p):
-    index = next(k for k, other in enumerate(group["params"]) if other is p)
-    p.sub_(p.grad + group["params"][index - 1].mean(), alpha=group["lr"])
-
-
-def by_order(self, group, p):
-    index = next(k for k, other in enumerate(group["params"]) if other is p)
-    p.sub_(p.grad, alpha=group["lr"] / (index + 1))
-
-
-KEEPING = {
-    each.__name__: each
-    for each in (
-        count_in_global,
-        count_in_group,
-        count_on_itself,
-        count_in_private,
-        count_in_a_table,
-        count_that_matters_late,
-        tensor_in_group,
-        first_of_the_group,
-        python_random,
-        numpy_random,
-        by_all_gradients,
-        by_the_one_before,
-        by_order,
-    )
-}
+KEEPING = {name: each for name, each in vars(Keeping).items() if callable(each)}
 
 
 def keeping(name):
@@ -446,7 +417,7 @@ def test_an_optimizer_sees_parameters_without_a_gradient(options, accumulation_s
     assert_plain(Decaying, prepare=prepare, accumulation_steps=accumulation_steps, **options)
 
 
-def hooked(params, lr, calls=None):
+def hooked(params, lr):
     optimizer = torch.optim.SGD(params, lr=lr)
     optimizer.register_step_post_hook(
         lambda each, *_: [p.data.clamp_(-0.3, 0.3) for p in each.param_groups[0]["params"]]
@@ -476,20 +447,16 @@ def test_what_is_kept_later_only_fails_by_name(options):
             self.calls += 1
         plainly(self, group, p)
 
-    report = orchestra([task_of(model(), each(late), **options), task_of_company()]).train_models()
+    other = ModelTask(model(), F.cross_entropy, loader(), LR, 1, name="b", seed=1)
+    report = orchestra([task_of(model(), each(late), **options), other]).train_models()
     assert report.tasks["a"].status == "failed"
     assert "Each changed calls in a step, which it did not on trial" in report.tasks["a"].error
 
 
-def task_of_company():
-    return ModelTask(model(), F.cross_entropy, loader(), LR, 1, name="b", seed=1)
-
-
 def test_an_optimizer_over_the_models_own_parameters_is_tried_too():
     network = model()
-    made = orchestra([task_of(network, lambda _, lr: each(owned)(network.parameters(), lr))])
     with pytest.raises(ValueError, match=r"^a: optimizer: Each keeps state .*generator"):
-        made.generate()
+        orchestra([task_of(network, lambda _, lr: each(owned)(network.parameters(), lr))]).generate()
 
 
 def rebinding(self, group, p):
@@ -555,12 +522,7 @@ def test_what_a_state_dict_does_not_hold_is_refused_where_a_run_saves(tmp_path):
 
 
 def test_a_generator_outside_is_refused_where_a_run_saves(tmp_path):
-    generator = torch.Generator().manual_seed(9)
-
-    def change(self, group, p):
-        p.sub_(p.grad + 0.1 * torch.randn(p.shape, generator=generator), alpha=group["lr"])
-
-    made = orchestra([task_of(model(), each(change), optimizer_scope="task")], checkpoint_dir=tmp_path)
+    made = orchestra([task_of(model(), drawing_from_outside(), optimizer_scope="task")], checkpoint_dir=tmp_path)
     with pytest.raises(ValueError, match=r"does not hold \(a torch.Generator outside of it\)"):
         made.generate()
 
