@@ -20,7 +20,7 @@ from tests import reference
 
 SEED = 5
 WIDTH = 32
-NUM_BATCHES = 6
+SETTINGS = {"lr": 1e-3, "optimizer": torch.optim.AdamW, "seed": SEED}
 
 
 def dense(*, draws=False, norm=False):
@@ -40,14 +40,17 @@ def batches(*sizes):
     return [(torch.randn(n, WIDTH, generator=generator), torch.randint(3, (n,), generator=generator)) for n in sizes]
 
 
-def train(model, loader, memory, *, num_devices=1, epochs=2, **options):
+def orchestra_of(devices, *tasks):
+    orchestra = ModelOrchestrator(tasks, devices=devices)
+    orchestra.verbose = 0
+    return orchestra
+
+
+def train(model, loader, memory, *, num_devices=1, **options):
     """The task's report; its devices never held more than their budget."""
     devices = [EmulatedDevice(memory, meter_every_unit=True) for _ in range(num_devices)]
-    task = ModelTask(
-        model, F.cross_entropy, loader, 1e-3, epochs, optimizer=torch.optim.AdamW, seed=SEED, name="a", **options
-    )
-    orchestra = ModelOrchestrator([task], devices=devices)
-    orchestra.verbose = 0
+    task = ModelTask(model, F.cross_entropy, loader, epochs=2, name="a", **SETTINGS, **options)
+    orchestra = orchestra_of(devices, task)
     start = orchestra.generate().tasks["a"].accumulation_steps
     report = orchestra.train_models()
     for device in report.devices:
@@ -66,24 +69,29 @@ def number_at(report):
     return number
 
 
-def assert_as_plain(model, original, loader, report, *, epochs=2, **options):
+def assert_as_plain(model, original, loader, report, **options):
+    """Trains `original` by the plain loop."""
     assert report.status == "finished", report.error
-    plain = copy.deepcopy(original)
+    number = number_at(report)
     result = reference.train(
-        plain,
-        F.cross_entropy,
-        loader,
-        lr=1e-3,
-        epochs=epochs,
-        optimizer=torch.optim.AdamW,
-        seed=SEED,
-        accumulation_steps=number_at(report),
-        **options,
+        original, F.cross_entropy, loader, epochs=2, accumulation_steps=number, **SETTINGS, **options
     )
     assert report.losses == result.losses
     assert report.validation_losses == result.validation_losses
+    assert_same_state(model, original)
+
+
+def assert_same_state(model, plain):
     for (name, ours), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs), name
+
+
+def train_as_plain(loader, memory, *, draws=False, norm=False, validation=None, **options):
+    """Train a dense model; its report, once all is as in the plain loop."""
+    model, original = dense(draws=draws, norm=norm), dense(draws=draws, norm=norm)
+    report = train(model, loader, memory, validation=validation, **options)
+    assert_as_plain(model, original, loader, report, validation=validation)
+    return report
 
 
 @pytest.fixture(params=["fake tensors", "the device alone"])
@@ -97,33 +105,25 @@ def warned_by(request, monkeypatch):
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"draws": True}, {"norm": True}], ids=str)
 def test_a_batch_four_times_larger_in_mid_epoch_is_trained_on_finer_shards(warned_by, options, num_devices):
-    model = dense(**options)
-    original, loader = copy.deepcopy(model), batches(32, 32, 128, 32, 32, 32)
-    report = train(model, loader, "80KiB", num_devices=num_devices)
+    report = train_as_plain(batches(32, 32, 128, 32, 32, 32), "80KiB", num_devices=num_devices, **options)
     assert report.revisions
     assert {revision.accumulation_steps for revision in report.revisions} == {1}
     assert report.revisions[0].step == 2
     ends = [revision.boundaries for revision in report.revisions]
     assert all(set(few) < set(more) for few, more in pairwise(ends))
-    assert_as_plain(model, original, loader, report)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"norm": True}], ids=str)
 def test_where_one_layer_is_too_large_there_are_more_micro_batches(warned_by, options, num_devices):
-    model = dense(**options)
-    original, loader = copy.deepcopy(model), batches(32, 64, 512, 32, 500, 64)
-    report = train(model, loader, "120KiB", num_devices=num_devices, accumulation_steps="auto")
+    options = {"num_devices": num_devices, "accumulation_steps": "auto", **options}
+    report = train_as_plain(batches(32, 64, 512, 32, 500, 64), "120KiB", **options)
     assert report.revisions[-1].accumulation_steps > 1
-    assert_as_plain(model, original, loader, report)
 
 
 def test_layers_that_draw_get_the_streams_of_their_micro_batches():
-    model = dense(draws=True)
-    original, loader = copy.deepcopy(model), batches(32, 64, 512, 32, 500, 64)
-    report = train(model, loader, "120KiB", accumulation_steps="auto")
+    report = train_as_plain(batches(32, 64, 512, 32, 500, 64), "120KiB", draws=True, accumulation_steps="auto")
     assert report.revisions[-1].accumulation_steps > 1
-    assert_as_plain(model, original, loader, report)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
@@ -135,14 +135,10 @@ def test_a_fixed_number_is_kept_or_the_task_fails_by_name(warned_by, options, nu
     originals = copy.deepcopy(models)
     large, small = batches(32, 64, 512, 32), batches(32, 32)
     tasks = [
-        ModelTask(model, F.cross_entropy, loader, 1e-3, 2, optimizer=torch.optim.AdamW, seed=SEED, name=name, **each)
-        for model, loader, name, each in zip(
-            models, (large, small), "ab", ({"accumulation_steps": number}, {}), strict=True
-        )
+        ModelTask(model, F.cross_entropy, loader, epochs=2, name=name, accumulation_steps=steps, **SETTINGS)
+        for model, loader, name, steps in zip(models, (large, small), "ab", (number, 1), strict=True)
     ]
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(80 * 1024) for _ in range(num_devices)])
-    orchestra.verbose = 0
-    report = orchestra.train_models()
+    report = orchestra_of([EmulatedDevice(80 * 1024) for _ in range(num_devices)], *tasks).train_models()
     failed = report.tasks["a"]
     assert (failed.status, failed.steps) == ("failed", 2)
     assert isinstance(failed.exception, ShardDoesNotFit)
@@ -150,13 +146,11 @@ def test_a_fixed_number_is_kept_or_the_task_fails_by_name(warned_by, options, nu
     said += rf"accumulation_steps={number} is fixed; limit: 80 KiB \(81920 bytes\); set accumulation_steps=\"auto\","
     assert re.match(said, str(failed.exception))
     assert {revision.accumulation_steps for revision in failed.revisions} <= {number}
-    for model, original, loader, epochs in zip(models, originals, (large[:2], small), (1, 2), strict=True):
-        settings = {"lr": 1e-3, "epochs": epochs, "optimizer": torch.optim.AdamW, "seed": SEED}
-        steps = number if loader is not small else 1
-        result = reference.train(original, F.cross_entropy, loader, accumulation_steps=steps, **settings)
-        assert report.tasks["a" if loader is not small else "b"].losses == result.losses
-        for ours, theirs in zip(model.state_dict().values(), original.state_dict().values(), strict=True):
-            assert torch.equal(ours, theirs)
+    cases = ("a", large[:2], 1, number), ("b", small, 2, 1)
+    for model, original, (name, loader, epochs, steps) in zip(models, originals, cases, strict=True):
+        settings = {"epochs": epochs, "accumulation_steps": steps, **SETTINGS}
+        assert report.tasks[name].losses == reference.train(original, F.cross_entropy, loader, **settings).losses
+        assert_same_state(model, original)
 
 
 @pytest.mark.parametrize("options", [{}, {"scan_batches": True}, {"max_retries": 2}], ids=str)
@@ -167,28 +161,18 @@ def test_a_fixed_number_is_no_other_whatever_else_is_asked_for(options):
 
 @pytest.mark.parametrize("partitioner", [Presharded([5, 11]), Balanced(2)], ids=repr)
 def test_a_partition_that_the_user_fixed_is_cut_all_the_same(warned_by, partitioner):
-    model = dense()
-    original, loader = copy.deepcopy(model), batches(32, 128, 32)
-    report = train(model, loader, "110KiB", partitioner=partitioner)
-    assert report.revisions
-    assert_as_plain(model, original, loader, report)
+    assert train_as_plain(batches(32, 128, 32), "110KiB", partitioner=partitioner).revisions
 
 
 def test_a_larger_validation_batch_is_evaluated_on_finer_shards(warned_by):
-    model = dense(norm=True)
-    original, loader, validation = copy.deepcopy(model), batches(32, 32), batches(32, 256)
-    report = train(model, loader, "70KiB", validation=validation)
-    assert report.revisions
-    assert_as_plain(model, original, loader, report, validation=validation)
+    assert train_as_plain(batches(32, 32), "70KiB", norm=True, validation=batches(32, 256)).revisions
 
 
 def test_a_validation_batch_too_large_for_a_layer_is_split(warned_by):
-    model = dense(norm=True)
-    original, loader, validation = copy.deepcopy(model), batches(32, 32), batches(32, 2048, 31)
+    model, plain = dense(norm=True), dense(norm=True)
+    loader, validation = batches(32, 32), batches(32, 2048, 31)
     report = train(model, loader, "70KiB", validation=validation)
-    plain = copy.deepcopy(original)
-    options = {"lr": 1e-3, "epochs": 2, "optimizer": torch.optim.AdamW, "seed": SEED, "validation": validation}
-    result = reference.train(plain, F.cross_entropy, loader, **options)
+    result = reference.train(plain, F.cross_entropy, loader, epochs=2, validation=validation, **SETTINGS)
     assert report.losses == result.losses
     assert report.validation_losses == pytest.approx(result.validation_losses, rel=1e-6)
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
@@ -203,30 +187,24 @@ def test_batches_of_any_size_are_split_as_far_as_they_go(warned_by):
     loader = [
         (torch.randn(n, 64, 64, generator=generator), torch.randint(3, (n, 64), generator=generator)) for n in (1, 1, 3)
     ]
-    original, devices = copy.deepcopy(model), [EmulatedDevice("190KiB")]
+    original = copy.deepcopy(model)
 
     def loss_fn(output, target):
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     task = ModelTask(model, loss_fn, loader, seed=SEED, accumulation_steps="auto")
-    orchestra = ModelOrchestrator([task], devices=devices)
-    orchestra.verbose = 0
-    report = orchestra.train_models().tasks["task-0"]
+    report = orchestra_of([EmulatedDevice("190KiB")], task).train_models().tasks["task-0"]
     assert report.revisions[-1].accumulation_steps == 3
     reference.train(original, loss_fn, loader, seed=SEED, accumulation_steps=number_at(report))
     assert all(map(torch.equal, model.parameters(), original.parameters()))
 
 
 def test_an_evaluation_that_fits_says_nothing_of_a_training_batch():
-    model = dense(draws=True)
-    original, loader = copy.deepcopy(model), batches(32, 32, 512, 32)
-    validation = batches(512)
-    report = train(model, loader, "160KiB", validation=validation, accumulation_steps="auto")
+    loader, validation = batches(32, 32, 512, 32), batches(512)
+    report = train(dense(draws=True), loader, "160KiB", validation=validation, accumulation_steps="auto")
     assert report.revisions[-1].accumulation_steps > 1
-    plain = copy.deepcopy(original)
-    options = {"lr": 1e-3, "epochs": 2, "optimizer": torch.optim.AdamW, "seed": SEED, "validation": validation}
-    result = reference.train(plain, F.cross_entropy, loader, accumulation_steps=number_at(report), **options)
-    assert report.losses == result.losses
+    options = {"epochs": 2, "validation": validation, "accumulation_steps": number_at(report), **SETTINGS}
+    assert report.losses == reference.train(dense(draws=True), F.cross_entropy, loader, **options).losses
 
 
 def test_a_model_that_cannot_be_in_micro_batches_says_why():
@@ -264,38 +242,30 @@ def test_a_mask_that_a_function_caches_stays_real():
 
 
 def test_a_batch_of_one_sample_that_does_not_fit_fails_the_task_with_its_last_commit():
-    model = dense()
-    original, loader = copy.deepcopy(model), batches(32, 32)
+    model, plain, loader = dense(), dense(), batches(32, 32)
     large = (torch.randn(1, 4096, WIDTH), torch.randint(3, (1, 4096)))
-    devices = [EmulatedDevice("80KiB")]
     task = ModelTask(
         model, lambda output, y: F.cross_entropy(output.flatten(0, -2), y.flatten()), [*loader, large], seed=SEED
     )
-    orchestra = ModelOrchestrator([task], devices=devices)
-    orchestra.verbose = 0
+    orchestra = orchestra_of([EmulatedDevice("80KiB")], task)
     with pytest.raises(
         ValueError, match=r"layer \d+ \(\d+\) needs .* does not fit a device alone at training step 2, and a batch of 1"
     ):
         orchestra.train_models()
     report = orchestra.report.tasks["task-0"]
     assert (report.status, report.steps) == ("failed", 2)
-    plain = copy.deepcopy(original)
     reference.train(plain, F.cross_entropy, loader, seed=SEED)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_same_state(model, plain)
 
 
 def test_a_backward_that_does_not_fit_is_found_before_the_next_batch_is_read(monkeypatch):
     """The loader reads on from where layers that draw have left the random stream, which micro-batches would not."""
     monkeypatch.setattr(hydra_engine.planning.fit, "_count", lambda *_: None)
-    model = dense(draws=True)
     # Forward takes three activations of 75 KiB, backward of a lone Linear four.
     tensors = batches(600)[0]
     loader = DataLoader(TensorDataset(*tensors), batch_sampler=[range(32), range(600), range(32), range(8, 20)])
-    original = copy.deepcopy(model)
-    report = train(model, loader, "260KiB", accumulation_steps="auto")
+    report = train_as_plain(loader, "260KiB", draws=True, accumulation_steps="auto")
     assert report.revisions[-1].accumulation_steps > 1
-    assert_as_plain(model, original, loader, report)
 
 
 def test_layers_that_draw_cannot_be_split_once_the_next_batch_is_read(monkeypatch):
@@ -336,11 +306,10 @@ def test_other_tasks_go_on_as_if_alone():
     originals = copy.deepcopy(models)
     loaders = [batches(32, 128, 32, 512, 32), batches(32, 32, 32)]
     tasks = [
-        ModelTask(model, F.cross_entropy, loader, 1e-3, 2, optimizer=torch.optim.AdamW, seed=SEED, accumulation_steps=n)
+        ModelTask(model, F.cross_entropy, loader, epochs=2, accumulation_steps=n, **SETTINGS)
         for model, loader, n in zip(models, loaders, ("auto", 1), strict=True)
     ]
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("120KiB", chaos=1) for _ in range(2)])
-    orchestra.verbose = 0
+    orchestra = orchestra_of([EmulatedDevice("120KiB", chaos=1) for _ in range(2)], *tasks)
     start = orchestra.generate().tasks["task-0"].accumulation_steps
     report = orchestra.train_models()
     report.tasks["task-0"].start = start
