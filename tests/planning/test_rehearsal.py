@@ -4,6 +4,7 @@ import copy
 import functools
 import random
 import weakref
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -65,26 +66,25 @@ def assert_exact(build, loss_of=lambda model: F.cross_entropy, **options):
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
-class Before:
-    """What a model and the process had before; the same must be there after."""
+@contextmanager
+def unchanged(model):
+    """What a model and the process had before is there after, too."""
+    state, rest = _state_and_rest(model)
+    yield
+    state_now, rest_now = _state_and_rest(model)
+    assert state_now.keys() == state.keys()
+    assert all(torch.equal(state_now[name], state[name]) for name in state)
+    assert rest_now == rest
 
-    def __init__(self, model):
-        self.model = model
-        self.state = {name: value.clone() for name, value in zoo.state(model).items()}
-        self.attributes = {
-            name: {key: _frozen(value) for key, value in vars(module).items()} for name, module in model.named_modules()
-        }
-        self.flags = [module.training for module in model.modules()]
-        self.generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()
 
-    def assert_same(self):
-        now = Before(self.model)
-        assert now.state.keys() == self.state.keys()
-        assert all(torch.equal(now.state[name], self.state[name]) for name in self.state)
-        assert now.attributes == self.attributes
-        assert now.flags == self.flags
-        assert torch.equal(now.generators[0], self.generators[0])
-        assert now.generators[1:] == self.generators[1:]
+def _state_and_rest(model):
+    """Copies of tensors, and all else: attributes, flags, and the generators of the process."""
+    attributes = {
+        name: {key: _frozen(value) for key, value in vars(module).items()} for name, module in model.named_modules()
+    }
+    flags = [module.training for module in model.modules()]
+    generators = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tobytes()
+    return {name: value.clone() for name, value in zoo.state(model).items()}, (attributes, flags, generators)
 
 
 def _frozen(value):
@@ -103,11 +103,9 @@ def assert_refused(match, build, loss_of=lambda model: F.cross_entropy, shards=(
     for each in shards:
         model = build()
         loss_fn = loss_of(model)
-        before = Before(model)
         for _ in range(2):
-            with pytest.raises((ValueError, TypeError), match=f"net.*{match}"):
+            with unchanged(model), pytest.raises((ValueError, TypeError), match=f"net.*{match}"):
                 orchestrator(task_for(model, loss_fn, each, **options)).generate()
-            before.assert_same()
 
 
 class Counts(nn.Module):
@@ -155,13 +153,10 @@ def test_layer_with_a_state_of_its_own_is_refused(layer, beside):
 @pytest.mark.parametrize("layer", HIDDEN)
 def test_layer_with_a_state_of_its_own_at_an_end_is_refused(layer, place):
     def build():
-        layers = [*model_with(), HIDDEN[layer]()]
-        return nn.Sequential(*(layers if place == "last" else reversed(layers[-1:] + layers[-2::-1])))
+        hidden = HIDDEN[layer]()
+        return nn.Sequential(hidden, *model_with()) if place == "first" else nn.Sequential(*model_with(), hidden)
 
-    def first():
-        return nn.Sequential(HIDDEN[layer](), *model_with())
-
-    assert_refused("(another|forward changes)", build if place == "last" else first)
+    assert_refused("(another|forward changes)", build)
 
 
 class Loss:
@@ -287,8 +282,8 @@ def late_global(output, target):
 
 @pytest.mark.parametrize("make", [late_closure, LateLoss, lambda: late_global], ids=["closure", "module", "global"])
 def test_loss_with_a_counter_that_matters_only_later_is_refused(make):
-    assert_refused("loss_fn.*(calls|NUM_CALLS)", model_with, lambda model: make())
-    assert_refused("loss_fn.*(calls|NUM_CALLS)", model_with, lambda model: make(), accumulation_steps=3)
+    for number in (1, 3):
+        assert_refused("loss_fn.*(calls|NUM_CALLS)", model_with, lambda model: make(), accumulation_steps=number)
 
 
 def test_metric_with_a_state_is_not_advanced_by_generate():
@@ -330,13 +325,11 @@ def test_layer_that_merges_on_eval_is_refused_where_that_is_called(delta):
     assert_refused("writes to its parameter.*eval", build, validation=data(1))
     assert_exact(build)
     model = build()
-    before = Before(model)
     orchestra = orchestrator(task_for(model))
-    with pytest.raises(ValueError, match=r"net.*writes to its parameter"):
+    with unchanged(model), pytest.raises(ValueError, match=r"net.*writes to its parameter"):
         orchestra.evaluate("net", data(1))
-    with pytest.raises(ValueError, match=r"predict.*writes to its parameter"):
+    with unchanged(model), pytest.raises(ValueError, match=r"predict.*writes to its parameter"):
         orchestra.predict(model, [x for x, _ in data(1)])
-    before.assert_same()
 
 
 def test_base_that_another_task_shares_is_not_changed():
@@ -344,14 +337,13 @@ def test_base_that_another_task_shares_is_not_changed():
     base = nn.Linear(8, 8)
     plain = nn.Sequential(base, nn.Linear(8, 4))
     adapted = nn.Sequential(Adapter(base, 0.1), nn.Linear(8, 4))
-    before = Before(nn.Sequential(plain, adapted))
     tasks = [
         ModelTask(plain, F.cross_entropy, data(), LR, name="plain", seed=1),
         ModelTask(adapted, F.cross_entropy, data(), LR, name="adapted", seed=1, validation=data(1)),
     ]
-    with pytest.raises(ValueError, match=r"adapted.*writes to its parameter"):
+    refused = pytest.raises(ValueError, match=r"adapted.*writes to its parameter")
+    with unchanged(nn.Sequential(plain, adapted)), refused:
         orchestrator(*tasks).generate()
-    before.assert_same()
 
 
 class Writes(nn.Module):
@@ -453,14 +445,10 @@ def test_loss_object_that_reads_what_a_layer_left_is_refused():
 
 
 def test_metric_that_reads_what_a_layer_left_is_refused():
-    def build():
-        return model_with(Leaves(0.0))
-
     for shards in ("one", "each"):
-        model = build()
-        task = task_for(
-            model, shards=shards, validation=data(1), metrics={"aux": lambda out, y, model=model: float(model[2].aux)}
-        )
+        model = model_with(Leaves(0.0))
+        metrics = {"aux": lambda out, y, model=model: float(model[2].aux)}
+        task = task_for(model, shards=shards, validation=data(1), metrics=metrics)
         with pytest.raises(ValueError, match=r"net.*metric.*aux"):
             orchestrator(task).generate()
 
@@ -630,25 +618,20 @@ class LossThatMakesAnew(MakesAnew):
 def test_layer_that_draws_as_it_is_copied_leaves_the_generators_alone():
     for shards in ("one", "each"):
         model, loss = model_with(MakesAnew(), nn.Dropout(0.2)), LossThatMakesAnew()
-        before = Before(model)
-        orchestrator(task_for(model, loss.forward, shards)).generate()
-        before.assert_same()
+        with unchanged(model):
+            orchestrator(task_for(model, loss.forward, shards)).generate()
     assert_exact(lambda: model_with(MakesAnew(), nn.Dropout(0.2)))
 
 
-class ReadsGradients(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
+class ReadsGradients(nn.Linear):
     def forward(self, x):
-        return self.linear(x) * (1 if self.linear.weight.grad is None else 2)
+        return super().forward(x) * (1 if self.weight.grad is None else 2)
 
 
 def test_forward_that_reads_gradients_is_exact_in_one_micro_batch_and_refused_in_more():
-    assert_exact(lambda: model_with(ReadsGradients()))
-    assert_refused("layer 2 reads the .grad", lambda: model_with(ReadsGradients()), accumulation_steps=3)
-    assert_refused("layer 2 reads the .grad", lambda: model_with(nested(ReadsGradients())), accumulation_steps=2)
+    assert_exact(lambda: model_with(ReadsGradients(8, 8)))
+    assert_refused("layer 2 reads the .grad", lambda: model_with(ReadsGradients(8, 8)), accumulation_steps=3)
+    assert_refused("layer 2 reads the .grad", lambda: model_with(nested(ReadsGradients(8, 8))), accumulation_steps=2)
 
 
 class SeedsAll(nn.Module):
@@ -659,9 +642,8 @@ class SeedsAll(nn.Module):
 
 def test_layer_that_seeds_the_global_generator_leaves_it_alone():
     model = model_with(SeedsAll(), nn.Dropout(0.2))
-    before = Before(model)
-    orchestrator(task_for(model)).generate()
-    before.assert_same()
+    with unchanged(model):
+        orchestrator(task_for(model)).generate()
     assert_exact(lambda: model_with(SeedsAll(), nn.Dropout(0.2)))
 
 
@@ -787,11 +769,6 @@ class Cached(nn.Module):
         return x * self.mask * self.masks[x.shape[0]]
 
 
-def test_layer_that_caches_what_depends_on_shapes_is_exact():
-    assert_exact(lambda: model_with(Cached()))
-    assert_exact(lambda: model_with(Cached()), accumulation_steps=3)
-
-
 class RemembersInput(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -822,12 +799,17 @@ class CachesByContent(nn.Module):
         return x - self.table
 
 
-def test_layer_that_caches_by_content_is_exact():
-    assert_exact(lambda: model_with(CachesByContent()))
-    assert_exact(lambda: model_with(CachesByContent()), accumulation_steps=3)
+@pytest.mark.parametrize("layer", [Cached, CachesByContent], ids=["shapes", "content"])
+def test_layer_that_caches_what_depends_on_its_input_is_exact(layer):
+    assert_exact(lambda: model_with(layer()))
+    assert_exact(lambda: model_with(layer()), accumulation_steps=3)
 
 
 KEPT = []  # weak references to all that was made
+
+
+class Bag:
+    pass
 
 
 class KeepsActivations(nn.Module):
@@ -854,10 +836,6 @@ class KeepsActivations(nn.Module):
         else:
             self.bag.attn = wide
         return self.inner(x) + wide.mean(-1)
-
-
-class Bag:
-    pass
 
 
 @pytest.mark.parametrize("where", ["attribute", "list", "new list", "dict", "child", "object"])
@@ -899,12 +877,10 @@ def test_check_of_an_own_forward_changes_nothing():
     torch.manual_seed(0)
     model = OwnForward()
     orchestra = orchestrator(task_for(nn.Sequential(nn.Linear(8, 4))))
-    before = Before(model)
-    with pytest.raises(ValueError, match=r"predict.*writes to its parameter"):
+    with unchanged(model), pytest.raises(ValueError, match=r"predict.*writes to its parameter"):
         orchestra.predict(model, [x for x, _ in data(1)])
-    before.assert_same()
-    orchestrator(ModelTask(model, F.cross_entropy, data(), LR, seed=SEED)).generate()
-    before.assert_same()
+    with unchanged(model):
+        orchestrator(ModelTask(model, F.cross_entropy, data(), LR, seed=SEED)).generate()
 
 
 @pytest.mark.parametrize("repeats", [True, False])
