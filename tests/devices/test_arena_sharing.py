@@ -11,8 +11,10 @@ from hydra_engine.errors import DeviceOutOfMemory, ShardDoesNotFit
 from hydra_engine.planning.planner import arena_bytes
 from hydra_engine.tasks.model import Model
 from partitioners import Presharded
+from tests import exact, reference, zoo
 
 WIDTH, NUM_LAYERS = 64, 6
+LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
 
 def asked(ledger, num_bytes, kind):
@@ -123,41 +125,28 @@ def model_of(num_layers=NUM_LAYERS):
     return nn.Sequential(*(layer for _ in range(num_layers) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
 
-def task_of(name, num_samples, partition=None, model=None):
-    return ModelTask(
-        model_of() if model is None else model,
-        F.mse_loss,
-        data(num_samples),
-        0.1,
-        name=name,
-        seed=1,
-        partitioner=None if partition is None else Presharded(partition),
-    )
+def task_of(name, num_samples, partition=None, model=None, **options):
+    model = model_of() if model is None else model
+    partitioner = None if partition is None else Presharded(partition)
+    return ModelTask(model, F.mse_loss, data(num_samples), 0.1, name=name, seed=1, partitioner=partitioner, **options)
 
 
-def orchestra_of(tasks, memory, **options):
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory, has_arena=True, **options)])
+def orchestra_of(tasks, memory, num_devices=1, **options):
+    devices = [EmulatedDevice(memory, has_arena=True, **options) for _ in range(num_devices)]
+    orchestra = ModelOrchestrator(tasks, devices=devices)
     orchestra.verbose = 0
     return orchestra
 
 
 def plain(num_samples):
-    model, losses = model_of(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for inputs, target in data(num_samples):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(inputs), target)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model, losses
+    model = model_of()
+    return model, reference.train(model, F.mse_loss, data(num_samples), seed=1, lr=0.1).losses
 
 
 def test_slabs_get_all_they_need_and_the_rest_is_for_work():
     orchestra = orchestra_of([task_of("a", 4, [4, 8, 12]), task_of("b", 4, [12])], "8MiB")
     orchestra.generate()
-    layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)
-    assert arena_bytes(orchestra._tasks.all, 2**23) == 2 * NUM_LAYERS * layer_bytes
+    assert arena_bytes(orchestra._tasks.all, 2**23) == 2 * NUM_LAYERS * LAYER_BYTES
     work = max(each.work_bytes for each in orchestra._tasks.all)
     assert arena_bytes(orchestra._tasks.all, work + 1000) == 1000
 
@@ -165,24 +154,20 @@ def test_slabs_get_all_they_need_and_the_rest_is_for_work():
 @pytest.mark.parametrize("chaos", [None, 3])
 def test_bits_are_the_plain_loops_in_an_arena_that_holds_two_shards(chaos):
     tasks = [task_of("a", 4, list(range(2, 13, 2))), task_of("b", 4, [4, 8, 12])]
-    layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)
-    orchestra = orchestra_of(tasks, 5 * layer_bytes, chaos=chaos)
-    report = orchestra.train_models()
+    report = orchestra_of(tasks, 5 * LAYER_BYTES, chaos=chaos).train_models()
     report.raise_failures()
     model, losses = plain(4)
     for task in tasks:
         assert report.tasks[task.name].losses == losses
-        for actual, expected in zip(task.model.parameters(), model.parameters(), strict=True):
-            assert torch.equal(actual, expected)
+        exact.assert_same_state(zoo.state(task.model), zoo.state(model))
     assert report.devices[0].peak_bytes <= report.devices[0].memory_bytes
 
 
 def test_a_task_is_cut_finer_where_anothers_work_needs_the_room():
-    layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)
     heavy = task_of("heavy", 2)  # its slabs are large, its work is small
     busy = task_of("busy", 256, model=model_of(2))  # the other way round
-    orchestra = orchestra_of([heavy, busy], 28 * layer_bytes)
-    alone = orchestra_of([task_of("heavy", 2)], 28 * layer_bytes).generate().tasks["heavy"]
+    orchestra = orchestra_of([heavy, busy], 28 * LAYER_BYTES)
+    alone = orchestra_of([task_of("heavy", 2)], 28 * LAYER_BYTES).generate().tasks["heavy"]
     together = orchestra.generate().tasks["heavy"]
     assert len(together.boundaries) > len(alone.boundaries)
     report = orchestra.train_models()
@@ -191,10 +176,9 @@ def test_a_task_is_cut_finer_where_anothers_work_needs_the_room():
 
 
 def test_what_cannot_be_cut_finer_is_refused_with_both_names():
-    layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)
     heavy, busy = task_of("heavy", 2, [12]), task_of("busy", 256, model=Model(model_of(2)))
     with pytest.raises(ShardDoesNotFit, match="heavy"):
-        orchestra_of([heavy, busy], 28 * layer_bytes).generate()
+        orchestra_of([heavy, busy], 28 * LAYER_BYTES).generate()
 
 
 class Adds(Callback):
@@ -225,12 +209,7 @@ def test_a_task_that_arenas_were_not_made_for_is_refused_as_it_comes():
 
 
 def test_sums_of_parts_refuse_no_plan():
-    layer_bytes = 4 * (WIDTH * WIDTH + WIDTH)
     for num_devices in (1, 3):
-        task = ModelTask(
-            model_of(), F.mse_loss, data(6), 0.1, accumulation_steps=3, partitioner=Presharded([12]), seed=1
-        )
-        devices = [EmulatedDevice(int(14.5 * layer_bytes), has_arena=True) for _ in range(num_devices)]
-        orchestra = ModelOrchestrator([task], devices=devices)
-        orchestra.verbose = 0
-        assert orchestra.generate().tasks["task-0"].boundaries == [12]
+        task = task_of("summed", 6, [12], accumulation_steps=3)
+        orchestra = orchestra_of([task], int(14.5 * LAYER_BYTES), num_devices)
+        assert orchestra.generate().tasks["summed"].boundaries == [12]

@@ -31,6 +31,7 @@ from partitioners import Presharded
 from tests import exact, reference, zoo
 from tests.devices import test_gpu
 from tests.devices.test_device import DeviceContract
+from tests.devices.test_gpu import STRUCK_STEP, Asserts
 from tests.fake_cuda import MIB, FakeCuda, Misuse
 from tests.worker.test_keeping import Backwards, everything_kept
 
@@ -408,6 +409,20 @@ class TestHostMemory:
         assert "could not be page-locked (CUDA error 2)" in capsys.readouterr().err
 
 
+class EachStep(Callback):
+    """Calls a function after each step."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def on_step(self, report):
+        self.call()
+
+
+def is_locked(cuda, tensor):
+    return any(start <= tensor.data_ptr() < start + size for start, (size, _) in cuda.registered.items())
+
+
 class TestPlaces:
     """DRAM for what units leave."""
 
@@ -460,13 +475,8 @@ class TestPlaces:
     @pytest.mark.parametrize("accumulation_steps", [1, 3])
     def test_nothing_is_locked_after_the_first_step(self, cuda, accumulation_steps):
         counts = []
-
-        class Counts(Callback):
-            def on_step(self, report):
-                counts.append(cuda.num_registers)
-
         options = {"epochs": 1, "accumulation_steps": accumulation_steps, "partition": "each"}
-        task, _ = exact.task_of("gpt", callbacks=[Counts()], **options)
+        task, _ = exact.task_of("gpt", callbacks=[EachStep(lambda: counts.append(cuda.num_registers))], **options)
         trained(cuda, [task])
         assert len(counts) > 2
         assert counts[-1] == counts[0]
@@ -478,43 +488,20 @@ class TestPlaces:
         options = {"precision": "bfloat16", "optimizer_device": optimizer_device, "name": "task"}
         batches = [(torch.randn(4, 40), torch.randn(4, 40))]
         task = ModelTask(model, F.mse_loss, batches, LR, partitioner=Presharded([2, 3]), **options)
-        where = {}
-
-        class Looks(Callback):
-            def on_step(self, report):
-                for k in (0, 2):
-                    address = model[k].weight.data_ptr()
-                    where[k] = any(start <= address < start + size for start, (size, _) in cuda.registered.items())
-
-        task.callbacks = [Looks()]
+        where = []
+        task.callbacks = [EachStep(lambda: where.append([is_locked(cuda, model[k].weight) for k in (0, 2)]))]
         trained(cuda, [task])
-        assert where == {0: crosses, 2: False}
+        assert where == [[crosses, False]]
 
     def test_frozen_weights_are_locked_where_a_task_is_sent_them_as_they_are(self, cuda):
         frozen = nn.Linear(12, 12).requires_grad_(False)
-        where = []
-
-        class Looks(Callback):
-            def on_step(self, report):
-                address = frozen.weight.data_ptr()
-                where.append(any(start <= address < start + size for start, (size, _) in cuda.registered.items()))
-
-        tasks = []
+        tasks, where = [], []
+        looks = EachStep(lambda: where.append(is_locked(cuda, frozen.weight)))
         for name, precision in (("narrow", "bfloat16"), ("wide", "float32")):
             model = nn.Sequential(nn.Linear(12, 12), frozen, nn.Linear(12, 5))
             batches = [(torch.randn(4, 12), torch.randn(4, 5))]
-            tasks.append(
-                ModelTask(
-                    model,
-                    F.mse_loss,
-                    batches,
-                    LR,
-                    name=name,
-                    precision=precision,
-                    callbacks=[Looks()],
-                    partitioner=Presharded([1, 2, 3]),
-                )
-            )
+            options = {"precision": precision, "callbacks": [looks], "partitioner": Presharded([1, 2, 3])}
+            tasks.append(ModelTask(model, F.mse_loss, batches, LR, name=name, **options))
         trained(cuda, tasks)
         assert where == [True, True]
 
@@ -621,17 +608,8 @@ def test_an_input_is_nobody_elses_while_kernels_may_read_it(cuda, kept):
     torch.manual_seed(2)
     layers = [nn.Linear(12, 12), nn.Tanh(), Remembers(), nn.GELU(), Remembers(), nn.Linear(12, 5)]
     batches = [(torch.randn(8, 12), torch.randn(8, 5)) for _ in range(3)]
-    task = ModelTask(
-        layers,
-        F.mse_loss,
-        batches,
-        LR,
-        2,
-        name="task",
-        accumulation_steps=4,
-        partitioner=Presharded([1, 2, 3, 4, 6]),
-        validation=batches,
-    )
+    options = {"accumulation_steps": 4, "partitioner": Presharded([1, 2, 3, 4, 6]), "validation": batches}
+    task = ModelTask(layers, F.mse_loss, batches, LR, 2, name="task", **options)
     orchestra = orchestra_of([task], devices_of(cuda, 1, 4 * MIB if kept else 24 * PAGE_BYTES))
     with everything_kept() if kept else nullcontext():
         orchestra.generate()
@@ -735,18 +713,6 @@ def test_draws_of_a_device_depend_on_the_task_alone(cuda, accumulation_steps):
         exact.assert_same_state(state, found[0][1])
 
 
-class Attends(nn.Module):
-    """Self-attention without dropout."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
-
-    def forward(self, x):
-        query, key, value = self.qkv(x).chunk(3, dim=-1)
-        return x + F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
 @pytest.mark.parametrize(("dropout", "num_watched"), [(0.0, 0), (0.1, 1)])
 def test_operations_of_attention_without_dropout_pass_no_mode(cuda, monkeypatch, dropout, num_watched):
     entered = []
@@ -758,16 +724,10 @@ def test_operations_of_attention_without_dropout_pass_no_mode(cuda, monkeypatch,
 
     monkeypatch.setattr("hydra_engine.worker.drawing.TaskGenerator", Watched)
     torch.manual_seed(0)
-    layers = [nn.Embedding(11, 16), Attends(16), nn.Sequential(Attends(16), nn.Dropout(dropout)), nn.Linear(16, 11)]
+    with_dropout = nn.Sequential(zoo.Block(16), nn.Dropout(dropout))
+    layers = [nn.Embedding(11, 16), zoo.Block(16), with_dropout, nn.Linear(16, 11)]
     batches = [(torch.randint(11, (4, 6)), torch.randint(11, (24,))) for _ in range(3)]
-    task = ModelTask(
-        layers,
-        lambda out, target: F.cross_entropy(out.flatten(0, 1), target),
-        batches,
-        LR,
-        name="task",
-        partitioner=Presharded([2, 3, 4]),
-    )
+    task = ModelTask(layers, zoo.next_byte_loss, batches, LR, name="task", partitioner=Presharded([2, 3, 4]))
     orchestra = orchestra_of([task], devices_of(cuda))
     orchestra.generate()
     [planned] = orchestra._tasks.all
@@ -781,43 +741,30 @@ def test_operations_of_attention_without_dropout_pass_no_mode(cuda, monkeypatch,
 
 
 class Failing(nn.Module):
-    """Raises what it is armed with, once, where a device computes."""
+    """Runs out of memory where a device computes on a batch of a size that it is armed for."""
 
-    def __init__(self, armed):
+    def __init__(self, is_armed_for):
         super().__init__()
-        self.armed = armed
+        self.is_armed_for = is_armed_for
 
     def forward(self, x):
-        if x.shape[0] == self.armed() and threading.current_thread().name.endswith("-compute"):
-            self.armed(0)
+        if threading.current_thread().name.endswith("-compute") and self.is_armed_for(len(x)):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return x
 
 
-def arming(size):
-    """A function that gives the size, and forgets it when told 0."""
-    sizes = [size]
-
-    def armed(new=None):
-        if new is not None:
-            sizes[0] = new
-        return sizes[0]
-
-    return armed
-
-
 @pytest.mark.parametrize("place", [1, 3])
 def test_a_step_that_the_allocator_could_not_serve_begins_again_on_a_finer_partition(cuda, place):
-    armed = arming(0)
+    armed = []  # sizes, at each of which it fails once
     model, loss_fn, loader = zoo.mlp()
-    model.insert(place, Failing(armed))
+    model.insert(place, Failing(lambda size: size in armed and armed.pop()))
     plain, _, _ = zoo.mlp()
     expected = reference.train(plain, loss_fn, zoo.mlp()[2], seed=SEED, lr=LR, epochs=2)
     task = ModelTask(model, loss_fn, loader, LR, 2, name="mlp", seed=SEED)
     other, other_model = exact.task_of("gpt")
     orchestra = orchestra_of([task, other], devices_of(cuda))
     before = orchestra.generate().tasks["mlp"].boundaries
-    armed(3)  # the last batch of the first epoch
+    armed.append(3)  # the last batch of the first epoch
     report = orchestra.train_models()
     report.raise_failures()
     [revision] = report.tasks["mlp"].revisions
@@ -833,24 +780,6 @@ def test_a_step_that_the_allocator_could_not_serve_begins_again_on_a_finer_parti
 # A device that is lost
 
 
-class Asserts(nn.Module):
-    """Strikes the device by a batch that holds a certain value, as an index out of range does."""
-
-    VALUE = 1234.0
-
-    def __init__(self, strike):
-        super().__init__()
-        self.strike = strike
-
-    def forward(self, x):
-        if x[0, 0] == self.VALUE:
-            self.strike()
-        return x
-
-
-STRUCK_STEP = 2
-
-
 def striking_task(cuda):
     torch.manual_seed(3)
     batches = [(torch.randn(4, 12), torch.randint(5, (4,))) for _ in range(6)]
@@ -860,13 +789,10 @@ def striking_task(cuda):
 
 
 @pytest.fixture
-def lost_cuda(tmp_path, monkeypatch):
+def lost_cuda(cuda, tmp_path, monkeypatch):
     """Two cards that may be lost: nothing is left behind but what a process that ends takes with it."""
     monkeypatch.chdir(tmp_path)
-    found = FakeCuda(num_devices=2)
-    with found.installed():
-        yield found
-    found.check_all_left_as_found()
+    return cuda
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
@@ -910,9 +836,7 @@ def test_a_lost_device_ends_the_process_with_all_commits_saved(lost_cuda, tmp_pa
     again = {name: exact.task_of(name, optimizer="adam") for name in others}
     struck, _ = striking_task(lost_cuda)
     tasks = [struck, *(task for task, _ in again.values())]
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("8MiB")], checkpoint_dir=directory)
-    orchestra.verbose = 0
-    report = orchestra.train_models(resume=True)
+    report = orchestra_of(tasks, [EmulatedDevice("8MiB")], checkpoint_dir=directory).train_models(resume=True)
     assert (report.tasks["struck"].status, report.tasks["struck"].steps) == ("failed", STRUCK_STEP)
     for name, (_, model) in again.items():
         exact.assert_as_expected(report, name, model, exact.expected(name, optimizer="adam"))

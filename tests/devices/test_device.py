@@ -2,6 +2,7 @@
 
 import random
 import threading
+import weakref
 from functools import partial
 from typing import NamedTuple
 
@@ -46,14 +47,16 @@ def busy(ledger, num_bytes):
 
 
 class TestLedger:
-    def test_request_that_fits_is_granted_at_once(self):
-        ledger = Ledger("device", 100)
+    @pytest.fixture
+    def ledger(self):
+        return Ledger("device", 100)
+
+    def test_request_that_fits_is_granted_at_once(self, ledger):
         assert ask(ledger, 60).grants == [60]
         assert ask(ledger, 40).grants == [40]
         assert (ledger.used_bytes, ledger.free_bytes()) == (100, 0)
 
-    def test_request_waits_until_a_release_makes_room(self):
-        ledger = Ledger("device", 100)
+    def test_request_waits_until_a_release_makes_room(self, ledger):
         busy(ledger, 80)
         waiting = ask(ledger, 30)
         assert waiting.grants == waiting.refusals == []
@@ -63,8 +66,8 @@ class TestLedger:
         assert waiting.grants == [30]
         assert ledger.used_bytes == 100
 
-    def test_every_change_of_the_bytes_in_use_is_told(self):
-        ledger, told = Ledger("device", 100), []
+    def test_every_change_of_the_bytes_in_use_is_told(self, ledger):
+        told = []
         ledger.noted = told.append
         busy(ledger, 60)
         assert ledger.take(30, SLABS)
@@ -72,8 +75,8 @@ class TestLedger:
         ledger.release(60, deactivates=True)
         assert told == [60, 90, 60, 0]
 
-    def test_bytes_of_a_unit_that_was_granted_all_are_told_once_they_are_known(self):
-        ledger, told = Ledger("device", 100), []
+    def test_bytes_of_a_unit_that_was_granted_all_are_told_once_they_are_known(self, ledger):
+        told = []
         busy(ledger, 10)
         ledger.noted = told.append
         whole = ask(ledger, None, activates=True)
@@ -87,8 +90,7 @@ class TestLedger:
         ledger.release(100, deactivates=True)  # it failed, and never told
         assert told == [0, 70, 0, 0]
 
-    def test_requests_are_granted_in_the_order_they_were_asked(self):
-        ledger = Ledger("device", 100)
+    def test_requests_are_granted_in_the_order_they_were_asked(self, ledger):
         busy(ledger, 90)
         order = []
         for num_bytes in (50, 5, 20):
@@ -97,8 +99,7 @@ class TestLedger:
         ledger.release(90, deactivates=True)
         assert order == [50, 5, 20]
 
-    def test_request_that_cannot_fit_is_refused_when_nothing_will_be_released(self):
-        ledger = Ledger("device", 100)
+    def test_request_that_cannot_fit_is_refused_when_nothing_will_be_released(self, ledger):
         ask(ledger, 70)  # a slab: held until somebody gives it back, which nobody has announced
         refused = ask(ledger, 40)
         assert refused.grants == []
@@ -107,26 +108,16 @@ class TestLedger:
         assert (error.needed_bytes, error.free_bytes) == (40, 30)
         assert ledger.used_bytes == 70
 
-    def test_request_that_cannot_fit_waits_for_what_is_at_work(self):
-        ledger = Ledger("device", 100)
+    def test_request_that_cannot_fit_waits_for_what_is_at_work_and_then_lets_the_next_one_through(self, ledger):
         running = busy(ledger, 50)
-        waiting = ask(ledger, 101)
-        assert waiting.refusals == []
-        ledger.release(running.grants[0], deactivates=True)
-        assert len(waiting.refusals) == 1
-        assert ledger.used_bytes == 0
-
-    def test_refusal_lets_the_next_one_through(self):
-        ledger = Ledger("device", 100)
-        running = busy(ledger, 50)
-        too_large, small = ask(ledger, 200), ask(ledger, 10)
-        assert small.grants == []
+        too_large, small = ask(ledger, 101), ask(ledger, 10)
+        assert too_large.refusals == small.grants == []
         ledger.release(running.grants[0], deactivates=True)
         assert len(too_large.refusals) == 1
         assert small.grants == [10]
+        assert ledger.used_bytes == 10
 
-    def test_announced_release_keeps_requests_waiting(self):
-        ledger = Ledger("device", 100)
+    def test_announced_release_keeps_requests_waiting(self, ledger):
         ask(ledger, 70)
         ledger.activate()
         waiting = ask(ledger, 40)
@@ -134,8 +125,7 @@ class TestLedger:
         ledger.release(70, deactivates=True)
         assert waiting.grants == [40]
 
-    def test_cancelled_request_is_neither_granted_nor_refused(self):
-        ledger = Ledger("device", 100)
+    def test_cancelled_request_is_neither_granted_nor_refused(self, ledger):
         running = busy(ledger, 100)
         cancelled = ask(ledger, 50)
         assert ledger.cancel(cancelled.ticket)
@@ -143,22 +133,19 @@ class TestLedger:
         assert cancelled.grants == cancelled.refusals == []
         assert ledger.used_bytes == 0
 
-    def test_cancelling_the_first_lets_the_next_one_through(self):
-        ledger = Ledger("device", 100)
+    def test_cancelling_the_first_lets_the_next_one_through(self, ledger):
         busy(ledger, 60)
         large, small = ask(ledger, 50), ask(ledger, 40)
         assert ledger.cancel(large.ticket)
         assert small.grants == [40]
 
-    def test_request_is_cancelled_only_while_it_waits(self):
-        ledger = Ledger("device", 100)
+    def test_request_is_cancelled_only_while_it_waits(self, ledger):
         granted, refused = ask(ledger, 100), ask(ledger, 1)
         assert not ledger.cancel(granted.ticket)
         assert not ledger.cancel(refused.ticket)
         assert ledger.used_bytes == 100
 
-    def test_request_for_everything_waits_until_nothing_is_at_work(self):
-        ledger = Ledger("device", 100)
+    def test_request_for_everything_waits_until_nothing_is_at_work(self, ledger):
         ask(ledger, 30)  # its slab
         running = busy(ledger, 20)
         everything = ask(ledger, None, activates=True)
@@ -166,9 +153,11 @@ class TestLedger:
         ledger.release(running.grants[0], deactivates=True)
         assert everything.grants == [70]
         assert ledger.free_bytes() == 0
+        ledger.settle(70, 35)
+        ledger.release(35, deactivates=True)
+        assert ledger.peak_bytes == 30 + 35, "only what was needed of everything counts"
 
-    def test_settling_gives_back_what_was_not_needed(self):
-        ledger = Ledger("device", 100)
+    def test_settling_gives_back_what_was_not_needed(self, ledger):
         everything = ask(ledger, None, activates=True)
         behind = ask(ledger, 60)
         assert behind.grants == []
@@ -176,8 +165,7 @@ class TestLedger:
         assert behind.grants == [60]
         assert ledger.used_bytes == 100
 
-    def test_settling_on_more_than_was_granted_grows(self):
-        ledger = Ledger("device", 100)
+    def test_settling_on_more_than_was_granted_grows(self, ledger):
         busy(ledger, 30)
         ledger.settle(30, 50)
         assert ledger.used_bytes == 50
@@ -185,8 +173,7 @@ class TestLedger:
             ledger.settle(50, 101)
         assert ledger.used_bytes == 50
 
-    def test_growing_takes_what_is_free_and_no_more(self):
-        ledger = Ledger("device", 100)
+    def test_growing_takes_what_is_free_and_no_more(self, ledger):
         busy(ledger, 90)
         ledger.grow(10)
         assert ledger.free_bytes() == 0
@@ -195,8 +182,7 @@ class TestLedger:
         assert (error.value.needed_bytes, error.value.free_bytes) == (1, 0)
         assert ledger.used_bytes == 100
 
-    def test_peak_is_the_most_that_was_used(self):
-        ledger = Ledger("device", 100)
+    def test_peak_is_the_most_that_was_used(self, ledger):
         busy(ledger, 30)
         ask(ledger, 25)
         ledger.release(30, deactivates=True)
@@ -206,16 +192,7 @@ class TestLedger:
         ledger.grow(40)
         assert ledger.peak_bytes == 85
 
-    def test_peak_counts_of_everything_only_what_was_needed(self):
-        ledger = Ledger("device", 100)
-        ask(ledger, 10)
-        everything = ask(ledger, None, activates=True)
-        ledger.settle(everything.grants[0], 35)
-        ledger.release(35, deactivates=True)
-        assert ledger.peak_bytes == 45
-
-    def test_closed_ledger_grants_and_refuses_nothing_more(self):
-        ledger = Ledger("device", 100)
+    def test_closed_ledger_grants_and_refuses_nothing_more(self, ledger):
         running = busy(ledger, 80)
         waiting = ask(ledger, 50)
         ledger.close()
@@ -225,8 +202,7 @@ class TestLedger:
         assert ledger.used_bytes == 0
         assert not ledger.cancel(waiting.ticket)
 
-    def test_callback_may_ask_and_release(self):
-        ledger = Ledger("device", 100)
+    def test_callback_may_ask_and_release(self, ledger):
         order = []
 
         def granted(num_bytes):
@@ -239,9 +215,8 @@ class TestLedger:
         assert ledger.used_bytes == 7
 
     @pytest.mark.parametrize("seed", range(20))
-    def test_random_walk_never_exceeds_the_budget_and_grants_in_order(self, seed):
+    def test_random_walk_never_exceeds_the_budget_and_grants_in_order(self, ledger, seed):
         rng = random.Random(seed)
-        ledger = Ledger("device", 100)
         held, expected_order, settled = [], [], []
         peak_bytes = 0
         for number in range(200):
@@ -267,8 +242,7 @@ class TestLedger:
         assert ledger.used_bytes == 0
         assert peak_bytes <= ledger.peak_bytes <= 100
 
-    def test_requests_from_many_threads_are_all_granted(self):
-        ledger = Ledger("device", 100)
+    def test_requests_from_many_threads_are_all_granted(self, ledger):
         num_granted = []
 
         def work(seed):
@@ -276,14 +250,10 @@ class TestLedger:
             for _ in range(50):
                 event = threading.Event()
                 num_bytes = rng.randint(1, 60)
-                ledger.request(
-                    Ticket(
-                        num_bytes=num_bytes,
-                        granted=lambda _, event=event: event.set(),
-                        refused=pytest.fail,
-                        activates=True,
-                    )
+                ticket = Ticket(
+                    num_bytes=num_bytes, granted=lambda _, event=event: event.set(), refused=pytest.fail, activates=True
                 )
+                ledger.request(ticket)
                 assert event.wait(PATIENCE_S)
                 assert 0 <= ledger.used_bytes <= 100
                 num_granted.append(num_bytes)
@@ -411,13 +381,6 @@ class TestArena:
 
 
 class TestLane:
-    def test_jobs_run_in_the_order_they_were_queued(self):
-        lane, order = Lane("lane", 1), []
-        for number in range(100):
-            lane.submit(lambda number=number: order.append(number))
-        lane.close()
-        assert order == list(range(100))
-
     def test_close_finishes_what_is_queued_and_joins(self):
         lane, gate, done = Lane("lane-that-closes", 1), threading.Event(), []
         lane.submit(lambda: gate.wait(PATIENCE_S))
@@ -438,20 +401,12 @@ class TestLane:
         assert seen == [(3, "lane")]
 
     def test_finished_job_is_let_go(self):
-        gone, lane = threading.Event(), Lane("lane", 1)
-        lane.submit(partial(id, _Alarm(gone)))
+        gone, lane, held = threading.Event(), Lane("lane", 1), {"held by the job alone"}
+        weakref.finalize(held, gone.set)
+        lane.submit(partial(id, held))
+        del held
         assert gone.wait(PATIENCE_S), "the lane waits for its next job with the last one in its hands"
         lane.close()
-
-
-class _Alarm:
-    """Sets an event when it is freed."""
-
-    def __init__(self, event):
-        self.event = event
-
-    def __del__(self):
-        self.event.set()
 
 
 class DeviceContract:
@@ -589,29 +544,11 @@ class TestEmulatedDevice(DeviceContract):
         for lane in (LOAD, STORE):
             assert trace.busy_s(device.name, lane) >= 4000 / 400_000
 
-    def test_chaos_fills_a_freed_slab_with_nan(self):
-        device = EmulatedDevice(self.MEMORY, chaos=3).open(0, Trace(), 1)
-        slab, other = device.take_slab(1024), device.take_slab(512)
-        values, others = slab.bytes(0, 1024).view(torch.float32), other.bytes(0, 512).view(torch.float32)
-        values.zero_()
-        others.zero_()
-        device.give_slab_back(slab)
-        assert values.isnan().all()
-        assert not others.isnan().any(), "only what is freed is filled"
-        device.close()
-
-    def test_chaos_takes_an_empty_slab_back(self):
-        device = EmulatedDevice(self.MEMORY, chaos=3).open(0, Trace(), 1)
-        device.give_slab_back(device.take_slab(0))
-        device.close()
-
-    def test_without_chaos_a_freed_slab_is_left_alone(self):
-        device = EmulatedDevice(self.MEMORY).open(0, Trace(), 1)
-        slab = device.take_slab(256)
+    def test_a_freed_slab_is_left_alone(self, opened):
+        slab = opened.take_slab(256)
         values = slab.bytes(0, 256).zero_()
-        device.give_slab_back(slab)
+        opened.give_slab_back(slab)
         assert not values.any()
-        device.close()
 
 
 class TestEmulatedDeviceInChaos(DeviceContract):
@@ -619,6 +556,18 @@ class TestEmulatedDeviceInChaos(DeviceContract):
 
     def make(self, memory, **options):
         return EmulatedDevice(memory, chaos=7, **options)
+
+    def test_a_freed_slab_is_filled_with_nan(self, opened):
+        slab, other = opened.take_slab(1024), opened.take_slab(512)
+        values, others = slab.bytes(0, 1024).view(torch.float32), other.bytes(0, 512).view(torch.float32)
+        values.zero_()
+        others.zero_()
+        opened.give_slab_back(slab)
+        assert values.isnan().all()
+        assert not others.isnan().any(), "only what is freed is filled"
+
+    def test_an_empty_slab_is_taken_back(self, opened):
+        opened.give_slab_back(opened.take_slab(0))
 
 
 class TestEmulatedDeviceWithArena(DeviceContract):
