@@ -63,43 +63,47 @@ def prompt(monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
 
 
-def test_events_come_in_order():
+def inbox_of(*events):
     inbox = Inbox()
-    events = [DeviceAdded(0), DeviceAdded(1), DataEnded("task")]
     for event in events:
         inbox.put(event)
+    return inbox
+
+
+def take(inbox):
+    """The next event."""
+    with inbox as event:
+        return event
+
+
+def take_all(inbox):
     found = []
     while not inbox.is_empty:
-        with inbox as event:
-            found.append(event)
-    assert found == events
+        found.append(take(inbox))
+    return found
+
+
+def test_events_come_in_order():
+    events = [DeviceAdded(0), DeviceAdded(1), DataEnded("task")]
+    assert take_all(inbox_of(*events)) == events
 
 
 def test_a_stop_comes_before_what_was_told_earlier():
-    inbox = Inbox()
     events = [DeviceAdded(0), DataFailed("task", RuntimeError("a worker was killed"), "reading"), DeviceAdded(1)]
-    for event in events:
-        inbox.put(event)
-    with inbox as event:
-        found = [event]
+    inbox = inbox_of(*events)
+    assert take(inbox) == events[0]
     inbox.put(StopRequested())
-    while not inbox.is_empty:
-        with inbox as event:
-            found.append(event)
-    assert found == [events[0], StopRequested(), *events[1:]]
+    assert take_all(inbox) == [StopRequested(), *events[1:]]
 
 
 def test_who_tells_something_may_handle_it_without_waking_anybody():
     inbox, handled = Inbox(), []
-    inbox.leave(DeviceAdded(0))
-    inbox.leave(DeviceAdded(1))
-    inbox.leave(DataEnded("task"))
-    inbox.leave(DeviceAdded(2))
+    for event in (DeviceAdded(0), DeviceAdded(1), DataEnded("task"), DeviceAdded(2)):
+        inbox.leave(event)
     inbox.let_help(handled.append, (DeviceAdded,))
     inbox.help()
     assert handled == [DeviceAdded(0), DeviceAdded(1)]  # those of its kinds, in order
-    with inbox as event:
-        assert event == DataEnded("task")
+    assert take(inbox) == DataEnded("task")
 
 
 @pytest.mark.parametrize("reason", ["another thread has the turn", "a stop was told", "it is over"])
@@ -116,11 +120,7 @@ def test_nobody_handles_events_of_whom(reason):
         thread.start()
         thread.join()
     assert handled == []
-    found = []
-    while not inbox.is_empty:
-        with inbox as event:
-            found.append(event)
-    assert DeviceAdded(0) in found
+    assert DeviceAdded(0) in take_all(inbox)
 
 
 def test_who_waits_is_woken_for_what_a_helper_leaves():
@@ -137,10 +137,8 @@ def test_who_waits_is_woken_for_what_a_helper_leaves():
     thread = threading.Thread(target=helper)
     thread.start()
     begun.set()
-    with inbox as event:
-        assert event == DataEnded("task")
-    with inbox as event:  # a deadline that a helper has set
-        assert event == Overdue()
+    assert take(inbox) == DataEnded("task")
+    assert take(inbox) == Overdue()  # a deadline that a helper has set
     thread.join()
 
 
@@ -166,16 +164,11 @@ def test_first_signal_waits_for_the_end_of_what_is_not_to_be_cut_off(number):
 
 @pytest.mark.parametrize("number", RAISED)
 def test_first_signal_is_an_event_of_a_run(number):
-    inbox = Inbox()
-    inbox.put(DeviceAdded(0))
+    inbox = inbox_of(DeviceAdded(0))
     with signalled(RAISED[number][0], deferred=True) as (signals, _):
         signals.tell(inbox)
         signal.raise_signal(number)
-        with inbox as event:
-            assert event == StopRequested()
-        with inbox as event:
-            assert event == DeviceAdded(0)
-        assert inbox.is_empty
+        assert take_all(inbox) == [StopRequested(), DeviceAdded(0)]
 
 
 def test_run_is_told_of_a_signal_before_it_began():
@@ -183,8 +176,7 @@ def test_run_is_told_of_a_signal_before_it_began():
     with signalled(KeyboardInterrupt, deferred=True) as (signals, _):
         ctrl_c()
         signals.tell(inbox)
-        with inbox as event:
-            assert event == StopRequested()
+        assert take(inbox) == StopRequested()
 
 
 def test_signal_goes_before_another_error_and_names_it():
@@ -224,8 +216,7 @@ def test_block_may_be_entered_again():
 @pytest.mark.parametrize("second", RAISED)
 @pytest.mark.parametrize("first", RAISED)
 def test_second_signal_ends_the_process_at_once(first, second, exits, capfd):
-    inbox = Inbox()
-    inbox.put(DeviceAdded(0))
+    inbox = inbox_of(DeviceAdded(0))
     with signalled(RAISED[first][0], deferred=True) as (signals, _):
         signals.tell(inbox)
         signal.raise_signal(first)
@@ -251,9 +242,7 @@ def test_second_signal_ends_the_process_while_the_first_cleans_up(exits):
 
 @pytest.mark.usefixtures("prompt")
 def test_at_a_prompt_a_second_ctrl_c_waits_for_the_event_in_hand(exits):
-    inbox, done = Inbox(), []
-    for device in range(2):
-        inbox.put(DeviceAdded(device))
+    inbox, done = inbox_of(DeviceAdded(0), DeviceAdded(1)), []
 
     def work():
         ctrl_c()
@@ -268,8 +257,7 @@ def test_at_a_prompt_a_second_ctrl_c_waits_for_the_event_in_hand(exits):
         signals.tell(inbox)
         work()
     assert done == [DeviceAdded(0), StopRequested()]
-    with inbox as event:  # nothing is lost
-        assert event == DeviceAdded(1)
+    assert take(inbox) == DeviceAdded(1)  # nothing is lost
     assert exits == []
 
 
