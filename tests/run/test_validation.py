@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_engine import Callback, ModelTask, StopTask, split, stream_seed
+from hydra_engine import Callback, ModelTask, StopTask
 from partitioners import Presharded
-from tests import exact, zoo
+from tests import exact, reference, zoo
 
 SEED, LR, EPOCHS, NUM_STEPS = 21, 0.05, 2, 20
 
@@ -66,50 +66,19 @@ def held_out(name, loader):
 class Plain:
     """tests/reference.py's loop with an evaluation after every so many steps."""
 
-    def __init__(
-        self,
-        model,
-        loss_fn,
-        loader,
-        validation,
-        *,
-        interval,
-        accumulation_steps=1,
-        lr_scheduler=None,
-        max_grad_norm=1.0,
-    ):
-        self.model, self.loss_fn, self.validation = model, loss_fn, validation
-        self.losses, self.validation_losses, self.validation_steps = [], [], []
+    def __init__(self, model, loss_fn, loader, validation, *, interval, max_grad_norm=1.0, **options):
+        self.model, self.loss_fn, self.validation, self.interval = model, loss_fn, validation, interval
+        self.num_steps, self.validation_losses, self.validation_steps = 0, [], []
         self.metrics = {name: [] for name in METRICS}
         self.states = []  # at each evaluation
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-        scheduler = lr_scheduler(optimizer) if lr_scheduler else None
-        torch.manual_seed(SEED)
-        for _ in range(EPOCHS):
-            for inputs, target in loader:
-                optimizer.zero_grad(set_to_none=True)
-                self.losses.append(self.step(inputs, target, accumulation_steps))
-                if max_grad_norm is not None:
-                    nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-                optimizer.step()
-                if len(self.losses) % interval == 0:
-                    self.evaluate()
-            if scheduler:
-                scheduler.step()
+        options |= {"max_grad_norm": max_grad_norm, "lr_scheduler_interval": "epoch", "on_step": self.on_step}
+        options |= {"seed": SEED, "lr": LR, "epochs": EPOCHS, "optimizer": torch.optim.AdamW}
+        self.losses = reference.train(model, loss_fn, loader, **options).losses
 
-    def step(self, inputs, target, n):
-        if n == 1:
-            loss = self.loss_fn(self.model(inputs), target)
-            loss.backward()
-            return loss.item()
-        parts = []
-        for m, (x, y, weight) in enumerate(split(inputs, target, n)):
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(stream_seed(SEED, len(self.losses), m))
-                part = self.loss_fn(self.model(x), y) * weight
-                part.backward()
-                parts.append(part.item())
-        return sum(parts)
+    def on_step(self):
+        self.num_steps += 1
+        if self.num_steps % self.interval == 0:
+            self.evaluate()
 
     def evaluate(self):
         flags = [(module, module.training) for module in self.model.modules()]
@@ -125,10 +94,17 @@ class Plain:
         for module, training in flags:
             module.training = training
         self.validation_losses.append(total / num_samples)
-        self.validation_steps.append(len(self.losses))
+        self.validation_steps.append(self.num_steps)
         for name, figure in metrics.items():
             self.metrics[name].append(figure / num_samples)
         self.states.append({name: tensor.clone() for name, tensor in zoo.state(self.model).items()})
+
+
+def task_of(model, loss_fn, loader, *, partition="three", epochs=EPOCHS, **options):
+    """A task as `Plain` trains it."""
+    options |= {"optimizer": torch.optim.AdamW, "lr_scheduler_interval": "epoch", "seed": SEED}
+    partitioner = Presharded(exact.ends(partition, len(model)))
+    return ModelTask(model, loss_fn, loader, LR, epochs, name="a", partitioner=partitioner, **options)
 
 
 def assert_as_plain(
@@ -144,23 +120,8 @@ def assert_as_plain(
     random.setstate(outside[0])
     np.random.set_state(outside[1])
     model, loss_fn, loader = build()
-    task = ModelTask(
-        model,
-        loss_fn,
-        loader,
-        LR,
-        EPOCHS,
-        name="a",
-        optimizer=torch.optim.AdamW,
-        lr_scheduler_interval="epoch",
-        partitioner=Presharded(exact.ends(partition, len(model))),
-        seed=SEED,
-        validation=held_out(validation, loader),
-        validation_interval=interval,
-        metrics=METRICS,
-        **(released or {}),
-        **options,
-    )
+    options |= {"validation": held_out(validation, loader), "validation_interval": interval, "metrics": METRICS}
+    task = task_of(model, loss_fn, loader, partition=partition, **(released or {}), **options)
     report = exact.run([task], num_devices=num_devices, chaos=3).tasks["a"]
     assert report.losses == expected.losses
     assert report.validation_losses == expected.validation_losses
@@ -278,23 +239,10 @@ class Log(Callback):
         self.calls.append(("epoch", report.steps, len(report.validation_losses)))
 
 
-def logged(log, *, interval, epochs=EPOCHS):
+def logged(log, *, interval):
     model, loss_fn, loader = zoo.dropout()
-    task = ModelTask(
-        model,
-        loss_fn,
-        loader,
-        LR,
-        epochs,
-        name="a",
-        optimizer=torch.optim.AdamW,
-        max_grad_norm=1.0,
-        partitioner=Presharded(exact.ends("three", len(model))),
-        seed=SEED,
-        validation=held_out("shuffled", loader),
-        validation_interval=interval,
-        callbacks=[log],
-    )
+    options = {"validation": held_out("shuffled", loader), "validation_interval": interval, "max_grad_norm": 1.0}
+    task = task_of(model, loss_fn, loader, callbacks=[log], **options)
     return model, exact.run([task], num_devices=2, chaos=3).tasks["a"]
 
 
