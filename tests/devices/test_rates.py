@@ -188,6 +188,13 @@ def test_measured_link_is_no_faster_than_the_emulated_one(shortly):
     assert max(rates) <= 100e6
 
 
+@pytest.fixture
+def opened():
+    device = EmulatedDevice("1MiB").open(0, Trace(), 1)
+    yield device
+    device.close()
+
+
 class Watched:
     """A device that notes what goes on in its lanes."""
 
@@ -212,8 +219,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("lanes", [(LOAD, STORE), (STORE, LOAD)])
-def test_the_faster_way_goes_on_until_the_slower_one_is_timed(lanes):
-    opened = EmulatedDevice("1MiB").open(0, Trace(), 1)
+def test_the_faster_way_goes_on_until_the_slower_one_is_timed(opened, lanes):
     num_copies, are_many = 0, threading.Event()
 
     def fast():
@@ -225,19 +231,14 @@ def test_the_faster_way_goes_on_until_the_slower_one_is_timed(lanes):
     def slow():
         assert are_many.wait(60)
 
-    try:
-        assert len(probing._both_s(opened, list(zip(lanes, (fast, slow), strict=True)))) == 2
-    finally:
-        opened.close()
+    assert len(probing._both_s(opened, list(zip(lanes, (fast, slow), strict=True)))) == 2
 
 
 def test_copies_go_through_their_lanes_alone_and_then_together(shortly):
     opened = EmulatedDevice("1MiB", chaos=1).open(0, Trace(), 1)
     watched = Watched(opened)
-    try:
-        measure(watched, "cpu", num_workers=1, num_threads=1, new_host_bytes=plain_host_bytes)
-    finally:
-        opened.close()
+    measure(watched, "cpu", num_workers=1, num_threads=1, new_host_bytes=plain_host_bytes)
+    opened.close()
     num = 1 + probing.NUM_REPEATS
     alone = [(what, lane) for lane in (LOAD, STORE) for _ in range(num) for what in ("begin", "end")]
     assert watched.log[: 4 * num] == alone
@@ -247,7 +248,7 @@ def test_copies_go_through_their_lanes_alone_and_then_together(shortly):
     assert {lane for _, lane in watched.log} == {LOAD, STORE, "compute"}
 
 
-def test_copies_are_from_and_to_the_memory_that_is_given(shortly):
+def test_copies_are_from_and_to_the_memory_that_is_given(shortly, opened):
     made, used = [], set()
 
     def new_host_bytes(num_bytes):
@@ -259,18 +260,14 @@ def test_copies_are_from_and_to_the_memory_that_is_given(shortly):
             used.update(tensor.data_ptr() for pair in pairs for tensor in pair)
             super().copy(lane, pairs)
 
-    opened = EmulatedDevice("1MiB").open(0, Trace(), 1)
-    try:
-        measure(Noting(opened), "cpu", num_workers=1, num_threads=1, new_host_bytes=new_host_bytes)
-        assert opened.arena.take(2**20).num_bytes == 2**20  # all slabs are given back
-    finally:
-        opened.close()
+    measure(Noting(opened), "cpu", num_workers=1, num_threads=1, new_host_bytes=new_host_bytes)
+    assert opened.arena.take(2**20).num_bytes == 2**20  # all slabs are given back
     assert [each.nbytes for each in made] == [2**18, 2**18]
     assert used >= {each.data_ptr() for each in made}
 
 
 @pytest.mark.parametrize("lane", [LOAD, STORE, "compute"])
-def test_what_fails_in_a_lane_is_raised_and_nothing_hangs(shortly, lane):
+def test_what_fails_in_a_lane_is_raised_and_nothing_hangs(shortly, opened, lane):
     class Failing(Watched):
         num_left = 12  # while both ways are timed
 
@@ -281,16 +278,11 @@ def test_what_fails_in_a_lane_is_raised_and_nothing_hangs(shortly, lane):
                 if not self.num_left:
                     raise RuntimeError(f"{lane} is broken")
 
-    opened = EmulatedDevice("1MiB").open(0, Trace(), 1)
-    try:
-        with pytest.raises(RuntimeError, match=f"{lane} is broken"):
-            measure(Failing(opened), "cpu", num_workers=1, num_threads=1)
-    finally:
-        opened.close()
+    with pytest.raises(RuntimeError, match=f"{lane} is broken"):
+        measure(Failing(opened), "cpu", num_workers=1, num_threads=1)
 
 
-def test_matrices_grow_until_a_product_takes_long_or_memory_ends(monkeypatch):
-    opened = EmulatedDevice("1MiB").open(0, Trace(), 1)
+def test_matrices_grow_until_a_product_takes_long_or_memory_ends(monkeypatch, opened):
     sizes, mm = [], torch.mm
 
     def noting(left, right, *, out):
@@ -298,15 +290,12 @@ def test_matrices_grow_until_a_product_takes_long_or_memory_ends(monkeypatch):
         return mm(left, right, out=out)
 
     monkeypatch.setattr(torch, "mm", noting)
-    try:
-        monkeypatch.setattr(probing, "MATMUL_S", 0.0)
-        probing._matmul_flops(opened, torch.float32, 2**30)
-        assert set(sizes) == {64}
-        monkeypatch.setattr(probing, "MATMUL_S", 1e9)
-        probing._matmul_flops(opened, torch.float32, 3 * 4 * 128**2)
-        assert set(sizes) == {64, 128}
-    finally:
-        opened.close()
+    monkeypatch.setattr(probing, "MATMUL_S", 0.0)
+    probing._matmul_flops(opened, torch.float32, 2**30)
+    assert set(sizes) == {64}
+    monkeypatch.setattr(probing, "MATMUL_S", 1e9)
+    probing._matmul_flops(opened, torch.float32, 3 * 4 * 128**2)
+    assert set(sizes) == {64, 128}
 
 
 def test_no_generator_of_the_process_is_drawn_from(shortly):

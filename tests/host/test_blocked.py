@@ -3,7 +3,6 @@
 Without the native kernel (tests/native/test_update.py), which else makes most of these updates.
 """
 
-import contextlib
 import copy
 
 import pytest
@@ -26,6 +25,7 @@ from tests.host.updates import (
     groups,
     parameters,
     plain_step,
+    threads,
 )
 
 VARIANTS = {
@@ -75,16 +75,6 @@ def pieces(monkeypatch):
     monkeypatch.setattr(blocked, "CHUNK", SMALL_CHUNK)
     monkeypatch.setattr(blocked, "KERNEL_CHUNK", SMALL_CHUNK)
     return found
-
-
-@contextlib.contextmanager
-def threads(count):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("name", "options"), list(all_optimizers()))
@@ -146,12 +136,8 @@ def test_some_parameters_are_updated_while_others_of_their_groups_are_not(pieces
         for optimizer, own, way in zip(optimizers, (ours, theirs), (shard_by_shard, plain_step), strict=True):
             drawn = zip(own, gradients_of(step, own), strict=True)
             way(optimizer, [NarrowUpdate(p, g, None) for p, g in drawn if g is not None])
-    for mine, plain in zip(ours, theirs, strict=True):
-        assert torch.equal(mine, plain)
-    for mine, plain in zip(ours, theirs, strict=True):
-        assert optimizers[0].state[mine].keys() == optimizers[1].state[plain].keys()
-        for key, value in optimizers[1].state[plain].items():
-            assert torch.equal(optimizers[0].state[mine][key], value), key
+    assert all(map(torch.equal, ours, theirs))
+    assert_same_state(*optimizers)
     assert pieces
 
 
@@ -187,9 +173,7 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_is_not_known_to_be_elementwise_is_stepped_whole(name, pieces):
     assert_bits_are_plain(
-        WHOLE[name],
-        lambda: [p for p in parameters() if p.numel() and (p.dim() == 2 or name != "Muon")],
-        SCALED,
+        WHOLE[name], lambda: [p for p in parameters() if p.numel() and (p.dim() == 2 or name != "Muon")], SCALED
     )
     assert not pieces
 
@@ -242,43 +226,34 @@ def test_parameters_that_are_not_float32_are_stepped_whole(pieces):
     for _ in range(NUM_STEPS):
         step_narrow(optimizers[0], [NarrowUpdate(p, g, None) for p, g in zip(values, gradients, strict=True)])
         plain_step(optimizers[1], [NarrowUpdate(p, g, None) for p, g in zip(theirs, gradients, strict=True)])
-    for mine, plain in zip(values, theirs, strict=True):
-        assert torch.equal(mine, plain)
+    assert all(map(torch.equal, values, theirs))
     assert_same_state(*optimizers)
     assert not pieces
 
 
-def test_a_gradient_of_another_layout_is_stepped_whole(pieces):
-    parameter = nn.Parameter(torch.linspace(-1, 1, 900).view(30, 30))
-    plain = copy.deepcopy(parameter)
-    gradient = torch.linspace(-1, 2, 900).view(30, 30).t().bfloat16()
-    optimizers = torch.optim.AdamW([parameter]), torch.optim.AdamW([plain])
-    for _ in range(3):
-        step_narrow(optimizers[0], [NarrowUpdate(parameter, gradient, None)])
-        plain_step(optimizers[1], [NarrowUpdate(plain, gradient, None)])
-    assert torch.equal(parameter, plain)
-    assert not pieces
-
-
-def test_a_parameter_and_a_gradient_with_the_same_gaps_are_stepped_whole(pieces):
-    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 1000).view(100, 10)[:, :9]) for _ in range(2))
-    gradient = torch.linspace(-1, 2, 1000).view(100, 10)[:, :9]
+def assert_stepped_whole(pieces, make, values, gradient):
+    ours, theirs = nn.Parameter(values), nn.Parameter(values.clone())
     for own, way in ((ours, step_narrow), (theirs, plain_step)):
-        way(torch.optim.SGD([own], lr=0.1), [NarrowUpdate(own, gradient, None)])
+        optimizer = make([own], lr=0.1)
+        for _ in range(3):
+            way(optimizer, [NarrowUpdate(own, gradient, None)])
     assert torch.equal(ours, theirs)
     assert not pieces
 
 
+def test_a_gradient_of_another_layout_is_stepped_whole(pieces):
+    values, gradient = torch.linspace(-1, 1, 900).view(30, 30), torch.linspace(-1, 2, 900).view(30, 30).t().bfloat16()
+    assert_stepped_whole(pieces, torch.optim.AdamW, values, gradient)
+
+
+def test_a_parameter_and_a_gradient_with_the_same_gaps_are_stepped_whole(pieces):
+    values, gradient = (torch.linspace(-1, end, 1000).view(100, 10)[:, :9] for end in (1, 2))
+    assert_stepped_whole(pieces, torch.optim.SGD, values, gradient)
+
+
 def test_a_sparse_gradient_is_stepped_whole(pieces):
-    parameter = nn.Parameter(torch.linspace(-1, 1, 900).view(90, 10))
-    plain = copy.deepcopy(parameter)
     gradient = torch.sparse_coo_tensor([[3, 80]], torch.ones(2, 10), (90, 10), check_invariants=True)
-    optimizers = torch.optim.SGD([parameter], lr=0.1), torch.optim.SGD([plain], lr=0.1)
-    for _ in range(2):
-        step_narrow(optimizers[0], [NarrowUpdate(parameter, gradient, None)])
-        plain_step(optimizers[1], [NarrowUpdate(plain, gradient, None)])
-    assert torch.equal(parameter, plain)
-    assert not pieces
+    assert_stepped_whole(pieces, torch.optim.SGD, torch.linspace(-1, 1, 900).view(90, 10), gradient)
 
 
 def test_momentum_may_begin_later(pieces):

@@ -88,22 +88,12 @@ class Around(nn.Module):
 # torch.jit
 
 
-class Scriptable(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return torch.relu(self.linear(x))
+def scriptable():
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU())
 
 
-class ScriptableLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("weights", torch.tensor([1.0, 2.0, 3.0]))
-
-    def forward(self, output, target):
-        return F.cross_entropy(output, target, weight=self.weights)
+def scripted_loss():
+    return torch.jit.script(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])))
 
 
 def gelu(x):
@@ -120,15 +110,15 @@ class CallsScripted(nn.Linear):
 
 
 JITTED = {
-    "script": (lambda: torch.jit.script(Scriptable()), r"layer 1 \(RecursiveScriptModule\): 1 is compiled"),
-    "trace": (lambda: torch.jit.trace(Scriptable(), torch.ones(2, 8)), r"layer 1 .*: 1 is compiled"),
+    "script": (lambda: torch.jit.script(scriptable()), r"layer 1 \(RecursiveScriptModule\): 1 is compiled"),
+    "trace": (lambda: torch.jit.trace(scriptable(), torch.ones(2, 8)), r"layer 1 .*: 1 is compiled"),
     "nested": (
-        lambda: nn.Sequential(nn.Sequential(torch.jit.script(Scriptable()))),
+        lambda: nn.Sequential(nn.Sequential(torch.jit.script(scriptable()))),
         r"layer 1 .*: 1\.0\.0 is compiled",
     ),
     "without parameters": (lambda: torch.jit.script(nn.Sequential(nn.Tanh())), "layer 1 .*: 1 is compiled"),
     "last": (lambda: (nn.Sequential(nn.Linear(8, 3), torch.jit.script(nn.ReLU())), F.cross_entropy), "1 is compiled"),
-    "loss": (lambda: (nn.Sequential(nn.Linear(8, 3)), torch.jit.script(ScriptableLoss())), "loss_fn is compiled"),
+    "loss": (lambda: (nn.Sequential(nn.Linear(8, 3)), scripted_loss()), "loss_fn is compiled"),
     "function": (lambda: Around(lambda self: vars(self).update(f=scripted)), r"1\.f is compiled by torch\.jit"),
     "function of the module": (lambda: CallsScripted(8, 8), r"1\.forward\.scripted is compiled by torch\.jit"),
 }

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from hydra_engine.host.split import BLOCK, SplitWeight
+from tests.host.updates import bits
 
 UPPER = torch.arange(2**16, dtype=torch.int32)
 LOWER = [0, 1, 2, 0x3FFF, 0x4000, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xC000, 0xFFFE, 0xFFFF]
@@ -16,10 +17,6 @@ def stored(values):
     split = SplitWeight(torch.empty_like(values, dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16))
     split.store(values)
     return split
-
-
-def bits(tensor):
-    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
 
 
 def assert_whole(split, values):

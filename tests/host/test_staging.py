@@ -69,23 +69,11 @@ def test_sums_of_a_unit_that_is_computed_again_stay():
     assert torch.equal(places[SLOT], summed(gradients))
 
     parts, _ = parts_of(4, 2, places, in_sums=True)
+    assert parts.so_far([SLOT]) == {}
     parts.put(0, 2, {SLOT: summed(gradients[:2])}, copy)
     for _ in range(2):
         so_far = parts.so_far([SLOT])[SLOT].clone()
         parts.put(0, 4, {SLOT: so_far + gradients[2] + gradients[3]}, copy)
-    assert torch.equal(places[SLOT], summed(gradients))
-
-
-def test_sums_go_on_from_one_another():
-    gradients = uneven(4)
-    places = {SLOT: torch.full((50,), torch.nan)}
-    parts, _ = parts_of(4, 2, places, in_sums=True)
-    assert parts.so_far([SLOT]) == {}
-    parts.put(0, 2, {SLOT: summed(gradients[:2])}, copy)
-    total = parts.so_far([SLOT])[SLOT].clone()
-    total += gradients[2]
-    total += gradients[3]
-    parts.put(0, 4, {SLOT: total}, copy)
     assert torch.equal(places[SLOT], summed(gradients))
 
 

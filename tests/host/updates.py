@@ -1,5 +1,7 @@
 """Updates of every kind and the plain way to make them, which `step_narrow` has the bits of."""
 
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -11,6 +13,16 @@ SMALL_CHUNK = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # what crosses the link, of one parameter after the other
 NUM_STEPS = 4
 SCALED = (0.37, torch.tensor(1.3))  # a loss scale's factor, and clipping's
+
+
+@contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def parameters():

@@ -8,6 +8,7 @@ from hydra_engine.host.blocked import MOMENTS, step_narrow
 from hydra_engine.host.split import SplitMaster, SplitWeight, row_of
 from hydra_engine.native import NarrowUpdate, native
 from hydra_engine.native.library import VARIABLE
+from tests.host.test_split import UPPER, stored, weights
 from tests.host.updates import (
     SCALED,
     assert_same_split,
@@ -21,6 +22,7 @@ from tests.host.updates import (
     plain_step,
     split_masters,
     split_updates,
+    threads,
 )
 from tests.native.test_update import HOWS, SETTINGS, SEVERAL_UNITS
 
@@ -28,21 +30,10 @@ LOWER = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xC000, 0xFFFF]
 UNIT = 2**14  # elements that a thread takes at a time
 
 
-def every_upper_half(lower):
-    """Numbers of all upper halves, each with these lower halves, and NaN of all kinds."""
-    upper = torch.arange(2**16, dtype=torch.int32)
-    return ((upper[:, None] << 16) | torch.tensor(lower, dtype=torch.int32)).flatten().view(torch.float32)
-
-
 def assert_taken(taken, kind, options, without=()):
     """Of torch's Adam that is not fused the roots are a library's, which the kernel may not have on every processor."""
     if kind is torch.optim.SGD or "fused" in options:
         assert set(taken) >= {p.numel() for p in parameters() if p.dim() and p.is_contiguous()} - {*without}
-
-
-def stored(values):
-    (master,) = split_masters([nn.Parameter(values.clone())])
-    return master.split
 
 
 @pytest.mark.parametrize(("kind", "options"), SETTINGS)
@@ -59,16 +50,12 @@ def test_bits_of_groups_with_options_of_their_own(how, taken):
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("how", HOWS, ids=str)
 def test_bits_depend_on_no_number_of_threads(how, num_threads, taken):
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    with threads(num_threads):
         assert_split_bits_are_plain(
             lambda own: torch.optim.AdamW(own, lr=0.01, amsgrad=True, **how),
             lambda: [nn.Parameter(torch.linspace(-1, 1, n)) for n in SEVERAL_UNITS],
             num_steps=3,
         )
-    finally:
-        torch.set_num_threads(before)
     assert set(taken) == set(SEVERAL_UNITS) or "fused" not in how
 
 
@@ -76,17 +63,13 @@ def test_bits_depend_on_no_number_of_threads(how, num_threads, taken):
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_every_upper_half_with_lower_halves_at_every_edge(num_threads, change, taken):
     """A step of 0 keeps each weight, ties too; one of 1 makes other ties of large and of small numbers."""
-    values = every_upper_half(LOWER)
+    values = weights(UPPER, LOWER)
     gradient = torch.full_like(values, change)
     theirs, ours = (nn.Parameter(values.clone()) for _ in range(2))
     masters = split_masters([ours])
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    with threads(num_threads):
         step_narrow(torch.optim.SGD([ours], lr=1.0), split_updates([ours], masters, [gradient]))
         plain_step(torch.optim.SGD([theirs], lr=1.0), [NarrowUpdate(theirs, gradient, None)])
-    finally:
-        torch.set_num_threads(before)
     assert taken == [len(values)]
     split, is_number = masters[0].split, ~theirs.isnan()
     loaded = split.load(torch.empty_like(values))
@@ -111,12 +94,8 @@ def test_a_weight_that_is_nothing_but_ties(num_threads, taken):
     masters = split_masters(values)
     gradients = [torch.zeros(size, dtype=torch.bfloat16) for size in sizes]
     gradients[2][::2] = 1
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    with threads(num_threads):
         step_narrow(torch.optim.SGD(values, lr=2.0**-20), split_updates(values, masters, gradients))
-    finally:
-        torch.set_num_threads(before)
     assert taken == sizes
     expected = [torch.arange(sizes[0]), torch.arange(1), torch.arange(1, UNIT, 2)]
     for master, places, size in zip(masters, expected, sizes, strict=True):

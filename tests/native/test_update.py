@@ -12,7 +12,7 @@ from hydra_engine.host.blocked import step_narrow
 from hydra_engine.native import NarrowUpdate, native, update
 from hydra_engine.native.library import Library
 from hydra_engine.native.update import Native
-from tests.host.updates import SCALED, assert_bits_are_plain, groups, parameters, plain_step
+from tests.host.updates import SCALED, assert_bits_are_plain, groups, parameters, plain_step, threads
 
 HOWS = ({}, {"foreach": True}, {"fused": True})
 VARIANTS = {
@@ -45,17 +45,13 @@ def test_bits_of_every_setting(kind, options, taken):
 @pytest.mark.parametrize("how", HOWS, ids=str)
 def test_bits_depend_on_no_number_of_threads(how, num_threads, taken):
     """Each at torch's own number: its kernels divide what is large among threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    with threads(num_threads):
         for kind, options in ((torch.optim.AdamW, {"amsgrad": True}), (torch.optim.SGD, {"momentum": 0.9})):
             assert_bits_are_plain(
                 lambda own, kind=kind, options=options: kind(own, lr=0.01, **how, **options),
                 lambda: [nn.Parameter(torch.linspace(-1, 1, n)) for n in SEVERAL_UNITS],
                 num_steps=3,
             )
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

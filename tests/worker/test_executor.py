@@ -128,6 +128,13 @@ def case(name, num_micro_batches):
     return model, loss_fn, [tuple(batch) for batch in batches]
 
 
+def assert_chain_as_plain(build, loss_fn, batches, ends, **options):
+    """Run the units of two models that are built alike, of one as a whole."""
+    model = build()
+    losses, after = plain(model, loss_fn, batches)
+    assert_as_plain(Bench(build(), loss_fn, ends, batches, **options).run(), model, losses, after)
+
+
 def assert_as_plain(bench, model, losses, after):
     assert bench.losses == losses
     for slot, parameter in zip(bench.layout.slots, model.parameters(), strict=True):
@@ -152,20 +159,16 @@ def _seeded():
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_chain_of_any_partition_gives_autograds_bits(name, num_micro_batches, partition):
     model, loss_fn, batches = case(name, num_micro_batches)
-    losses, after = plain(model, loss_fn, batches)
-    model_2, loss_fn, _ = case(name, num_micro_batches)
-    bench = Bench(model_2, loss_fn, exact.ends(partition, len(model)), batches).run()
-    assert_as_plain(bench, model, losses, after)
+    ends = exact.ends(partition, len(model))
+    assert_chain_as_plain(lambda: case(name, num_micro_batches)[0], loss_fn, batches, ends)
 
 
 @pytest.mark.parametrize("locked", [False, True])
 @pytest.mark.parametrize("name", ["dropout", "cnn", "tied", "branch"])
 def test_units_that_are_run_again_leave_the_same(name, locked):
     model, loss_fn, batches = case(name, 2)
-    losses, after = plain(model, loss_fn, batches)
-    model_2, loss_fn, _ = case(name, 2)
-    bench = Bench(model_2, loss_fn, exact.ends("three", len(model)), batches, locked=locked, times=3).run()
-    assert_as_plain(bench, model, losses, after)
+    ends = exact.ends("three", len(model))
+    assert_chain_as_plain(lambda: case(name, 2)[0], loss_fn, batches, ends, locked=locked, times=3)
 
 
 class DrawsElsewhere(nn.Module):
@@ -288,10 +291,7 @@ def test_outputs_share_no_memory_with_the_slab_or_the_buffers(kind):
 
 def test_weight_that_crosses_a_boundary_gets_its_gradient():
     model = nn.Sequential(Emits(), Adds())
-    batches = [(torch.rand(3, 2), torch.rand(3, 2))]
-    losses, after = plain(model, F.mse_loss, batches)
-    bench = Bench(model, F.mse_loss, [1, 2], batches).run()
-    assert_as_plain(bench, model, losses, after)
+    assert_chain_as_plain(lambda: model, F.mse_loss, [(torch.rand(3, 2), torch.rand(3, 2))], [1, 2])
 
 
 def test_lowest_shard_sends_no_gradient_of_the_inputs():
@@ -329,9 +329,7 @@ def test_in_place_layer_at_the_start_of_a_shard_gives_autograds_bits():
             return nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
 
     batches = [(torch.randn(5, 2), torch.zeros(5).long())]
-    model = build()
-    losses, after = plain(model, F.cross_entropy, batches)
-    assert_as_plain(Bench(build(), F.cross_entropy, [1, 2, 3], batches).run(), model, losses, after)
+    assert_chain_as_plain(build, F.cross_entropy, batches, [1, 2, 3])
 
 
 @pytest.mark.parametrize("loss_fn", [lambda y, t: y, lambda y, t: 1.5, lambda y, t: None])

@@ -13,6 +13,7 @@ from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.devices.lanes import QUEUES, Lane, open_lanes
 from hydra_engine.system.dram import discard
 from hydra_engine.worker.unit import forget_frames
+from tests import reference
 
 WIDTH, LARGE = 8, 100
 
@@ -99,14 +100,7 @@ def test_a_scalar_crosses_shards():
         torch.manual_seed(2)
         return nn.Sequential(Pair(), Pair(), Pair(), Joined())
 
-    model, losses = model_of(), []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for inputs, target in data(3):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(inputs), target)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = reference.train(model_of(), F.mse_loss, data(3), seed=0, lr=0.1).losses
     task = ModelTask(model_of(), F.mse_loss, data(3), 0.1)
     orchestra = ModelOrchestrator([task], devices=[EmulatedDevice(2500)])
     orchestra.verbose = 0
