@@ -2,6 +2,7 @@
 
 import copy
 import random
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -10,17 +11,22 @@ from torch import nn
 
 from hydra_engine.data.signature import Signature
 from hydra_engine.data.streams import capture
-from hydra_engine.host.layout import ModelLayout, SlabPiece
+from hydra_engine.host.layout import SlabPiece
 from hydra_engine.host.pool import HostPool
 from hydra_engine.host.staging import StepStaging
 from hydra_engine.system import dram
 from partitioners.boundary import Boundary
 from tests import zoo
-from tests.host.test_layout import Odd, random_layers
+from tests.host.test_layout import Odd, layout_of, random_layers
 
 
-def layout_of(layers):
-    return ModelLayout(layers, [str(k) for k in range(len(layers))], None)
+@contextmanager
+def opened(layers):
+    """A host pool that is open within."""
+    pool = HostPool(layout_of(layers))
+    pool.open()
+    yield pool
+    pool.close()
 
 
 def copy_into(place, tensor):
@@ -50,49 +56,36 @@ class TestHostPool:
         assert [parameter.stride() for parameter in module.parameters()] == strides
 
     def test_close_gives_ordinary_storage_back(self, layers):
-        layout = layout_of(layers)
-        pool = HostPool(layout)
-        pool.open()
-        pool.close()
-        for slot in layout.slots:
+        with opened(layers) as pool:
+            pass
+        for slot in pool.layout.slots:
             assert slot.parameter.untyped_storage().nbytes() == slot.num_bytes
             assert slot.parameter.storage_offset() == 0
             assert slot.parameter.grad is None
 
     def test_close_gives_back_what_training_left(self, layers):
-        layout = layout_of(layers)
-        pool = HostPool(layout)
-        pool.open()
-        for slot in layout.slots:
-            slot.parameter.data.fill_(3)
-        pool.buffers = [torch.zeros_like(buffer) for buffer in pool.buffers]
-        pool.close()
+        with opened(layers) as pool:
+            for slot in pool.layout.slots:
+                slot.parameter.data.fill_(3)
+            pool.buffers = [torch.zeros_like(buffer) for buffer in pool.buffers]
         assert all((parameter == 3).all() for parameter in nn.ModuleList(layers).parameters())
         assert not any(buffer.any() for buffer in nn.ModuleList(layers).buffers())
 
     def test_parameters_lie_in_the_pool_while_it_is_open(self, layers):
-        layout = layout_of(layers)
-        pool = HostPool(layout)
-        pool.open()
-        for slot in layout.slots:
-            if not slot.num_bytes:
-                continue
-            [(_, source)] = pool.sources(SlabPiece(slot.trainable, slot.offset, 0, slot.num_bytes))
-            assert source.data_ptr() == slot.parameter.data_ptr()
-        pool.close()
+        with opened(layers) as pool:
+            for slot in [each for each in pool.layout.slots if each.num_bytes]:
+                [(_, source)] = pool.sources(SlabPiece(slot.trainable, slot.offset, 0, slot.num_bytes))
+                assert source.data_ptr() == slot.parameter.data_ptr()
 
     def test_gradients_have_places_like_their_parameters(self, layers):
-        layout = layout_of(layers)
-        pool = HostPool(layout)
-        pool.open()
-        for slot, gradient in zip(layout.slots, pool.gradients.places, strict=True):
-            assert (gradient is not None) == slot.trainable
-            if gradient is not None:
-                assert gradient.shape == slot.parameter.shape
-                gradient.fill_(slot.index)
-        for slot, gradient in zip(layout.slots, pool.gradients.places, strict=True):
-            assert gradient is None or (gradient == slot.index).all(), "gradients overlap"
-        pool.close()
+        with opened(layers) as pool:
+            for slot, gradient in zip(pool.layout.slots, pool.gradients.places, strict=True):
+                assert (gradient is not None) == slot.trainable
+                if gradient is not None:
+                    assert gradient.shape == slot.parameter.shape
+                    gradient.fill_(slot.index)
+            for slot, gradient in zip(pool.layout.slots, pool.gradients.places, strict=True):
+                assert gradient is None or (gradient == slot.index).all(), "gradients overlap"
 
     @pytest.mark.parametrize(
         "values",
@@ -109,76 +102,58 @@ class TestHostPool:
         # A norm adds up in the order of memory, and fused optimizers choose their kernel by it.
         layer = nn.Module()
         layer.weight = nn.Parameter(values)
-        pool = HostPool(layout_of([layer]))
         (layer.weight * 2).sum().backward()
         expected = layer.weight.grad.stride()
-        pool.open()
-        assert pool.gradients.places[0].stride() == expected
-        pool.close()
+        with opened([layer]) as pool:
+            assert pool.gradients.places[0].stride() == expected
 
     def test_tied_and_frozen_parameters_stay_so(self):
         layers = list(zoo.tied()[0])
         layers[1].requires_grad_(False)
-        pool = HostPool(layout_of(layers))
-        pool.open()
-        pool.close()
+        with opened(layers):
+            pass
         assert layers[-1].weight is layers[0].token.weight
         assert not any(parameter.requires_grad for parameter in layers[1].parameters())
 
     def test_alignment_gaps_are_nobodys(self):
         layers = [Odd(), Odd()]
         before = copy.deepcopy(nn.ModuleList(layers).state_dict())
-        layout = layout_of(layers)
-        pool = HostPool(layout)
-        pool.open()
         taken = {True: set(), False: set()}
-        for slot in layout.slots:
-            taken[slot.trainable] |= set(range(slot.offset, slot.offset + slot.num_bytes))
-        for kind, used in taken.items():
-            [(_, source)] = pool.sources(SlabPiece(kind, 0, 0, layout.num_bytes[kind]))
-            flat = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage())
-            flat[[k for k in range(len(flat)) if k not in used]] = 0xFF
-        pool.close()
+        with opened(layers) as pool:
+            for slot in pool.layout.slots:
+                taken[slot.trainable] |= set(range(slot.offset, slot.offset + slot.num_bytes))
+            for kind, used in taken.items():
+                [(_, source)] = pool.sources(SlabPiece(kind, 0, 0, pool.layout.num_bytes[kind]))
+                flat = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage())
+                flat[[k for k in range(len(flat)) if k not in used]] = 0xFF
         assert all(torch.equal(tensor, before[name]) for name, tensor in nn.ModuleList(layers).state_dict().items())
 
     def test_buffers_share_no_memory_with_the_models(self, layers):
-        layout = layout_of(layers)
-        pool = HostPool(layout)
-        pool.open()
-        for own, buffer in zip(layout.buffers, pool.buffers, strict=True):
-            assert torch.equal(own, buffer)
-            assert own.stride() == buffer.stride()
-            assert own.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
-        pool.close()
+        with opened(layers) as pool:
+            for own, buffer in zip(pool.layout.buffers, pool.buffers, strict=True):
+                assert torch.equal(own, buffer)
+                assert own.stride() == buffer.stride()
+                assert own.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
 
-    def test_buffers_are_copies_until_the_end(self):
+    @pytest.mark.parametrize(
+        "last", [torch.full((3,), 7.0), torch.ones(5, dtype=torch.float64)], ids=["alike", "of another kind"]
+    )
+    def test_buffers_are_copies_until_the_end(self, last):
         layer = nn.BatchNorm1d(3)
-        pool = HostPool(layout_of([layer]))
-        pool.open()
-        mean = next(k for k, buffer in enumerate(pool.layout.buffers) if buffer is layer.running_mean)
-        pool.buffers[mean] = torch.full((3,), 7.0)
-        assert not layer.running_mean.any()
-        own = layer.running_mean
-        pool.close()
-        assert layer.running_mean is own
-        assert layer.running_mean.tolist() == [7, 7, 7]
-
-    def test_buffer_of_another_kind_replaces_the_models(self):
-        layer = nn.BatchNorm1d(3)
-        pool = HostPool(layout_of([layer]))
-        pool.open()
-        mean = next(k for k, buffer in enumerate(pool.layout.buffers) if buffer is layer.running_mean)
-        pool.buffers[mean] = torch.ones(5, dtype=torch.float64)
-        pool.close()
-        assert layer.running_mean.tolist() == [1] * 5
-        assert layer.running_mean.dtype == torch.float64
+        with opened([layer]) as pool:
+            own = layer.running_mean
+            mean = next(k for k, buffer in enumerate(pool.layout.buffers) if buffer is own)
+            pool.buffers[mean] = last.clone()
+            assert not own.any()
+        assert (layer.running_mean is own) == (last.shape == own.shape)
+        assert layer.running_mean.dtype == last.dtype
+        assert torch.equal(layer.running_mean, last)
 
     def test_expanded_buffer_is_given_back(self):
         layer = nn.Linear(4, 4)
         layer.register_buffer("scale", torch.ones(1).expand(4))
-        pool = HostPool(layout_of([layer]))
-        pool.open()
-        pool.close()
+        with opened([layer]):
+            pass
         assert layer.scale.tolist() == [1, 1, 1, 1]
 
     def test_close_without_open_does_nothing(self):

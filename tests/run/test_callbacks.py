@@ -14,6 +14,8 @@ from hydra_engine import Callback, CallbackTimeout, EmulatedDevice, ModelOrchest
 from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.checkpoints.directory import CheckpointDirectory
 from partitioners import Presharded
+from tests.run.test_forget import At, raises
+from tests.run.test_notifier import join_threads
 
 STEPS, EPOCHS = 4, 3
 PATIENCE_S = 30
@@ -110,12 +112,6 @@ def test_a_step_is_told_before_the_next_is_committed():
     assert log.losses == [report.losses[: k + 1] for k in range(STEPS * EPOCHS)]
 
 
-def test_callbacks_change_no_bit():
-    logged, plain = task("a", Log()), task("b")
-    train(logged, plain)
-    assert all(map(torch.equal, logged.model.parameters(), plain.model.parameters()))
-
-
 @pytest.mark.parametrize(("at", "steps"), [(("step", 5), 6), (("epoch", 1), 8)])
 def test_a_callback_stops_its_task_and_no_other(at, steps):
     log, other = Log(at, StopTask()), Log()
@@ -125,15 +121,6 @@ def test_a_callback_stops_its_task_and_no_other(at, steps):
     assert log.calls[-2:] == [at, ("end", "stopped")]
     assert reports["b"].status == "finished"
     assert other.calls[-1] == ("end", "finished")
-
-
-def test_what_else_is_raised_fails_the_task_and_no_other():
-    log = Log(("step", 2), RuntimeError("of the callback"))
-    reports = train(task("a", log), task("b"))
-    assert reports["a"].status == "failed"
-    assert "a failed in its callback" in reports["a"].error
-    assert reports["b"].status == "finished"
-    assert log.calls[-1] == ("end", "failed")
 
 
 def test_a_failing_end_is_reported():
@@ -182,21 +169,7 @@ def blocks(hangs):
     yield make
     for each in made:
         each.go_on.set()
-    for thread in threading.enumerate():
-        if thread.name.endswith("-callbacks"):
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive()
-
-
-class When(Callback):
-    """Calls a function after some step."""
-
-    def __init__(self, step, call):
-        self.step, self.call = step, call
-
-    def on_step(self, report):
-        if report.steps == self.step:
-            self.call()
+    join_threads()
 
 
 @pytest.mark.parametrize("at", [1, 6, STEPS * EPOCHS])
@@ -228,9 +201,7 @@ def test_what_a_late_one_raises_changes_nothing(blocks):
     report = train(mine, task("b"))["a"]
     error, weights = report.error, [parameter.detach().clone() for parameter in mine.model.parameters()]
     blocked.go_on.set()
-    for thread in threading.enumerate():
-        if thread.name == "a-callbacks":
-            thread.join(PATIENCE_S)
+    join_threads()
     assert (report.status, report.error) == ("failed", error)
     assert blocked.steps == [1, 2]
     assert all(map(torch.equal, mine.model.parameters(), weights))
@@ -240,10 +211,10 @@ def test_tasks_meet_at_a_barrier_in_their_callbacks():
     """As in population-based training."""
     barrier, met = threading.Barrier(3), []
 
-    def meet():
+    def meet(report):
         met.append(barrier.wait(PATIENCE_S))
 
-    tasks = [task(name, When(STEPS, meet), When(2 * STEPS, meet)) for name in "abc"]
+    tasks = [task(name, At(STEPS, meet), At(2 * STEPS, meet)) for name in "abc"]
     reports = train(*tasks)
     for each in tasks:
         assert_finished(reports[each.name], each)
@@ -253,13 +224,8 @@ def test_tasks_meet_at_a_barrier_in_their_callbacks():
 def test_one_waits_for_all_of_another_task():
     """And what takes long in one task costs the others nothing."""
     ended = threading.Event()
-
-    class Ends(Callback):
-        def on_task_end(self, report):
-            ended.set()
-
-    waits = When(1, lambda: ended.wait(PATIENCE_S) or pytest.fail("it was held up"))
-    first, second = task("a", waits), task("b", Log(), Ends())
+    waits = At(1, lambda report: ended.wait(PATIENCE_S) or pytest.fail("it was held up"))
+    first, second = task("a", waits), task("b", Log(), At("end", lambda report: ended.set()))
     reports = train(first, second, num_devices=1)
     assert_finished(reports["a"], first)
     assert_finished(reports["b"], second)
@@ -267,13 +233,13 @@ def test_one_waits_for_all_of_another_task():
 
 def test_tasks_come_and_go_while_one_blocks(blocks):
     blocked, added = blocks(2), task("added", Log())
-    stopped = task("stopped", When(1, lambda: orchestra.stop_task("stopped")))
+    stopped = task("stopped", At(1, lambda report: orchestra.stop_task("stopped")))
 
-    def act():
+    def act(report):
         assert blocked.inside.wait(PATIENCE_S)
         orchestra.add_task(added)
 
-    orchestra = orchestra_of(task("a", blocked, callback_timeout_s=SHORT_S), stopped, task("b", When(3, act)))
+    orchestra = orchestra_of(task("a", blocked, callback_timeout_s=SHORT_S), stopped, task("b", At(3, act)))
     reports = orchestra.train_models().tasks
     assert [reports[name].status for name in ("a", "b", "stopped")] == ["failed", "finished", "stopped"]
     assert_finished(reports["added"], added)
@@ -297,13 +263,13 @@ def test_one_whose_new_task_hangs_as_it_is_planned_holds_up_nobody(blocks, hangs
     hangs.append(loader.inside)
     hangs = ModelTask(task("x").model, F.cross_entropy, loader, name="hangs", seed=0)
 
-    def act():
+    def act(report):
         assert loader.inside.wait(PATIENCE_S)
         orchestra.add_task(added)
         orchestra.stop_task("hangs")
 
-    first = task("a", When(1, lambda: orchestra.add_task(hangs)), callback_timeout_s=SHORT_S)
-    orchestra = orchestra_of(first, second := task("b", When(1, act), loader_timeout_s=None))
+    first = task("a", At(1, lambda report: orchestra.add_task(hangs)), callback_timeout_s=SHORT_S)
+    orchestra = orchestra_of(first, second := task("b", At(1, act), loader_timeout_s=None))
     reports = orchestra.train_models().tasks
     loader.go_on.set()
     blocks("never")  # whose fixture waits for the thread
@@ -325,17 +291,12 @@ def test_others_are_saved_while_one_blocks(tmp_path, blocks, monkeypatch, option
 
     monkeypatch.setattr(CheckpointDirectory, "publish", published)
 
-    class Waits(Callback):
-        def on_step(self, report):
-            if report.steps == 1:
-                assert blocked.inside.wait(PATIENCE_S)
-            if report.steps in (5, 10):
-                assert saved.acquire(timeout=PATIENCE_S)
+    def wait(report):
+        assert saved.acquire(timeout=PATIENCE_S)
 
-        def on_task_end(self, report):
-            blocked.go_on.set()
-
-    first, second = task("a", blocked, **options), task("b", Waits())
+    begins = At(1, lambda report: blocked.inside.wait(PATIENCE_S) or pytest.fail("it does not block"))
+    ends = At("end", lambda report: blocked.go_on.set())
+    first, second = task("a", blocked, **options), task("b", begins, At(5, wait), At(10, wait), ends)
     orchestra = orchestra_of(first, second, checkpoint_dir=tmp_path, checkpoint_every=3)
     reports = orchestra.train_models().tasks
     assert_finished(reports["a"], first)
@@ -350,11 +311,11 @@ def test_ctrl_c_does_not_wait_for_it_for_ever(monkeypatch, blocks, timeout_s):
     blocked = blocks(3)
     mine = task("a", blocked, callback_timeout_s=timeout_s)
 
-    def interrupt():
+    def interrupt(report):
         assert blocked.inside.wait(PATIENCE_S)
         _thread.interrupt_main()
 
-    orchestra = orchestra_of(mine, task("b", When(2, interrupt)))
+    orchestra = orchestra_of(mine, task("b", At(2, interrupt)))
     with pytest.raises(KeyboardInterrupt):
         orchestra.train_models()
     report = orchestra.report.tasks["a"]
@@ -364,13 +325,17 @@ def test_ctrl_c_does_not_wait_for_it_for_ever(monkeypatch, blocks, timeout_s):
     assert all(map(torch.equal, mine.model.parameters(), plain_weights()[report.steps - 1]))
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
-def test_what_would_end_the_process_ends_its_task(error):
-    mine, other = task("a", Log(("step", 2), error)), task("b", Log())
+@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_what_else_is_raised_fails_the_task_and_no_other(error):
+    """Also what would end the process."""
+    log = Log(("step", 2), error)
+    mine, other = task("a", log), task("b", Log())
     reports = train(mine, other)
     assert (reports["a"].status, reports["a"].steps) == ("failed", 3)
     assert reports["a"].exception is error
+    assert "a failed in its callback" in reports["a"].error
     assert type(error).__name__ in reports["a"].error
+    assert log.calls[-1] == ("end", "failed")
     assert all(map(torch.equal, mine.model.parameters(), plain_weights()[2]))
     assert_finished(reports["b"], other)
 
@@ -417,13 +382,6 @@ class Factories:
         return torch.optim.SGD(parameters, **options)
 
 
-def raises(error):
-    def action():
-        raise error
-
-    return action
-
-
 def test_the_end_of_a_task_whose_set_up_fails_is_told_and_its_memory_given_back(tmp_path):
     factory, log, other = Factories(raises(ZeroDivisionError())), Log(("end", "failed"), ValueError("end")), Log()
     bad = task("bad", log, optimizer=factory)
@@ -450,12 +408,8 @@ def test_the_end_of_a_task_that_is_interrupted_as_it_is_set_up_is_told():
         os.kill(os.getpid(), signal.SIGINT)
         assert goes_on.wait(PATIENCE_S)
 
-    class Ends(Callback):
-        def on_task_end(self, report):
-            goes_on.set()
-
     factory, log = Factories(block), Log()
-    orchestra = orchestra_of(task("a", log, Ends(), optimizer=factory))
+    orchestra = orchestra_of(task("a", log, At("end", lambda report: goes_on.set()), optimizer=factory))
     orchestra.generate()
     factory.is_armed = True
     with pytest.raises(KeyboardInterrupt):

@@ -37,6 +37,13 @@ class At(Callback):
             self.call(report)
 
 
+def raises(error):
+    def act(*_):
+        raise error
+
+    return act
+
+
 class Batches(list):
     """A loader that can be referred to weakly."""
 
@@ -74,8 +81,7 @@ def assert_as_plain(trained, report, optimizer=torch.optim.SGD):
         model, F.cross_entropy, batches(), seed=trained.seed, epochs=EPOCHS, lr=1e-2, optimizer=optimizer
     )
     assert report.losses == expected.losses
-    for mine, plain in zip(trained.model.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, plain)
+    assert all(map(torch.equal, trained.model.parameters(), model.parameters()))
 
 
 class Held:
@@ -95,6 +101,10 @@ class Held:
 
         weakref.finalize(thing, died).atexit = False
 
+    def see_parameters(self, model):
+        for k, parameter in enumerate(model.parameters()):
+            self.see(f"parameter {k}", parameter)
+
     def made(self, name, *callbacks, **options):
         def optimizer(params, lr):
             found = torch.optim.Adam(params, lr=lr)
@@ -106,8 +116,7 @@ class Held:
         self.see("task", found)
         self.see("model", found.model)
         self.see("loader", found.dataloader)
-        for k, parameter in enumerate(found.model.parameters()):
-            self.see(f"parameter {k}", parameter)
+        self.see_parameters(found.model)
         return found
 
 
@@ -121,13 +130,7 @@ def by_counting():
     gc.enable()
 
 
-def stop(report):
-    raise StopTask
-
-
-def pause(report):
-    raise PauseTask
-
+stop, pause = raises(StopTask), raises(PauseTask)  # classes: an error that is raised again holds frames
 
 ENDS = {
     "finished": {},
@@ -370,8 +373,7 @@ def bytes_of(**options):
 
 def test_tasks_keep_to_the_limit_of_dram():
     each = bytes_of()
-    orchestra = orchestra_of(task("first"), task("second"), dram=2 * each)
-    orchestra.train_models()
+    orchestra_of(task("first"), task("second"), dram=2 * each).train_models()
     with pytest.raises(HostOutOfMemory) as raised:
         orchestra_of(task("first"), task("second"), dram=2 * each - 1).generate()
     assert f"{2 * each} bytes" in str(raised.value)
@@ -384,9 +386,7 @@ def test_a_task_that_joins_keeps_to_the_limit():
 
     def replace(report):
         late, let_go = [task("third", seed=7)], Held()
-        for k, parameter in enumerate(late[0].model.parameters()):
-            let_go.see(k, parameter)
-        del parameter
+        let_go.see_parameters(late[0].model)
         with pytest.raises(HostOutOfMemory, match=r"third: .* limit: dram="):
             orchestra.add_task(late.pop())
         assert let_go.gone.wait(WAIT_S)  # its reader's thread may have it for a moment
@@ -405,9 +405,7 @@ def test_a_task_that_joins_keeps_to_the_limit():
     held, third, may_end = Held(), task("third", seed=7), threading.Event()
     first = task("first", At(1, wait), At("end", lambda report: is_over.set()))
     weights = sum(parameter.nbytes for parameter in first.model.parameters())
-    for k, parameter in enumerate(first.model.parameters()):
-        held.see(k, parameter)
-    del parameter
+    held.see_parameters(first.model)
     second = task("second", At(1, replace))
     orchestra = orchestra_of(first, second, dram=2 * each)
     del first
@@ -426,16 +424,13 @@ def test_frozen_weights_count_while_they_are_here(missing):
         base = nn.Linear(8, 64).requires_grad_(False)
         return ModelTask(nn.Sequential(base, nn.Linear(64, 3)), F.cross_entropy, batches(), 1e-2, callbacks=callbacks)
 
-    def other():
-        return task("other", seed=7)
-
     base_bytes = orchestra_of(over_base()).generate().tasks["task-0"].dram_bytes
     limit, left, refused = base_bytes + bytes_of() - missing, [], []
 
     def add(report):
         left.append(orchestra.dram_left_bytes)
         try:
-            orchestra.add_task(other())
+            orchestra.add_task(task("other", seed=7))
         except HostOutOfMemory:
             refused.append("joining")
 
@@ -443,7 +438,7 @@ def test_frozen_weights_count_while_they_are_here(missing):
     report = orchestra.train_models()
     assert left == [limit - base_bytes]
     try:
-        orchestra_of(over_base(), other(), dram=limit).generate()
+        orchestra_of(over_base(), task("other", seed=7), dram=limit).generate()
     except HostOutOfMemory:
         refused.append("before")
     assert refused == ["joining", "before"] * missing

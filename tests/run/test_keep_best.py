@@ -12,6 +12,7 @@ from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask,
 from hydra_engine.checkpoints.checkpoint import load_newest
 from partitioners import Presharded
 from tests import exact, reference, zoo
+from tests.run.test_forget import At, raises
 
 SEED, LR, STEPS = 7, 0.02, 6
 # By epoch: the second of the validations, and of the training epochs, is the best one.
@@ -81,10 +82,6 @@ def plain(num_steps, *, loader=None, **options):
 
 def assert_is_plain(task, num_steps, **options):
     exact.assert_same_state(zoo.state(task.model), zoo.state(plain(num_steps, **options)[0]))
-
-
-def largest(output, target):
-    return output.abs().max()
 
 
 def error(output, target):
@@ -243,27 +240,16 @@ def test_with_its_last_batch_a_task_ends_by_itself():
     assert_is_plain(task, 2 * STEPS)
 
 
-class Ends(Callback):
-    """Raises at a step."""
-
-    def __init__(self, step, error):
-        self.step, self.error = step, error
-
-    def on_step(self, report):
-        if report.steps == self.step:
-            raise self.error
-
-
 @pytest.mark.parametrize(("raised", "status"), [(StopTask(), "stopped"), (RuntimeError("boom"), "failed")])
 def test_however_it_ends_the_best_weights_are_handed_back(raised, status):
-    task, other = task_of(callbacks=[Ends(3 * STEPS + 2, raised)]), task_of(name="other")
+    task, other = task_of(callbacks=[At(3 * STEPS + 2, raises(raised))]), task_of(name="other")
     report = orchestra_of(task, other).train_models().tasks["task"]
     assert (report.status, report.best_step, report.steps) == (status, 2 * STEPS, 3 * STEPS + 2)
     assert_is_plain(task, 2 * STEPS)
 
 
 def test_before_its_first_validation_a_stopped_task_keeps_its_last_step():
-    task = task_of(callbacks=[Ends(STEPS - 1, StopTask())])
+    task = task_of(callbacks=[At(STEPS - 1, raises(StopTask()))])
     assert run(task).best_step is None
     assert_is_plain(task, STEPS - 1)
 
@@ -306,7 +292,7 @@ def test_a_resumed_task_has_the_same_best(tmp_path, by, case, after):
 
     whole = task()
     expected = run(whole, directory=tmp_path / "whole", checkpoint_every=1)
-    cut = orchestra_of(task(callbacks=[Ends(after, Boom())]), directory=tmp_path / "cut", checkpoint_every=1)
+    cut = orchestra_of(task(callbacks=[At(after, raises(Boom()))]), directory=tmp_path / "cut", checkpoint_every=1)
     with pytest.raises(Boom):
         cut.train_models()
     again = task()

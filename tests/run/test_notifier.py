@@ -1,6 +1,7 @@
 """A task's callbacks are told in order, in a thread of their own, until one ends the task or does not return."""
 
 import threading
+from contextlib import nullcontext
 from queue import SimpleQueue
 
 import pytest
@@ -10,6 +11,7 @@ from hydra_engine.data.streams import GLOBAL_GENERATORS
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.notifier import Notifier
 from hydra_engine.schedule.events import Failed, TaskStopped
+from tests.run.test_forget import raises
 
 
 class Log(Callback):
@@ -59,9 +61,32 @@ def notifier_of():
 
 def join_threads():
     for thread in threading.enumerate():
-        if thread.name == "a-callbacks":
+        if thread.name.endswith("-callbacks"):
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
+
+
+@pytest.fixture
+def hung(notifier_of):
+    """Makes a notifier whose callback hangs in its first step; its events, and what lets the callback go on."""
+
+    def make(*others, calls=None, within=nullcontext, then=lambda: None, **options):
+        inside, go = threading.Event(), threading.Event()
+
+        def hang():
+            with within():
+                inside.set()
+                assert go.wait(PATIENCE_S)
+            then()
+
+        notifier, events = notifier_of(
+            Log([] if calls is None else calls, at="step 0", action=hang), *others, **options
+        )
+        notifier.step()
+        assert inside.wait(PATIENCE_S)
+        return notifier, events, go
+
+    return make
 
 
 def wait_for(notifier):
@@ -139,13 +164,9 @@ def test_without_callbacks_nothing_waits_and_no_thread_is_made(notifier_of):
     assert notifier.timeout_s is None
 
 
-def test_a_call_that_does_not_return_is_left_behind_and_what_waited_goes_on(notifier_of):
-    calls, inside, go = [], threading.Event(), threading.Event()
-    notifier, events = notifier_of(
-        Log(calls, at="step 0", action=lambda: (inside.set(), go.wait())), Log(calls, "y "), timeout_s=1e-9
-    )
-    notifier.step()
-    assert inside.wait(PATIENCE_S)
+def test_a_call_that_does_not_return_is_left_behind_and_what_waited_goes_on(hung):
+    calls = []
+    notifier, events, go = hung(Log(calls, "y "), calls=calls, timeout_s=1e-9)
     notifier.when_told(lambda: calls.append("job"))
     assert notifier.leave_behind() is None
     assert calls == ["step 0", "job"]
@@ -164,17 +185,8 @@ def test_a_call_that_does_not_return_is_left_behind_and_what_waited_goes_on(noti
     assert notifier.close() is None
 
 
-def test_a_late_error_is_nobodys(notifier_of):
-    inside, go = threading.Event(), threading.Event()
-
-    def act():
-        inside.set()
-        assert go.wait(PATIENCE_S)
-        raise StopTask
-
-    notifier, events = notifier_of(Log([], at="step 0", action=act), timeout_s=1e-9)
-    notifier.step()
-    assert inside.wait(PATIENCE_S)
+def test_a_late_error_is_nobodys(hung):
+    notifier, events, go = hung(then=raises(StopTask), timeout_s=1e-9)
     notifier.leave_behind()
     events.get_nowait()
     go.set()
@@ -190,12 +202,9 @@ def test_nobody_is_late_between_calls(notifier_of):
     assert notifier.close() is None
 
 
-def test_an_interrupt_leaves_a_call_no_more_than_seconds_and_fails_nothing(monkeypatch, notifier_of):
+def test_an_interrupt_leaves_a_call_no_more_than_seconds_and_fails_nothing(monkeypatch, hung):
     monkeypatch.setattr("hydra_engine.run.notifier.INTERRUPTED_S", 1e-9)
-    inside, go = threading.Event(), threading.Event()
-    notifier, events = notifier_of(Log([], at="step 0", action=lambda: (inside.set(), go.wait())), timeout_s=None)
-    notifier.step()
-    assert inside.wait(PATIENCE_S)
+    notifier, events, go = hung(timeout_s=None)
     notifier.hurry()
     assert notifier.leave_behind(fails=False) is None
     assert events.empty()
@@ -204,17 +213,8 @@ def test_an_interrupt_leaves_a_call_no_more_than_seconds_and_fails_nothing(monke
     go.set()
 
 
-def test_a_lock_on_the_generators_that_a_late_thread_holds_is_taken_away(notifier_of):
-    inside, go = threading.Event(), threading.Event()
-
-    def act():
-        with GLOBAL_GENERATORS.held():
-            inside.set()
-            assert go.wait(PATIENCE_S)
-
-    notifier, _ = notifier_of(Log([], at="step 0", action=act), timeout_s=1e-9)
-    notifier.step()
-    assert inside.wait(PATIENCE_S)
+def test_a_lock_on_the_generators_that_a_late_thread_holds_is_taken_away(hung):
+    notifier, _, go = hung(within=GLOBAL_GENERATORS.held, timeout_s=1e-9)
     assert not GLOBAL_GENERATORS.is_free
     notifier.leave_behind()
     assert GLOBAL_GENERATORS.is_free
