@@ -55,10 +55,9 @@ def test_steps_on_the_device_give_the_bits_of_the_plain_loop(name, optimizer, pr
 
 
 def test_averages_are_kept_on_the_host():
-    network, loss_fn, loader = zoo.MODELS["mlp"]()
-    task = ModelTask(network, loss_fn, loader, LR, seed=1, optimizer_device="device", ema_decay=0.0)
+    task = ModelTask(*zoo.mlp(), LR, seed=1, optimizer_device="device", ema_decay=0.0)
     state = orchestra_of([task]).train_models().tasks["task-0"].ema_state
-    assert all(torch.equal(state[key], value) for key, value in network.state_dict().items())
+    assert all(torch.equal(state[key], value) for key, value in task.model.state_dict().items())
 
 
 def test_states_and_masters_cross_the_link_and_gradients_do_not():
@@ -80,8 +79,7 @@ def test_states_and_masters_cross_the_link_and_gradients_do_not():
 
 @pytest.mark.parametrize(("bandwidth", "expected"), [(1_000_000, "host"), ("1000GiB", "device")])
 def test_auto_takes_the_place_that_is_predicted_to_take_less_time(bandwidth, expected):
-    network, loss_fn, loader = zoo.MODELS["mlp"]()
-    task = ModelTask(network, loss_fn, loader, LR, optimizer=torch.optim.AdamW, optimizer_device="auto")
+    task = ModelTask(*zoo.mlp(), LR, optimizer=torch.optim.AdamW, optimizer_device="auto")
     plan = orchestra_of([task], bandwidth=bandwidth).generate()
     assert plan.tasks["task-0"].optimizer_device == expected
 

@@ -11,12 +11,8 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.host.layout import ModelLayout
-from hydra_engine.host.optimizer import TaskOptimizer
-from hydra_engine.host.pool import HostPool
-from hydra_engine.host.staging import StepStaging
 from partitioners import Presharded
-from tests.host.test_optimizer_contract import OPTIMIZERS, SCHEDULERS, ByShard, build, gradients_of, trainable
+from tests.host.test_optimizer_contract import OPTIMIZERS, SCHEDULERS, ByShard, gradients_of, trainable
 
 
 @pytest.mark.parametrize("lr", [1.0, torch.tensor(1.0)])
@@ -37,16 +33,13 @@ def test_updates_use_the_hyperparameters_of_their_own_step(lr):
 
 
 def test_scheduler_of_interval_epoch_moves_once_for_each_epoch_that_ended():
-    task = ModelTask(build(), F.cross_entropy, [], 1.0, lr_scheduler_interval="epoch", lr_scheduler=SCHEDULERS["decay"])
-    layout = ModelLayout(list(task.model), list(task.model._modules), None)
-    pool, staging = HostPool(layout), StepStaging()
-    pool.open()
-    optimizer = TaskOptimizer(task, layout)
-    seen = [optimizer.commit(staging, pool, epoch).groups[0]["lr"] for epoch in (0, 0, 1, 1, 3)]
-    optimizer.reach_epoch(4)
-    pool.close()
-    assert seen == pytest.approx([1.0, 1.0, 0.7, 0.7, 0.7**3])
-    assert optimizer.optimizer.param_groups[0]["lr"] == pytest.approx(0.7**4)
+    options = {"lr_scheduler_interval": "epoch", "lr_scheduler": SCHEDULERS["decay"]}
+    engine = ByShard(torch.optim.SGD, 1.0, [5], **options)
+    commits = [engine.optimizer.commit(engine.staging, engine.pool, epoch) for epoch in (0, 0, 1, 1, 3)]
+    engine.optimizer.reach_epoch(4)
+    engine.pool.close()
+    assert [each.groups[0]["lr"] for each in commits] == pytest.approx([1.0, 1.0, 0.7, 0.7, 0.7**3])
+    assert engine.optimizer.optimizer.param_groups[0]["lr"] == pytest.approx(0.7**4)
 
 
 def test_optimizer_that_raises_leaves_no_gradient_on_the_users_parameters():

@@ -187,9 +187,10 @@ def test_a_function_that_no_library_names_is_not_called(monkeypatch):
 
 
 def test_without_a_compiler_torch_makes_the_updates(without_compiler, monkeypatch, tmp_path):
-    kernel = without_compiler
-    adamw_steps(kernel, monkeypatch)
-    assert kernel.missing_because == "no C++ compiler was found; install one (g++ or clang++), or name it in CXX"
+    adamw_steps(without_compiler, monkeypatch)
+    assert (
+        without_compiler.missing_because == "no C++ compiler was found; install one (g++ or clang++), or name it in CXX"
+    )
     assert not list(tmp_path.iterdir())
 
 

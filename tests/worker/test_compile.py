@@ -199,17 +199,6 @@ def test_buffers_are_those_of_the_uncompiled_task(backend, memory):
     assert backend.num_graphs == 3
 
 
-class Counter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.num_calls = 0
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        self.num_calls += 1
-        return self.linear(x)
-
-
 class Printing(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,5 +1,7 @@
 """What passes through several layers unchanged crosses the link once, and every bit is that of plain PyTorch."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,53 +30,30 @@ class Begin(nn.Module):
 
 
 class Block(nn.Module):
-    """Uses the mask, and passes it on."""
+    """Uses the mask, and passes on what `passed` makes of it."""
 
-    def __init__(self):
+    def __init__(self, passed=lambda h, mask: [mask]):
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear, self.passed = nn.Linear(WIDTH, WIDTH), passed
 
     def use(self, h, mask):
         return torch.tanh(self.linear(h)) * mask.mean()
 
     def forward(self, x):
         h, mask = x[0], x[1]
-        return self.use(h, mask), mask
+        return self.use(h, mask), *self.passed(h, mask)
 
 
-class InPlace(Block):
-    """Changes the mask in place, and passes it on."""
-
-    def forward(self, x):
-        h, mask = x
-        h = self.use(h, mask)
-        return h, mask.mul_(1.25)
+def changed_past_versions(h, mask):
+    """In a way that autograd does not see."""
+    mask.data.mul_(1.25)
+    return [mask]
 
 
-class PastVersions(Block):
-    """Changes the mask in a way that autograd does not see."""
-
-    def forward(self, x):
-        h, mask = x
-        h = self.use(h, mask)
-        mask.data.mul_(1.25)
-        return h, mask
-
-
-class Sometimes(Block):
-    """Passes the mask on, or another one, by what the batch holds."""
-
-    def forward(self, x):
-        h, mask = x
-        return self.use(h, mask), mask if h.detach().sum() > 0 else mask * 1.25
-
-
-class Views(Block):
-    """Passes on the mask and a part of it."""
-
-    def forward(self, x):
-        h, mask = x[0], x[1]
-        return self.use(h, mask), mask, mask[2:]
+InPlace = partial(Block, lambda h, mask: [mask.mul_(1.25)])
+PastVersions = partial(Block, changed_past_versions)
+Sometimes = partial(Block, lambda h, mask: [mask if h.detach().sum() > 0 else mask * 1.25])
+Views = partial(Block, lambda h, mask: [mask, mask[2:]])
 
 
 class Swaps(Block):
