@@ -171,12 +171,15 @@ class TestStepStaging:
         staging.begin(boundaries, [1.0] * len(values), [capture()] * len(values), Signature.of(boundaries))
         return staging
 
+    @pytest.fixture
+    def staging(self):
+        return self.begun(torch.zeros(1))
+
     def entering(self, staging, shard=1, m=0):
         boundary = staging.entering(shard, m)
         return boundary.build(boundary.tensors)
 
-    def test_boundary_comes_out_as_it_went_in(self):
-        staging = self.begun(torch.zeros(1))
+    def test_boundary_comes_out_as_it_went_in(self, staging):
         shared = torch.rand(3, 4).t()
         staging.put_boundary(1, 0, Boundary.of({"x": shared, "again": [shared]}, "an output"), copy_into)
         built = self.entering(staging)
@@ -185,32 +188,28 @@ class TestStepStaging:
         assert built["again"][0] is built["x"]
         assert built["x"] is not shared
 
-    def test_putting_a_boundary_twice_equals_once(self):
-        staging = self.begun(torch.zeros(1))
+    def test_putting_a_boundary_twice_equals_once(self, staging):
         first, second = torch.rand(2, 3), torch.rand(2, 3)
         for value in (first, second, second):
             staging.put_boundary(1, 0, Boundary.of((value, value * 2), "an output"), copy_into)
         assert torch.equal(self.entering(staging)[0], second)
         assert torch.equal(self.entering(staging)[1], second * 2)
 
-    def test_boundary_of_other_shapes_replaces(self):
-        staging = self.begun(torch.zeros(1))
+    def test_boundary_of_other_shapes_replaces(self, staging):
         values = [torch.rand(2, 3), torch.rand(3, 2), torch.rand(2, 3).t(), torch.rand(3, 2).double(), torch.rand(1)]
         for value in values:
             staging.put_boundary(1, 0, Boundary.of(value, "an output"), copy_into)
             assert torch.equal(self.entering(staging), value)
             assert self.entering(staging).stride() == value.stride()
 
-    def test_boundary_of_more_or_fewer_tensors_replaces(self):
-        staging = self.begun(torch.zeros(1))
+    def test_boundary_of_more_or_fewer_tensors_replaces(self, staging):
         for count in (1, 3, 2, 0):
             values = [torch.rand(2) for _ in range(count)]
             staging.put_boundary(1, 0, Boundary.of(values, "an output"), copy_into)
             assert len(self.entering(staging)) == count
             assert all(map(torch.equal, self.entering(staging), values))
 
-    def test_next_step_is_written_into_the_same_memory(self):
-        staging = self.begun(torch.zeros(1))
+    def test_next_step_is_written_into_the_same_memory(self, staging):
         addresses = []
         for _ in range(2):
             value = torch.rand(2, 3)
@@ -230,8 +229,7 @@ class TestStepStaging:
             assert torch.equal(self.entering(staging, shard, m), value)
             assert torch.equal(staging.gradients_of(shard, m)[0], -value)
 
-    def test_putting_gradients_twice_equals_once(self):
-        staging = self.begun(torch.zeros(1))
+    def test_putting_gradients_twice_equals_once(self, staging):
         first, second = torch.rand(3), torch.rand(3)
         staging.put_gradients(1, 0, [first, None], copy_into)
         staging.put_gradients(1, 0, [second, None], copy_into)
@@ -239,8 +237,7 @@ class TestStepStaging:
         assert torch.equal(stored[0], second)
         assert stored[1] is None
 
-    def test_absent_gradient_stays_absent_and_comes_and_goes(self):
-        staging = self.begun(torch.zeros(1))
+    def test_absent_gradient_stays_absent_and_comes_and_goes(self, staging):
         for values in ([None, torch.ones(2)], [torch.ones(2), None], [None, None], [torch.zeros(2), torch.ones(2)]):
             staging.put_gradients(1, 0, values, copy_into)
             stored = staging.gradients_of(1, 0)
@@ -284,8 +281,7 @@ class TestStepStaging:
         assert staging.buffers_for(upper, 0, committed)[0] is changed
         assert staging.buffers_for(lower, 0, committed)[0] is committed[0]
 
-    def test_clear_forgets_the_step(self):
-        staging = self.begun(torch.zeros(1))
+    def test_clear_forgets_the_step(self, staging):
         staging.losses[0], staging.has_gradient[0], staging.tied[0, 1, 0] = 1.0, True, torch.ones(1)
         staging.clear()
         assert not staging.losses

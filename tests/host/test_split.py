@@ -27,10 +27,6 @@ def assert_whole(split, values):
     assert torch.equal(split.narrow.isnan(), values.isnan())
 
 
-def is_number(upper):
-    return upper[~(upper << 16).view(torch.float32).isnan() & (upper & 0x7FFF != 0x7F80)]
-
-
 def test_every_upper_half_comes_back_with_lower_halves_at_every_edge():
     values = weights(UPPER, LOWER)
     assert_whole(stored(values), values)
@@ -38,7 +34,7 @@ def test_every_upper_half_comes_back_with_lower_halves_at_every_edge():
 
 @pytest.mark.parametrize("lower", LOWER)
 def test_only_ties_to_an_even_upper_half_are_kept_apart_of_numbers(lower):
-    numbers = is_number(UPPER)
+    numbers = UPPER[~(UPPER << 16).view(torch.float32).isnan() & (UPPER & 0x7FFF != 0x7F80)]
     values = weights(numbers, [lower])
     split = stored(values)
     assert_whole(split, values)

@@ -49,8 +49,12 @@ class Kept:
         return self.residents.offer(key, f"value of {key}", num_bytes, "task", self.until(key, next_use_s))
 
 
-def test_what_is_needed_last_makes_room():
-    kept = Kept()
+@pytest.fixture
+def kept():
+    return Kept()
+
+
+def test_what_is_needed_last_makes_room(kept):
     for key, seconds in (("soon", 1.0), ("late", 9.0), ("later", 10.0)):
         kept.put(key, 30, seconds)
     assert kept.ask(10) == [10]
@@ -65,8 +69,7 @@ def test_what_is_needed_last_makes_room():
     assert kept.ledger.used_bytes == 60
 
 
-def test_what_is_pinned_stays():
-    kept = Kept()
+def test_what_is_pinned_stays(kept):
     kept.add("mine", 60, 99.0)
     kept.put("free", 30, 1.0)
     assert kept.residents.pin("mine", "other", lambda: 1.0) == "value of mine"
@@ -80,8 +83,7 @@ def test_what_is_pinned_stays():
     assert kept.disposed == ["free", "mine"]
 
 
-def test_what_nobody_needs_or_is_broken_goes_with_its_last_pin():
-    kept = Kept()
+def test_what_nobody_needs_or_is_broken_goes_with_its_last_pin(kept):
     kept.add("never", 10, math.inf)
     kept.residents.unpin("never")
     kept.add("broken", 10, 1.0)
@@ -93,8 +95,7 @@ def test_what_nobody_needs_or_is_broken_goes_with_its_last_pin():
     assert kept.ledger.used_bytes == 0
 
 
-def test_nothing_is_kept_that_nobody_needs_or_that_is_there():
-    kept = Kept()
+def test_nothing_is_kept_that_nobody_needs_or_that_is_there(kept):
     assert kept.ask(20) == [20]
     assert not kept.residents.keep("never", "", 10, "task", lambda: math.inf)
     assert kept.residents.keep("one", "", 10, "task", lambda: 1.0)
@@ -102,8 +103,7 @@ def test_nothing_is_kept_that_nobody_needs_or_that_is_there():
     assert not kept.offer("never again", 10, math.inf)
 
 
-def test_an_offer_displaces_what_is_needed_later_and_nothing_else():
-    kept = Kept()
+def test_an_offer_displaces_what_is_needed_later_and_nothing_else(kept):
     kept.put("a", 50, 5.0)
     kept.put("b", 40, 2.0)
     assert not kept.offer("x", 20, 6.0)
@@ -116,30 +116,26 @@ def test_an_offer_displaces_what_is_needed_later_and_nothing_else():
     assert kept.ledger.used_bytes == 40
 
 
-def test_an_offer_stands_back_for_who_waits():
-    kept = Kept()
+def test_an_offer_stands_back_for_who_waits(kept):
     running = Ticket(num_bytes=90, granted=lambda _: None, refused=pytest.fail, activates=True)
     kept.ledger.request(running)
     assert kept.ask(50) == []
     assert not kept.offer("x", 5, 1.0)
 
 
-def test_a_ticket_is_asked_for_its_bytes_again_when_what_it_counts_on_is_gone():
-    kept = Kept()
+def test_a_ticket_is_asked_for_its_bytes_again_when_what_it_counts_on_is_gone(kept):
     kept.put("shard", 60, 1.0)
     assert kept.ask(lambda: 50 if "shard" in kept.residents else 90) == [90]
     assert kept.ledger.used_bytes == 90
 
 
-def test_everything_is_given_up_for_who_takes_all():
-    kept = Kept()
+def test_everything_is_given_up_for_who_takes_all(kept):
     kept.put("a", 50, 5.0)
     assert kept.ask(None) == [100]
     assert kept.disposed == ["a"]
 
 
-def test_what_nobody_will_need_is_swept():
-    kept = Kept()
+def test_what_nobody_will_need_is_swept(kept):
     for key in ("over", "pinned", "needed"):
         kept.add(key, 20, 1.0)
     kept.put("theirs", 10, 1.0, user="other")
@@ -151,8 +147,7 @@ def test_what_nobody_will_need_is_swept():
     assert kept.ledger.used_bytes == 50
 
 
-def test_what_is_a_task_s_alone_is_forgotten_with_it():
-    kept = Kept()
+def test_what_is_a_task_s_alone_is_forgotten_with_it(kept):
     kept.put("own", 40, 5.0)
     kept.put("shared", 20, 5.0)
     kept.residents.pin("shared", "other", lambda: 7.0)
@@ -422,8 +417,7 @@ def test_a_simulation_moves_the_bytes_of_the_run(num_more, num_frozen):
 # -- the ledger, while what is kept is given up
 
 
-def test_what_goes_with_something_else_is_given_back_once():
-    kept = Kept()
+def test_what_goes_with_something_else_is_given_back_once(kept):
     kept.add("slab", 40, 1.0)
     assert kept.ask(30) == [30]
     graph_next_use = kept.until("graph", 1.0)
@@ -433,8 +427,7 @@ def test_what_goes_with_something_else_is_given_back_once():
     assert (kept.ledger.used_bytes, len(kept.residents)) == (60, 0)
 
 
-def test_nobody_else_is_granted_what_is_given_up_for_one():
-    kept = Kept()
+def test_nobody_else_is_granted_what_is_given_up_for_one(kept):
     kept.put("slab", 60, 1.0)
     assert kept.ask(40) == [40]
     kept.residents.pin("slab", "task", kept.until("slab", 1.0))
@@ -447,8 +440,7 @@ def test_nobody_else_is_granted_what_is_given_up_for_one():
     assert (waiting, kept.ledger.used_bytes) == ([50], 100)
 
 
-def test_who_counted_on_what_was_given_up_has_more_given_up():
-    kept = Kept()
+def test_who_counted_on_what_was_given_up_has_more_given_up(kept):
     kept.put("own", 40, 9.0)
     kept.put("other", 40, 1.0)
     grants = []
