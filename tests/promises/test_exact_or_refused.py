@@ -14,6 +14,7 @@ import threading
 import weakref
 from array import array
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from types import ModuleType, SimpleNamespace
 
@@ -22,10 +23,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from partitioners import Presharded
-from tests import reference, zoo
+from tests import exact, reference, zoo
 from tests.promises.test_spread import spread
 
 # torch's own, of what people still have: torch.jit, the old weight_norm.
@@ -54,9 +58,21 @@ def batches(num=3, dtype=torch.float32):
     ]
 
 
-def around(*middle):
+def stack(*middle):
     """Put layers between two linear ones."""
     return [nn.Linear(8, 8), *middle, nn.Linear(8, 3)]
+
+
+def around(*middle, **options):
+    """A recipe of layers between two linear ones."""
+    return {"layers": stack(*middle), **options}
+
+
+def hooked(register, hook, layer=None):
+    """A layer with a hook, by the method that registers it."""
+    layer = nn.Linear(8, 8) if layer is None else layer
+    register(layer, hook)
+    return layer
 
 
 class Base(nn.Module):
@@ -75,21 +91,6 @@ class Base(nn.Module):
 
 
 # -- B5, D28, F37: copies
-
-
-@recipe
-def jit_script():
-    return {"layers": around(torch.jit.script(nn.Linear(8, 8)))}
-
-
-@recipe
-def jit_trace_nested():
-    return {"layers": around(nn.Sequential(nn.Tanh(), torch.jit.trace(nn.Linear(8, 8), torch.ones(2, 8))))}
-
-
-@recipe
-def jit_first():
-    return {"layers": [torch.jit.script(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 3)]}
 
 
 class Stubborn(Base):
@@ -111,21 +112,6 @@ class HalfCopy(Base):
         return made
 
 
-@recipe
-def deepcopy_returns_self():
-    return {"layers": around(Stubborn())}
-
-
-@recipe
-def deepcopy_makes_a_new_one():
-    return {"layers": around(nn.Sequential(Rebuilding()))}
-
-
-@recipe
-def deepcopy_is_shallow():
-    return {"layers": around(HalfCopy())}
-
-
 class ClonedTable:
     """Copies a tensor that begins beside a multiple of 64 by itself."""
 
@@ -136,34 +122,13 @@ class ClonedTable:
         return ClonedTable(self.table.clone())
 
 
-@recipe
-def object_that_moves_its_tensor():
-    class Layer(Base):
-        def __init__(self):
-            super().__init__()
-            self.held = ClonedTable(torch.randn(20)[3:11])
+class ScaledByATable(Base):
+    def __init__(self):
+        super().__init__()
+        self.held = ClonedTable(torch.randn(20)[3:11])
 
-        def odd(self, x):
-            return x * self.held.table
-
-    return {"layers": around(Layer()), "expect": "refused"}
-
-
-@recipe
-def old_weight_norm():
-    return {"layers": around(torch.nn.utils.weight_norm(nn.Linear(8, 8))), "expect": "exact"}
-
-
-@recipe
-def pruned():
-    from torch.nn.utils import prune
-
-    return {"layers": around(prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5))}
-
-
-@recipe
-def old_spectral_norm():
-    return {"layers": around(torch.nn.utils.spectral_norm(nn.Linear(8, 8)))}
+    def odd(self, x):
+        return x * self.held.table
 
 
 class Locked(Base):
@@ -174,11 +139,6 @@ class Locked(Base):
     def odd(self, x):
         with self.lock:
             return x.tanh()
-
-
-@recipe
-def lock_in_a_layer():
-    return {"layers": around(nn.Sequential(Locked()))}
 
 
 class DenseBlock(nn.ModuleDict):
@@ -196,16 +156,6 @@ class ListBlock(nn.ModuleList):
         return x
 
 
-@recipe
-def module_dict_with_forward():
-    return {"layers": around(DenseBlock({"a": nn.Linear(8, 4), "b": nn.Linear(12, 4)})), "expect": "exact"}
-
-
-@recipe
-def module_list_with_forward():
-    return {"layers": around(ListBlock([nn.Linear(8, 8), nn.Linear(8, 8)])), "expect": "exact"}
-
-
 class Hidden(Base):
     """Another layer in a plain list: not a submodule."""
 
@@ -218,14 +168,29 @@ class Hidden(Base):
 
 
 @recipe
-def layer_hidden_in_a_list():
-    return {"layers": around(Hidden(nn.Linear(8, 8)))}
-
-
-@recipe
 def layer_of_another_shard_hidden_in_a_list():
     first = nn.Linear(8, 8)
     return {"layers": [first, nn.Tanh(), Hidden(first), nn.Linear(8, 3)]}
+
+
+RECIPES |= {
+    "jit_script": lambda: around(torch.jit.script(nn.Linear(8, 8))),
+    "jit_trace_nested": lambda: around(nn.Sequential(nn.Tanh(), torch.jit.trace(nn.Linear(8, 8), torch.ones(2, 8)))),
+    "jit_first": lambda: {"layers": [torch.jit.script(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 3)]},
+    "deepcopy_returns_self": lambda: around(Stubborn()),
+    "deepcopy_makes_a_new_one": lambda: around(nn.Sequential(Rebuilding())),
+    "deepcopy_is_shallow": lambda: around(HalfCopy()),
+    "object_that_moves_its_tensor": lambda: around(ScaledByATable(), expect="refused"),
+    "old_weight_norm": lambda: around(torch.nn.utils.weight_norm(nn.Linear(8, 8)), expect="exact"),
+    "pruned": lambda: around(prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)),
+    "old_spectral_norm": lambda: around(torch.nn.utils.spectral_norm(nn.Linear(8, 8))),
+    "lock_in_a_layer": lambda: around(nn.Sequential(Locked())),
+    "module_dict_with_forward": lambda: around(
+        DenseBlock({"a": nn.Linear(8, 4), "b": nn.Linear(12, 4)}), expect="exact"
+    ),
+    "module_list_with_forward": lambda: around(ListBlock([nn.Linear(8, 8), nn.Linear(8, 8)]), expect="exact"),
+    "layer_hidden_in_a_list": lambda: around(Hidden(nn.Linear(8, 8))),
+}
 
 
 # -- B19: views
@@ -270,24 +235,12 @@ class HiddenInDict(Base):
         return x + self.cache["deep"][0].sum()
 
 
-@recipe
-def attribute_view():
-    return {"layers": around(AttributeView())}
-
-
-@recipe
-def buffer_view_of_parameter():
-    return {"layers": around(nn.Sequential(BufferView()))}
-
-
-@recipe
-def buffer_view_of_buffer():
-    return {"layers": around(TwoBuffers())}
-
-
-@recipe
-def view_in_a_dict():
-    return {"layers": around(HiddenInDict())}
+RECIPES |= {
+    "attribute_view": lambda: around(AttributeView()),
+    "buffer_view_of_parameter": lambda: around(nn.Sequential(BufferView())),
+    "buffer_view_of_buffer": lambda: around(TwoBuffers()),
+    "view_in_a_dict": lambda: around(HiddenInDict()),
+}
 
 
 # -- B6, B7: weights that a layer changes itself
@@ -313,16 +266,6 @@ class Merging(Base):
         return x if self.merged else x + x @ self.delta.t()
 
 
-@recipe
-def merges_on_eval():
-    return {"layers": around(Merging()), "validation": batches(2)}
-
-
-@recipe
-def merges_on_eval_without_validation():
-    return {"layers": around(Merging())}
-
-
 class Clamping(Base):
     def forward(self, x):
         self.linear.weight.data.clamp_(-0.2, 0.2)
@@ -342,46 +285,19 @@ class Rebinding(Base):
         return self.linear(x)
 
 
-class ChangesLater(Base):
-    """Writes its weight once it has seen data of another sign than the first."""
-
-    def forward(self, x):
-        if x.sum() < -3:
-            self.linear.weight.data.mul_(0.5)
-        return self.linear(x)
-
-
-@recipe
-def clamps_its_weight():
-    return {"layers": around(Clamping())}
-
-
-@recipe
-def normalizes_its_weight():
-    return {"layers": around(nn.Sequential(Normalizing()))}
-
-
-@recipe
-def rebinds_its_data():
-    return {"layers": [Rebinding(), nn.Linear(8, 3)]}
-
-
 def clamp(module, *_):
     module.weight.data.clamp_(-0.1, 0.1)
 
 
-@recipe
-def clamps_in_a_hook():
-    layer = nn.Linear(8, 8)
-    layer.register_forward_pre_hook(clamp)
-    return {"layers": around(layer)}
-
-
-@recipe
-def clamps_in_a_backward_hook():
-    layer = nn.Linear(8, 8)
-    layer.register_full_backward_hook(clamp)
-    return {"layers": around(layer)}
+RECIPES |= {
+    "merges_on_eval": lambda: around(Merging(), validation=batches(2)),
+    "merges_on_eval_without_validation": lambda: around(Merging()),
+    "clamps_its_weight": lambda: around(Clamping()),
+    "normalizes_its_weight": lambda: around(nn.Sequential(Normalizing())),
+    "rebinds_its_data": lambda: {"layers": [Rebinding(), nn.Linear(8, 3)]},
+    "clamps_in_a_hook": lambda: around(hooked(nn.Linear.register_forward_pre_hook, clamp)),
+    "clamps_in_a_backward_hook": lambda: around(hooked(nn.Linear.register_full_backward_hook, clamp)),
+}
 
 
 # -- A2, B11, B12, B13: state and draws
@@ -433,29 +349,24 @@ class PythonDraws(Base):
         return x * random.random()
 
 
-for _name, _layer in {
-    "counter": lambda: Counting(),
-    "counter_and_dropout": lambda: nn.Sequential(Counting(0.3), nn.Dropout(0.2)),
-    "own_generator": lambda: Generating(),
-    "own_generator_and_dropout": lambda: nn.Sequential(nn.Dropout(0.4), Generating(0.3)),
-    "numpy_generator_and_dropout": lambda: NumpyGenerating(0.3),
-    "seeds_in_forward": Seeding,
-    "forks_and_seeds_in_forward": FreshSeed,
-    "draws_from_random": PythonDraws,
-}.items():
-    RECIPES[_name] = lambda layer=_layer: {"layers": around(layer())}
+RECIPES |= {
+    "counter": lambda: around(Counting()),
+    "counter_and_dropout": lambda: around(nn.Sequential(Counting(0.3), nn.Dropout(0.2))),
+    "own_generator": lambda: around(Generating()),
+    "own_generator_and_dropout": lambda: around(nn.Sequential(nn.Dropout(0.4), Generating(0.3))),
+    "numpy_generator_and_dropout": lambda: around(NumpyGenerating(0.3)),
+    "seeds_in_forward": lambda: around(Seeding()),
+    "forks_and_seeds_in_forward": lambda: around(FreshSeed()),
+    "draws_from_random": lambda: around(PythonDraws()),
+}
 
 
-@recipe
-def counter_last():
-    class Last(nn.Linear):
-        calls = 0
+class CountingLast(nn.Linear):
+    calls = 0
 
-        def forward(self, x):
-            self.calls += 1
-            return super().forward(x) * self.calls
-
-    return {"layers": [nn.Linear(8, 8), Last(8, 3)]}
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
 
 
 @recipe
@@ -467,7 +378,7 @@ def counter_in_the_class():
             type(self).calls += 1
             return x / type(self).calls
 
-    return {"layers": around(Shared())}
+    return around(Shared())
 
 
 @recipe
@@ -479,56 +390,40 @@ def counter_in_a_closure():
             seen.append(1)
             return x / len(seen)
 
-    return {"layers": around(Closing())}
+    return around(Closing())
 
 
-@recipe
-def cache_of_the_last_batch():
-    class Caching(Base):
-        last = None
+class Caching(Base):
+    last = None
 
-        def odd(self, x):
-            found = x if self.last is None else x + self.last
-            self.last = x.detach()
-            return found
-
-    return {"layers": around(Caching())}
+    def odd(self, x):
+        found = x if self.last is None else x + self.last
+        self.last = x.detach()
+        return found
 
 
-@recipe
-def anneals_after_some_calls():
-    class Annealing(Base):
-        calls = 0
+class Annealing(Base):
+    calls = 0
 
-        def odd(self, x):
-            self.calls += 1
-            return x if self.calls < 4 else x / 2
-
-    return {"layers": around(Annealing())}
+    def odd(self, x):
+        self.calls += 1
+        return x if self.calls < 4 else x / 2
 
 
-@recipe
-def loss_with_counter():
-    class Loss:
-        calls = 0
+class CountingLoss:
+    calls = 0
 
-        def __call__(self, output, target):
-            self.calls += 1
-            return F.cross_entropy(output, target) * self.calls
-
-    return {"layers": around(nn.Dropout(0.3)), "loss_fn": Loss()}
+    def __call__(self, output, target):
+        self.calls += 1
+        return F.cross_entropy(output, target) * self.calls
 
 
-@recipe
-def loss_module_with_counter():
-    class Loss(nn.Module):
-        calls = 0
+class CountingLossModule(nn.Module):
+    calls = 0
 
-        def forward(self, output, target):
-            self.calls += 1
-            return F.cross_entropy(output, target) * self.calls
-
-    return {"layers": around(nn.Dropout(0.3)), "loss_fn": Loss()}
+    def forward(self, output, target):
+        self.calls += 1
+        return F.cross_entropy(output, target) * self.calls
 
 
 @recipe
@@ -540,24 +435,15 @@ def loss_with_closure_state():
         seen[0] = 0.9 * seen[0] + 0.1 * found.item()
         return found * (1 + seen[0])
 
-    return {"layers": around(), "loss_fn": loss}
+    return around(loss_fn=loss)
 
 
 @recipe
 def loss_with_numpy_generator():
     generator = np.random.default_rng(1)
-    return {
-        "layers": around(nn.Dropout(0.3)),
-        "loss_fn": lambda output, target: F.cross_entropy(output, target) * float(generator.random()),
-    }
-
-
-@recipe
-def loss_that_draws():
-    return {
-        "layers": around(),
-        "loss_fn": lambda output, target: F.cross_entropy(output + 0.1 * torch.randn_like(output), target),
-    }
+    return around(
+        nn.Dropout(0.3), loss_fn=lambda output, target: F.cross_entropy(output, target) * float(generator.random())
+    )
 
 
 class Noisy(torch.autograd.Function):
@@ -570,56 +456,53 @@ class Noisy(torch.autograd.Function):
         return gradient + 0.01 * torch.randn_like(gradient)
 
 
-@recipe
-def draws_in_a_backward():
-    class Layer(Base):
-        def odd(self, x):
-            return Noisy.apply(x)
-
-    return {"layers": around(Layer(0.2))}
+class NoisyBackward(Base):
+    def odd(self, x):
+        return Noisy.apply(x)
 
 
-@recipe
-def draws_in_a_backward_hook():
-    layer = nn.Linear(8, 8)
-    layer.register_full_backward_hook(lambda module, entering, _: (entering[0] + torch.randn_like(entering[0]) / 100,))
-    return {"layers": around(layer)}
+def add_noise(module, entering, _):
+    return (entering[0] + torch.randn_like(entering[0]) / 100,)
 
 
-@recipe
-def draws_in_a_tensor_hook():
-    class Layer(Base):
-        def odd(self, x):
-            if x.requires_grad:
-                x.register_hook(lambda gradient: gradient + torch.randn_like(gradient) / 100)
-            return x.tanh()
+def scale_by_numpy(module, entering, _):
+    return (entering[0] * float(np.random.rand()),)
 
-    return {"layers": around(Layer())}
+
+class NoisyTensorHook(Base):
+    def odd(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient + torch.randn_like(gradient) / 100)
+        return x.tanh()
 
 
 @recipe
 def draws_in_a_parameter_hook():
     layer = nn.Linear(8, 8)
     layer.weight.register_hook(lambda gradient: gradient + torch.randn_like(gradient) / 100)
-    return {"layers": around(layer)}
+    return around(layer)
 
 
-@recipe
-def numpy_draws_in_a_backward():
-    layer = nn.Linear(8, 8)
-    layer.register_full_backward_hook(lambda module, entering, _: (entering[0] * float(np.random.rand()),))
-    return {"layers": around(layer)}
+class Checkpointed(Base):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
-@recipe
-def checkpoint_inside():
-    from torch.utils.checkpoint import checkpoint
-
-    class Layer(Base):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    return {"layers": around(Layer(0.4)), "expect": "exact"}
+RECIPES |= {
+    "counter_last": lambda: {"layers": [nn.Linear(8, 8), CountingLast(8, 3)]},
+    "cache_of_the_last_batch": lambda: around(Caching()),
+    "anneals_after_some_calls": lambda: around(Annealing()),
+    "loss_with_counter": lambda: around(nn.Dropout(0.3), loss_fn=CountingLoss()),
+    "loss_module_with_counter": lambda: around(nn.Dropout(0.3), loss_fn=CountingLossModule()),
+    "loss_that_draws": lambda: around(
+        loss_fn=lambda output, target: F.cross_entropy(output + 0.1 * torch.randn_like(output), target)
+    ),
+    "draws_in_a_backward": lambda: around(NoisyBackward(0.2)),
+    "draws_in_a_backward_hook": lambda: around(hooked(nn.Linear.register_full_backward_hook, add_noise)),
+    "draws_in_a_tensor_hook": lambda: around(NoisyTensorHook()),
+    "numpy_draws_in_a_backward": lambda: around(hooked(nn.Linear.register_full_backward_hook, scale_by_numpy)),
+    "checkpoint_inside": lambda: around(Checkpointed(0.4), expect="exact"),
+}
 
 
 # -- B10: what a loss or a layer reads of others
@@ -636,25 +519,25 @@ class Leaving(Base):
 @recipe
 def loss_reads_an_attribute():
     layer = Leaving()
-    return {"layers": around(layer), "loss_fn": lambda o, t: F.cross_entropy(o, t) + layer.aux}
+    return around(layer, loss_fn=lambda o, t: F.cross_entropy(o, t) + layer.aux)
 
 
 @recipe
 def loss_reads_through_the_model():
-    model = nn.Sequential(*around(nn.Sequential(Leaving())))
+    model = nn.Sequential(*stack(nn.Sequential(Leaving())))
     return {"model": model, "loss_fn": lambda o, t: F.cross_entropy(o, t) + model[1][0].aux}
 
 
 @recipe
 def loss_reads_a_weight():
     layer = nn.Linear(8, 8)
-    return {"layers": around(layer), "loss_fn": lambda o, t: F.cross_entropy(o, t) + layer.weight.pow(2).sum()}
+    return around(layer, loss_fn=lambda o, t: F.cross_entropy(o, t) + layer.weight.pow(2).sum())
 
 
 @recipe
 def loss_reads_a_buffer():
     layer = nn.BatchNorm1d(8)
-    return {"layers": around(layer), "loss_fn": lambda o, t: F.cross_entropy(o, t) * layer.running_mean.pow(2).sum()}
+    return around(layer, loss_fn=lambda o, t: F.cross_entropy(o, t) * layer.running_mean.pow(2).sum())
 
 
 @recipe
@@ -668,7 +551,7 @@ def loss_module_holds_a_layer():
             return F.cross_entropy(output, target) + self.layer[0].aux
 
     layer = Leaving()
-    return {"layers": around(layer), "loss_fn": Loss(layer)}
+    return around(layer, loss_fn=Loss(layer))
 
 
 @recipe
@@ -682,7 +565,7 @@ def layer_reads_what_another_left():
             return x * self.other[0].aux.detach()
 
     first = Leaving()
-    return {"layers": around(first, nn.Tanh(), Reading(first))}
+    return around(first, nn.Tanh(), Reading(first))
 
 
 @recipe
@@ -698,7 +581,7 @@ def layer_reads_what_another_left_in_a_global():
         def odd(self, x):
             return x + left["x"]
 
-    return {"layers": around(Giving(), nn.Tanh(), Taking())}
+    return around(Giving(), nn.Tanh(), Taking())
 
 
 # -- B20, C24: buffers
@@ -715,61 +598,49 @@ class LateBuffer(Base):
         return x - self.b
 
 
-@recipe
-def buffer_set_in_forward():
-    return {"layers": around(LateBuffer())}
+class RegistersLate(Base):
+    def odd(self, x):
+        if not hasattr(self, "late"):
+            self.register_buffer("late", x.detach().mean(0))
+        return x - self.late
 
 
-@recipe
-def buffer_registered_in_forward():
-    class Layer(Base):
-        def odd(self, x):
-            if not hasattr(self, "late"):
-                self.register_buffer("late", x.detach().mean(0))
-            return x - self.late
+class DropsItsBuffer(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("b", torch.ones(8))
 
-    return {"layers": around(nn.Sequential(Layer()))}
-
-
-@recipe
-def buffer_becomes_none():
-    class Layer(Base):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("b", torch.ones(8))
-
-        def odd(self, x):
-            if self.b is not None:
-                x, self.b = x * self.b * 2, None
-            return x
-
-    return {"layers": around(Layer())}
+    def odd(self, x):
+        if self.b is not None:
+            x, self.b = x * self.b * 2, None
+        return x
 
 
-@recipe
-def parameter_made_in_forward():
-    class Layer(Base):
-        def odd(self, x):
-            if not hasattr(self, "scale"):
-                self.scale = nn.Parameter(torch.full((8,), 2.0))
-            return x * self.scale
-
-    return {"layers": around(Layer())}
+class MakesAParameter(Base):
+    def odd(self, x):
+        if not hasattr(self, "scale"):
+            self.scale = nn.Parameter(torch.full((8,), 2.0))
+        return x * self.scale
 
 
-@recipe
-def memory_bank():
-    class Bank(Base):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("bank", torch.zeros(0, 8))
+class Bank(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(0, 8))
 
-        def odd(self, x):
-            if self.training:
-                self.bank = torch.cat([self.bank, x.detach()])
-            return x - self.bank.mean(0)
+    def odd(self, x):
+        if self.training:
+            self.bank = torch.cat([self.bank, x.detach()])
+        return x - self.bank.mean(0)
 
-    return {"layers": around(Bank())}
+
+RECIPES |= {
+    "buffer_set_in_forward": lambda: around(LateBuffer()),
+    "buffer_registered_in_forward": lambda: around(nn.Sequential(RegistersLate())),
+    "buffer_becomes_none": lambda: around(DropsItsBuffer()),
+    "parameter_made_in_forward": lambda: around(MakesAParameter()),
+    "memory_bank": lambda: around(Bank()),
+}
 
 
 # -- B9, F37: boundaries
@@ -793,63 +664,50 @@ class Apply(nn.Module):
         return self.function(x)
 
 
-@recipe
-def conj_first_in_a_shard():
-    return {"layers": around(Complex(lambda z: z), Apply(torch.conj), Apply(lambda z: z * z), Apply(torch.real))}
-
-
-@recipe
-def conj_last_in_a_shard():
-    return {"layers": around(Complex(torch.conj), Apply(lambda z: (z * (1 + 2j)).abs()))}
-
-
-@recipe
-def neg_bit_at_a_boundary():
-    return {"layers": around(Complex(lambda z: z.conj().imag), Apply(torch.tanh))}
-
-
-@recipe
-def sparse_boundary():
-    return {"layers": around(Apply(lambda x: x.to_sparse()), Apply(lambda x: x.to_dense()))}
-
-
-@recipe
-def nested_boundary():
-    return {
-        "layers": around(
-            Apply(lambda x: torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged)),
-            Apply(lambda x: torch.cat(x.unbind())),
-        )
-    }
+def indices():
+    return [(torch.randint(20, (6,)), torch.randint(3, (6,))) for _ in range(3)]
 
 
 @recipe
 def sparse_embedding():
-    index = [(torch.randint(20, (6,)), torch.randint(3, (6,))) for _ in range(3)]
-    return {
-        "layers": [nn.Embedding(20, 8, sparse=True), nn.Linear(8, 3)],
-        "loader": index,
-        "optimizer": torch.optim.SGD,
-    }
+    layers = [nn.Embedding(20, 8, sparse=True), nn.Linear(8, 3)]
+    return {"layers": layers, "loader": indices(), "optimizer": torch.optim.SGD}
 
 
 @recipe
 def sparse_adam():
-    index = [(torch.randint(20, (6,)), torch.randint(3, (6,))) for _ in range(3)]
-    model = [nn.Embedding(20, 3, sparse=True), nn.Tanh()]
-    return {"layers": model, "loader": index, "optimizer": torch.optim.SparseAdam}
+    layers = [nn.Embedding(20, 3, sparse=True), nn.Tanh()]
+    return {"layers": layers, "loader": indices(), "optimizer": torch.optim.SparseAdam}
 
 
-@recipe
-def in_place_on_what_another_needs():
-    class Residual(Base):
-        def forward(self, x):
-            return self.linear(x).add_(x).relu_()
+class Residual(Base):
+    def forward(self, x):
+        return self.linear(x).add_(x).relu_()
 
-    return {"layers": around(Residual(), nn.Linear(8, 8), nn.Hardtanh(inplace=True)), "expect": "exact"}
+
+RECIPES |= {
+    "conj_first_in_a_shard": lambda: around(
+        Complex(lambda z: z), Apply(torch.conj), Apply(lambda z: z * z), Apply(torch.real)
+    ),
+    "conj_last_in_a_shard": lambda: around(Complex(torch.conj), Apply(lambda z: (z * (1 + 2j)).abs())),
+    "neg_bit_at_a_boundary": lambda: around(Complex(lambda z: z.conj().imag), Apply(torch.tanh)),
+    "sparse_boundary": lambda: around(Apply(lambda x: x.to_sparse()), Apply(lambda x: x.to_dense())),
+    "nested_boundary": lambda: around(
+        Apply(lambda x: torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged)),
+        Apply(lambda x: torch.cat(x.unbind())),
+    ),
+    "in_place_on_what_another_needs": lambda: around(
+        Residual(), nn.Linear(8, 8), nn.Hardtanh(inplace=True), expect="exact"
+    ),
+}
 
 
 # -- B8, B14, B21: optimizers
+
+
+def with_gradients(optimizer):
+    """Each parameter that has a gradient, and its group."""
+    return [(group, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 class SGLD(torch.optim.SGD):
@@ -884,10 +742,8 @@ class GlobalCounter(torch.optim.SGD):
     def step(self, closure=None):
         count = self.state["global"].setdefault("step", 0) + 1
         self.state["global"]["step"] = count
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"] / count)
+        for group, parameter in with_gradients(self):
+            parameter.add_(parameter.grad, alpha=-group["lr"] / count)
 
 
 class GroupCounter(torch.optim.SGD):
@@ -895,9 +751,8 @@ class GroupCounter(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
+        for group, parameter in with_gradients(self):
+            parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
 
 
 class GroupTensor(torch.optim.SGD):
@@ -910,9 +765,8 @@ class GroupTensor(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
             group["scale"] *= 0.9
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad * group["scale"], alpha=-group["lr"])
+        for group, parameter in with_gradients(self):
+            parameter.add_(parameter.grad * group["scale"], alpha=-group["lr"])
 
 
 class AttributeCounter(torch.optim.SGD):
@@ -931,75 +785,54 @@ class NormScaled(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure=None):
-        gradients = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad / norm, alpha=-group["lr"])
+        norm = torch.stack([parameter.grad.norm() for _, parameter in with_gradients(self)]).norm()
+        for group, parameter in with_gradients(self):
+            parameter.add_(parameter.grad / norm, alpha=-group["lr"])
 
 
 OPTIMIZERS = (SGLD, NumpyNoise, NoiseLater, GlobalCounter, GroupCounter, GroupTensor, AttributeCounter, NormScaled)
-for _optimizer in OPTIMIZERS:
-    for _scope in ("shard", "task"):
-
-        def _build(optimizer=_optimizer, scope=_scope):
-            options = {} if scope == "shard" else {"optimizer_scope": "task"}
-            return {"layers": around(nn.Dropout(0.2)), "optimizer": optimizer, **options}
-
-        RECIPES[f"optimizer_{_optimizer.__name__}_{_scope}"] = _build
-
-
-@recipe
-def tensor_lr():
-    return {
-        "layers": around(),
-        "optimizer": lambda params, lr: torch.optim.AdamW(params, lr=torch.tensor(lr)),
+for _scope in ("shard", "task"):
+    RECIPES |= {
+        f"optimizer_{each.__name__}_{_scope}": lambda optimizer=each, scope=_scope: around(
+            nn.Dropout(0.2), optimizer=optimizer, optimizer_scope=scope
+        )
+        for each in OPTIMIZERS
     }
 
 
-@recipe
-def tensor_lr_and_scheduler():
-    return {
-        "layers": around(),
-        "optimizer": lambda params, lr: torch.optim.Adam(params, lr=torch.tensor(lr)),
-        "lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
-    }
+class OfType(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.linear, self.dtype = nn.Linear(8, 8).to(dtype), dtype
 
-
-@recipe
-def mixed_dtypes_clipped():
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8).double()
-
-        def forward(self, x):
-            return self.linear(x.double()).float()
-
-    class Narrow(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8).bfloat16()
-
-        def forward(self, x):
-            return self.linear(x.bfloat16()).float()
-
-    return {"layers": around(Wide(), Narrow()), "max_grad_norm": 0.05, "expect": "exact"}
+    def forward(self, x):
+        return self.linear(x.to(self.dtype)).float()
 
 
 @recipe
 def gradient_noise_by_hook():
-    layers = around()
+    layers = stack()
     for layer in layers:
         layer.weight.register_hook(lambda gradient: gradient + 0.01 * torch.randn_like(gradient))
     return {"layers": layers}
 
 
+RECIPES |= {
+    "tensor_lr": lambda: around(optimizer=lambda params, lr: torch.optim.AdamW(params, lr=torch.tensor(lr))),
+    "tensor_lr_and_scheduler": lambda: around(
+        optimizer=lambda params, lr: torch.optim.Adam(params, lr=torch.tensor(lr)),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    ),
+    "mixed_dtypes_clipped": lambda: around(
+        OfType(torch.float64), OfType(torch.bfloat16), max_grad_norm=0.05, expect="exact"
+    ),
+}
+
+
 # -- B16, B18, F39: loaders
 
 
-class Drawing(torch.utils.data.Dataset):
+class Drawing(Dataset):
     def __init__(self, draw, start=0):
         self.draw, self.num, self.start = draw, 0, start
 
@@ -1012,37 +845,28 @@ class Drawing(torch.utils.data.Dataset):
         return (x + self.draw() if self.num > self.start else x), index % 3
 
 
-for _name, _draw in {
+DRAWS = {
     "torch": lambda: torch.rand(8),
     "random": lambda: random.random(),
     "numpy": lambda: float(np.random.rand()),
-}.items():
-    for _start in (0, 10):
-
-        def _build(draw=_draw, start=_start):
-            loader = torch.utils.data.DataLoader(Drawing(draw, start), batch_size=4, shuffle=True)
-            return {"layers": around(nn.Dropout(0.2)), "loader": loader}
-
-        RECIPES[f"dataset_draws_from_{_name}_after_{_start}"] = _build
-
-
-@recipe
-def dataset_seeds_torch():
-    def draw():
-        torch.manual_seed(11)
-        return torch.rand(8)
-
-    return {"layers": around(nn.Dropout(0.2)), "loader": torch.utils.data.DataLoader(Drawing(draw), batch_size=4)}
+}
+for _start in (0, 10):
+    RECIPES |= {
+        f"dataset_draws_from_{name}_after_{_start}": lambda draw=draw, start=_start: around(
+            nn.Dropout(0.2), loader=DataLoader(Drawing(draw, start), batch_size=4, shuffle=True)
+        )
+        for name, draw in DRAWS.items()
+    }
 
 
-@recipe
-def dataset_forks_torch():
-    def draw():
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(11)
-            return torch.rand(8)
+def seed_and_draw():
+    torch.manual_seed(11)
+    return torch.rand(8)
 
-    return {"layers": around(nn.Dropout(0.2)), "loader": torch.utils.data.DataLoader(Drawing(draw), batch_size=4)}
+
+def fork_seed_and_draw():
+    with torch.random.fork_rng(devices=[]):
+        return seed_and_draw()
 
 
 @recipe
@@ -1051,31 +875,35 @@ def mixup_in_unpack():
         x, y = batch
         return x[torch.randperm(len(x))], y
 
-    return {"layers": around(nn.Dropout(0.2)), "unpack": unpack}
+    return around(nn.Dropout(0.2), unpack=unpack)
 
 
 @recipe
 def collate_that_draws():
     def collate(samples):
-        x, y = torch.utils.data.default_collate(samples)
+        x, y = default_collate(samples)
         return x * torch.rand(()), y
 
     data = Drawing(lambda: 0.0)
-    return {"layers": around(), "loader": torch.utils.data.DataLoader(data, batch_size=4, collate_fn=collate)}
+    return around(loader=DataLoader(data, batch_size=4, collate_fn=collate))
+
+
+RECIPES |= {
+    "dataset_seeds_torch": lambda: around(nn.Dropout(0.2), loader=DataLoader(Drawing(seed_and_draw), batch_size=4)),
+    "dataset_forks_torch": lambda: around(
+        nn.Dropout(0.2), loader=DataLoader(Drawing(fork_seed_and_draw), batch_size=4)
+    ),
+}
 
 
 # -- Batches that are worked on in place
 
 
-class InPlace(Base):
-    """Works on its input in place."""
-
-    def __init__(self, change, *, in_training=True):
-        super().__init__()
-        self.change, self.in_training = change, in_training
+class Doubles(Base):
+    """Works on its input in place, in training."""
 
     def forward(self, x):
-        return self.linear(self.change(x) if self.training or not self.in_training else x)
+        return self.linear(x.mul_(2) if self.training else x)
 
 
 class Slices:
@@ -1092,38 +920,13 @@ class Slices:
             yield torch.as_tensor(self.x[k : k + 4]), torch.arange(4) % 3
 
 
-def double(x):
-    return x.mul_(2)
-
-
-@recipe
-def first_layer_works_in_place_on_a_list_of_batches():
-    return {"layers": [InPlace(double), nn.Linear(8, 3)], "expect": "refused"}
-
-
-@recipe
-def first_layer_works_in_place_on_slices():
-    return {"layers": [InPlace(double), nn.Linear(8, 3)], "loader": Slices(), "expect": "refused"}
-
-
-@recipe
-def first_layer_works_in_place_on_an_array():
-    return {"layers": [InPlace(double), nn.Linear(8, 3)], "loader": Slices(as_array=True), "expect": "refused"}
-
-
-@recipe
-def first_layer_drops_in_place():
-    return {"layers": [nn.Dropout(0.5, inplace=True), nn.Linear(8, 8), nn.Linear(8, 3)], "expect": "refused"}
-
-
 @recipe
 def input_is_the_target():
     def loss_fn(output, target):
         return F.mse_loss(output, target[:, :3])
 
     loader = [(x, x) for x, _ in batches()]
-    layers = [InPlace(double), nn.Linear(8, 3)]
-    return {"layers": layers, "loss_fn": loss_fn, "loader": loader, "expect": "refused"}
+    return {"layers": [Doubles(), nn.Linear(8, 3)], "loss_fn": loss_fn, "loader": loader, "expect": "refused"}
 
 
 @recipe
@@ -1131,7 +934,7 @@ def loss_works_in_place_on_the_target():
     def loss_fn(output, target):
         return F.mse_loss(output, target.mul_(0.5))
 
-    return {"layers": around(), "loss_fn": loss_fn, "loader": [(x, x[:, :3] * 1) for x, _ in batches()]}
+    return around(loss_fn=loss_fn, loader=[(x, x[:, :3] * 1) for x, _ in batches()])
 
 
 @recipe
@@ -1140,19 +943,40 @@ def loss_masks_the_target_in_place():
         target[target == 1] = -100
         return F.cross_entropy(output, target)
 
-    return {"layers": around(), "loss_fn": loss_fn, "expect": "exact"}
-
-
-@recipe
-def first_layer_is_a_relu_in_place():
-    return {"layers": [nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 3)], "expect": "exact"}
+    return around(loss_fn=loss_fn, expect="exact")
 
 
 @recipe
 def in_place_on_batches_that_are_made_anew():
-    data = torch.utils.data.TensorDataset(torch.randn(12, 8), torch.arange(12) % 3)
-    loader = torch.utils.data.DataLoader(data, batch_size=4)
-    return {"layers": [InPlace(double), nn.Linear(8, 3)], "loader": loader, "expect": "exact"}
+    data = TensorDataset(torch.randn(12, 8), torch.arange(12) % 3)
+    loader = DataLoader(data, batch_size=4)
+    return {"layers": [Doubles(), nn.Linear(8, 3)], "loader": loader, "expect": "exact"}
+
+
+RECIPES |= {
+    "first_layer_works_in_place_on_a_list_of_batches": lambda: {
+        "layers": [Doubles(), nn.Linear(8, 3)],
+        "expect": "refused",
+    },
+    "first_layer_works_in_place_on_slices": lambda: {
+        "layers": [Doubles(), nn.Linear(8, 3)],
+        "loader": Slices(),
+        "expect": "refused",
+    },
+    "first_layer_works_in_place_on_an_array": lambda: {
+        "layers": [Doubles(), nn.Linear(8, 3)],
+        "loader": Slices(as_array=True),
+        "expect": "refused",
+    },
+    "first_layer_drops_in_place": lambda: {
+        "layers": [nn.Dropout(0.5, inplace=True), nn.Linear(8, 8), nn.Linear(8, 3)],
+        "expect": "refused",
+    },
+    "first_layer_is_a_relu_in_place": lambda: {
+        "layers": [nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 3)],
+        "expect": "exact",
+    },
+}
 
 
 # -- What comparing values does not tell
@@ -1190,19 +1014,11 @@ class DoublesFirst(Base):
         return super().forward(x[0].mul_(2))
 
 
-@recipe
-def buffer_of_signed_zeros():
-    return {"layers": around(SignOfZero(), nn.Linear(8, 8)), "expect": "exact"}
-
-
-@recipe
-def buffer_of_other_strides():
-    return {"layers": around(OtherStrides(), nn.Linear(8, 8)), "expect": "exact"}
-
-
-@recipe
-def empty_tensors_share_no_memory():
-    return {"layers": around(Empties(), DoublesFirst()), "expect": "exact"}
+RECIPES |= {
+    "buffer_of_signed_zeros": lambda: around(SignOfZero(), nn.Linear(8, 8), expect="exact"),
+    "buffer_of_other_strides": lambda: around(OtherStrides(), nn.Linear(8, 8), expect="exact"),
+    "empty_tensors_share_no_memory": lambda: around(Empties(), DoublesFirst(), expect="exact"),
+}
 
 
 # -- Backwards and hooks that reach for buffers
@@ -1219,22 +1035,16 @@ class Scaled(Base):
         return x / self.scale.clone()
 
 
-@recipe
-def batch_norm_in_a_checkpoint():
-    from torch.utils.checkpoint import checkpoint
+class NormInCheckpoint(Base):
+    def __init__(self):
+        super().__init__(0.2)
+        self.norm = nn.BatchNorm1d(8)
 
-    class Layer(Base):
-        def __init__(self):
-            super().__init__(0.2)
-            self.norm = nn.BatchNorm1d(8)
+    def odd(self, x):
+        return self.norm(x)
 
-        def odd(self, x):
-            return self.norm(x)
-
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    return {"layers": around(Layer(), nn.Linear(8, 8)), "validation": batches(2), "expect": "exact"}
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def gather(module, _, leaving):
@@ -1249,51 +1059,44 @@ def gather_in_another(module, _, leaving):
     module.scale = module.scale * 0.9 + leaving[0].abs().sum(0)
 
 
-for _hook in (gather, gather_beside_autograd, gather_in_another):
-
-    def _build(hook=_hook):
-        layer = Scaled()
-        layer.register_full_backward_hook(hook)
-        return {"layers": around(layer, nn.Linear(8, 8)), "expect": "exact"}
-
-    RECIPES[f"backward_hook_{_hook.__name__}"] = _build
+RECIPES |= {
+    f"backward_hook_{hook.__name__}": lambda hook=hook: around(
+        hooked(nn.Module.register_full_backward_hook, hook, Scaled()), nn.Linear(8, 8), expect="exact"
+    )
+    for hook in (gather, gather_beside_autograd, gather_in_another)
+}
 
 
 @recipe
 def backward_of_a_shared_buffer():
-    layers = [Scaled(), Scaled()]
+    layers = [hooked(nn.Module.register_full_backward_hook, gather, Scaled()) for _ in range(2)]
     layers[1].scale = layers[0].scale
-    for layer in layers:
-        layer.register_full_backward_hook(gather)
-    return {"layers": around(*layers, nn.Linear(8, 8))}
+    return around(*layers, nn.Linear(8, 8))
 
 
-@recipe
-def function_changes_a_buffer_in_its_backward():
-    class Divide(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, scale):
-            ctx.scale = scale
-            return x / scale
+class Divide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x / scale
 
-        @staticmethod
-        def backward(ctx, gradient):
-            found = gradient / ctx.scale
-            ctx.scale.add_(gradient.abs().mean(0))
-            return found, None
+    @staticmethod
+    def backward(ctx, gradient):
+        found = gradient / ctx.scale
+        ctx.scale.add_(gradient.abs().mean(0))
+        return found, None
 
-    class Layer(Scaled):
-        def odd(self, x):
-            return Divide.apply(x, self.scale)
 
-    return {"layers": around(Layer(), nn.Linear(8, 8)), "expect": "exact"}
+class DividedByFunction(Scaled):
+    def odd(self, x):
+        return Divide.apply(x, self.scale)
 
 
 @recipe
 def parameter_hook_writes_a_buffer():
     layer = Scaled()
     layer.linear.weight.register_hook(lambda gradient: (layer.scale.add_(gradient.abs().mean(0)), None)[1])
-    return {"layers": around(layer), "expect": "refused"}
+    return around(layer, expect="refused")
 
 
 @recipe
@@ -1305,19 +1108,19 @@ def parameter_hook_reads_a_buffer_that_changes():
 
     layer = Layer()
     layer.linear.weight.register_hook(lambda gradient: gradient * layer.scale)
-    return {"layers": around(layer), "expect": "refused"}
+    return around(layer, expect="refused")
 
 
 @recipe
 def parameter_hook_reads_a_buffer_that_stays():
     layer = Scaled()
     layer.linear.weight.register_hook(lambda gradient: gradient * layer.scale)
-    return {"layers": around(layer, nn.BatchNorm1d(8)), "expect": "exact"}
+    return around(layer, nn.BatchNorm1d(8), expect="exact")
 
 
 @recipe
 def parameter_hook_reads_another_gradient():
-    layers = around(nn.Linear(8, 8))
+    layers = stack(nn.Linear(8, 8))
     other = layers[1].weight
     layers[0].weight.register_hook(lambda gradient: gradient if other.grad is None else gradient + other.grad)
     return {"layers": layers, "expect": "refused"}
@@ -1325,14 +1128,14 @@ def parameter_hook_reads_another_gradient():
 
 @recipe
 def parameter_hook_writes_another_parameter():
-    layers = around(nn.Linear(8, 8))
+    layers = stack(nn.Linear(8, 8))
     layers[0].weight.register_hook(lambda _: (layers[1].weight.data.mul_(0.9), None)[1])
     return {"layers": layers, "expect": "refused"}
 
 
 @recipe
 def parameter_hook_sorts_into_another_parameter():
-    layers = around(nn.Linear(8, 8))
+    layers = stack(nn.Linear(8, 8))
     other, places = layers[1].weight, torch.empty(0, dtype=torch.long)
     layers[0].weight.register_hook(lambda _: (torch.sort(torch.ones(8, 8), out=(other.data, places)), None)[1])
     return {"layers": layers, "expect": "refused"}
@@ -1340,23 +1143,28 @@ def parameter_hook_sorts_into_another_parameter():
 
 @recipe
 def parameter_hook_reads_another_weight():
-    layers = around(nn.Linear(8, 8))
+    layers = stack(nn.Linear(8, 8))
     layers[0].weight.register_hook(lambda gradient: gradient + 0.1 * layers[1].weight.detach())
     return {"layers": layers, "expect": "exact"}
 
 
-@recipe
-def parameter_hook_reads_another_weight_early():
-    return {**parameter_hook_reads_another_weight(), "early_release": True, "expect": "refused"}
+class WithDerivative(Base):
+    def odd(self, x):
+        return x + torch.func.jvp(self.linear, (x,), (torch.ones_like(x),))[1]
 
 
-@recipe
-def directional_derivative():
-    class Layer(Base):
-        def odd(self, x):
-            return x + torch.func.jvp(self.linear, (x,), (torch.ones_like(x),))[1]
-
-    return {"layers": around(Layer(), nn.Linear(8, 8)), "expect": "exact"}
+RECIPES |= {
+    "batch_norm_in_a_checkpoint": lambda: around(
+        NormInCheckpoint(), nn.Linear(8, 8), validation=batches(2), expect="exact"
+    ),
+    "function_changes_a_buffer_in_its_backward": lambda: around(DividedByFunction(), nn.Linear(8, 8), expect="exact"),
+    "parameter_hook_reads_another_weight_early": lambda: {
+        **parameter_hook_reads_another_weight(),
+        "early_release": True,
+        "expect": "refused",
+    },
+    "directional_derivative": lambda: around(WithDerivative(), nn.Linear(8, 8), expect="exact"),
+}
 
 
 # -- Batches whose containers and arrays change
@@ -1388,7 +1196,7 @@ def loss_pops_from_a_target_that_the_loader_keeps():
         return F.cross_entropy(output, target.pop("first") if len(target) > 1 else target["second"])
 
     loader = [(x, {"first": target, "second": (target + 1) % 3}) for x, target in batches()]
-    return {"layers": around(), "loss_fn": loss_fn, "loader": loader, "expect": "refused"}
+    return around(loss_fn=loss_fn, loader=loader, expect="refused")
 
 
 class OneArray:
@@ -1404,9 +1212,13 @@ class OneArray:
             yield array, target
 
 
-@recipe
-def array_that_the_loader_fills_again():
-    return {"layers": [Apply(torch.from_numpy), *around()], "loader": OneArray(), "expect": "exact"}
+RECIPES |= {
+    "array_that_the_loader_fills_again": lambda: {
+        "layers": [Apply(torch.from_numpy), *stack()],
+        "loader": OneArray(),
+        "expect": "exact",
+    },
+}
 
 
 # -- What other batches leave
@@ -1456,13 +1268,12 @@ class LazyTable(Base):
         return x * (1 if self.table is None else self.table[0])
 
 
-for _layer in (RunningMaximum, RunningMaximumInSlots, Numbering, LazyTable):
-
-    def _build(layer=_layer):
-        expect = "exact" if layer is LazyTable else "refused"
-        return {"layers": around(layer(), nn.Linear(8, 8)), "expect": expect}
-
-    RECIPES[f"attribute_of_{_layer.__name__}"] = _build
+RECIPES |= {
+    f"attribute_of_{layer.__name__}": lambda layer=layer: around(
+        layer(), nn.Linear(8, 8), expect="exact" if layer is LazyTable else "refused"
+    )
+    for layer in (RunningMaximum, RunningMaximumInSlots, Numbering, LazyTable)
+}
 
 
 # -- State where no copy has it: what counts is told from what stays
@@ -1595,33 +1406,19 @@ def of_a_generator():
     return next(GENERATED)
 
 
-for _scale in (
-    *(of_bytes, of_an_array, of_a_namespace, of_a_module, of_an_object, of_a_class, of_a_static_method),
-    *(of_a_base_class, of_an_iterator, of_a_generator, of_a_function_of_the_package, of_a_function_of_another_package),
-):
-
-    def _build(scale=_scale):
-        return {"layers": around(FromSomeStepOn(scale)), "expect": "refused"}
-
-    RECIPES[f"counter_{_scale.__name__}"] = _build
-
-    def _build(scale=_scale):
-        def loss_fn(output, target):
-            return F.cross_entropy(output, target) * scale()
-
-        return {"layers": around(nn.Dropout(0.3)), "loss_fn": loss_fn, "expect": "refused"}
-
-    RECIPES[f"loss_with_a_counter_{_scale.__name__}"] = _build
-
-
-@recipe
-def counter_of_an_autograd_function():
-    return {"layers": around(Apply(Halving.apply)), "expect": "refused"}
-
-
-@recipe
-def counter_of_an_autograd_function_that_is_named():
-    return {"layers": around(Apply(lambda x: Halving.apply(x))), "expect": "refused"}
+COUNTERS = (of_bytes, of_an_array, of_a_namespace, of_a_module, of_an_object, of_a_class, of_a_static_method)
+COUNTERS += (of_a_base_class, of_an_iterator, of_a_generator)
+COUNTERS += (of_a_function_of_the_package, of_a_function_of_another_package)
+RECIPES |= {
+    f"counter_{scale.__name__}": lambda scale=scale: around(FromSomeStepOn(scale), expect="refused")
+    for scale in COUNTERS
+}
+RECIPES |= {
+    f"loss_with_a_counter_{scale.__name__}": lambda scale=scale: around(
+        nn.Dropout(0.3), loss_fn=lambda output, target: F.cross_entropy(output, target) * scale(), expect="refused"
+    )
+    for scale in COUNTERS
+}
 
 
 @recipe
@@ -1633,7 +1430,15 @@ def counter_of_a_class_in_a_closure():
         Local.num += 1
         return 1.0 if Local.num < 40 else 0.5
 
-    return {"layers": around(FromSomeStepOn(scale)), "expect": "refused"}
+    return around(FromSomeStepOn(scale), expect="refused")
+
+
+RECIPES |= {
+    "counter_of_an_autograd_function": lambda: around(Apply(Halving.apply), expect="refused"),
+    "counter_of_an_autograd_function_that_is_named": lambda: around(
+        Apply(lambda x: Halving.apply(x)), expect="refused"
+    ),
+}
 
 
 class InAttribute(Base):
@@ -1656,17 +1461,16 @@ def add_to_first(kept):
     return 1.0 if kept[0] < 40 else 0.5
 
 
-for _name, _make, _scale in (
-    ("bytes", lambda: bytearray(1), add_to_first),
-    ("array", lambda: array("q", [0]), add_to_first),
-    ("iterator", lambda: iter([1.0] * 40 + [0.5] * 1000), next),
-    ("range", lambda: map(of_step, iter(range(1000))), next),
-):
-
-    def _build(make=_make, scale=_scale):
-        return {"layers": around(InAttribute(make(), scale)), "expect": "refused"}
-
-    RECIPES[f"counter_in_an_attribute_of_{_name}"] = _build
+RECIPES |= {
+    "counter_in_an_attribute_of_bytes": lambda: around(InAttribute(bytearray(1), add_to_first), expect="refused"),
+    "counter_in_an_attribute_of_array": lambda: around(InAttribute(array("q", [0]), add_to_first), expect="refused"),
+    "counter_in_an_attribute_of_iterator": lambda: around(
+        InAttribute(iter([1.0] * 40 + [0.5] * 1000), next), expect="refused"
+    ),
+    "counter_in_an_attribute_of_range": lambda: around(
+        InAttribute(map(of_step, iter(range(1000))), next), expect="refused"
+    ),
+}
 
 
 FIRST = {}
@@ -1696,39 +1500,21 @@ def first_of():
 
 
 @recipe
-def table_by_id_of_a_parameter():
-    return {"layers": around(FromTheStart(lambda layer: id(layer.linear.weight), first)), "expect": "refused"}
-
-
-@recipe
-def table_by_id_of_a_module():
-    return {"layers": around(FromTheStart(id, first)), "expect": "refused"}
-
-
-@recipe
-def table_by_module():
-    return {"layers": around(FromTheStart(lambda layer: layer, first)), "expect": "refused"}
-
-
-@recipe
-def table_by_weak_module():
-    return {"layers": around(FromTheStart(lambda layer: layer, first_of)), "expect": "refused"}
-
-
-@recipe
-def table_by_module_and_name():
-    return {"layers": around(FromTheStart(lambda layer: (layer, "weight"), first)), "expect": "refused"}
-
-
-@recipe
-def table_by_parameter():
-    return {"layers": around(FromTheStart(lambda layer: layer.linear.weight, first)), "expect": "refused"}
-
-
-@recipe
 def table_by_id_in_a_closure():
     table = {}
-    return {"layers": around(FromTheStart(id, lambda: table)), "expect": "refused"}
+    return around(FromTheStart(id, lambda: table), expect="refused")
+
+
+RECIPES |= {
+    "table_by_id_of_a_parameter": lambda: around(
+        FromTheStart(lambda layer: id(layer.linear.weight), first), expect="refused"
+    ),
+    "table_by_id_of_a_module": lambda: around(FromTheStart(id, first), expect="refused"),
+    "table_by_module": lambda: around(FromTheStart(lambda layer: layer, first), expect="refused"),
+    "table_by_weak_module": lambda: around(FromTheStart(lambda layer: layer, first_of), expect="refused"),
+    "table_by_module_and_name": lambda: around(FromTheStart(lambda layer: (layer, "weight"), first), expect="refused"),
+    "table_by_parameter": lambda: around(FromTheStart(lambda layer: layer.linear.weight, first), expect="refused"),
+}
 
 
 @recipe
@@ -1738,7 +1524,7 @@ def globals_that_stay():
     def scale():
         return 1.0 / len((STILL.names, Still.names))
 
-    return {"layers": around(FromSomeStepOn(scale)), "expect": "exact"}
+    return around(FromSomeStepOn(scale), expect="exact")
 
 
 class Still:
@@ -1748,17 +1534,13 @@ class Still:
 STILL = Still()
 
 
-@recipe
-def loss_object_with_a_running_maximum():
-    class Loss:
-        most = 0.0
+class LossByItsMaximum:
+    most = 0.0
 
-        def __call__(self, output, target):
-            found = F.cross_entropy(output, target)
-            self.most = max(self.most, found.item())
-            return found / self.most
-
-    return {"layers": around(nn.Dropout(0.3)), "loss_fn": Loss(), "expect": "refused"}
+    def __call__(self, output, target):
+        found = F.cross_entropy(output, target)
+        self.most = max(self.most, found.item())
+        return found / self.most
 
 
 @recipe
@@ -1770,12 +1552,12 @@ def shared_buffer_that_is_replaced():
 
     layers = [Layer(), Layer()]
     layers[1].scale = layers[0].scale
-    return {"layers": around(*layers), "expect": "refused"}
+    return around(*layers, expect="refused")
 
 
 @recipe
 def loss_reads_the_mode_of_a_layer():
-    layers = around(nn.Dropout(0.2))
+    layers = stack(nn.Dropout(0.2))
 
     def loss_fn(output, target):
         return F.cross_entropy(output, target) * (1 if layers[1].training else 2)
@@ -1801,45 +1583,23 @@ class Leaves(Base):
         return x
 
 
-def no_gradients():
-    torch.set_grad_enabled(False)
-
-
-def gradients():
-    torch.set_grad_enabled(True)
-
-
-def wide():
-    torch.set_default_dtype(torch.float64)
-
-
-def narrow():
-    torch.set_default_dtype(torch.float32)
-
-
-def enter_autocast():
-    torch.set_autocast_enabled("cpu", True)
-
-
-def leave_autocast():
-    torch.set_autocast_enabled("cpu", False)
-
-
-for _name, _change, _back in (
-    ("gradients", no_gradients, gradients),
-    ("default_dtype", wide, narrow),
-    ("autocast", enter_autocast, leave_autocast),
-):
-
-    def _build(change=_change, back=_back):
-        return {"layers": around(nn.Sequential(Leaves(change)), Leaves(back), Apply(torch.Tensor.float))}
-
-    RECIPES[f"layer_leaves_{_name}_changed"] = _build
-
-    def _build(change=_change, back=_back):
-        return {"layers": around(Leaves(change, back), Apply(torch.Tensor.float), nn.Linear(8, 8)), "expect": "exact"}
-
-    RECIPES[f"layer_puts_{_name}_back"] = _build
+MODES = {
+    "gradients": (partial(torch.set_grad_enabled, False), partial(torch.set_grad_enabled, True)),
+    "default_dtype": (partial(torch.set_default_dtype, torch.float64), partial(torch.set_default_dtype, torch.float32)),
+    "autocast": (partial(torch.set_autocast_enabled, "cpu", True), partial(torch.set_autocast_enabled, "cpu", False)),
+}
+RECIPES |= {
+    f"layer_leaves_{name}_changed": lambda change=change, back=back: around(
+        nn.Sequential(Leaves(change)), Leaves(back), Apply(torch.Tensor.float)
+    )
+    for name, (change, back) in MODES.items()
+}
+RECIPES |= {
+    f"layer_puts_{name}_back": lambda change=change, back=back: around(
+        Leaves(change, back), Apply(torch.Tensor.float), nn.Linear(8, 8), expect="exact"
+    )
+    for name, (change, back) in MODES.items()
+}
 
 
 @recipe
@@ -1849,17 +1609,7 @@ def loss_runs_a_backward_itself():
         loss.backward(retain_graph=True)
         return loss
 
-    return {"layers": around(), "loss_fn": loss_fn}
-
-
-@recipe
-def loss_of_a_spread_step_runs_a_backward_itself():
-    return {**loss_runs_a_backward_itself(), "accumulation_steps": 3, "spread": 2}
-
-
-@recipe
-def batch_that_requires_gradients():
-    return {"layers": around(), "loader": [(x.requires_grad_(), y) for x, y in batches()], "expect": "refused"}
+    return around(loss_fn=loss_fn)
 
 
 @recipe
@@ -1872,7 +1622,7 @@ def loader_goes_on_from_gradients_of_its_batches():
             x.data.add_(x.grad.sign(), alpha=0.1)
         return x, batch[1]
 
-    return {"layers": around(), "unpack": unpack, "expect": "refused"}
+    return around(unpack=unpack, expect="refused")
 
 
 @recipe
@@ -1880,14 +1630,14 @@ def clipped_with_parameters_that_are_left_out():
     def optimizer(params, lr):
         return torch.optim.AdamW(list(params)[:2], lr)
 
-    return {"layers": around(), "optimizer": optimizer, "max_grad_norm": 0.01, "expect": "refused"}
+    return around(optimizer=optimizer, max_grad_norm=0.01, expect="refused")
 
 
 class CouplesLater(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
         super().step()
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [parameter for _, parameter in with_gradients(self)]
         for parameter in parameters:
             self.state[parameter]["num"] = self.state[parameter].get("num", 0) + 1
         if self.state[parameters[0]]["num"] > 4:
@@ -1899,20 +1649,27 @@ class CouplesLater(torch.optim.SGD):
 class CouplesLarge(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [parameter for _, parameter in with_gradients(self)]
         norm = sum(parameter.grad.norm() for parameter in parameters if parameter.numel() > 16)
         for parameter in parameters:
             parameter.add_(parameter.grad / (1 + norm), alpha=-0.1)
 
 
-@recipe
-def optimizer_that_couples_later():
-    return {"layers": around(nn.Linear(8, 8)), "optimizer": CouplesLater, "expect": "refused"}
-
-
-@recipe
-def optimizer_that_couples_large_parameters():
-    return {"layers": around(nn.Linear(8, 8)), "optimizer": CouplesLarge, "expect": "refused"}
+RECIPES |= {
+    "loss_object_with_a_running_maximum": lambda: around(nn.Dropout(0.3), loss_fn=LossByItsMaximum(), expect="refused"),
+    "loss_of_a_spread_step_runs_a_backward_itself": lambda: {
+        **loss_runs_a_backward_itself(),
+        "accumulation_steps": 3,
+        "spread": 2,
+    },
+    "batch_that_requires_gradients": lambda: around(
+        loader=[(x.requires_grad_(), y) for x, y in batches()], expect="refused"
+    ),
+    "optimizer_that_couples_later": lambda: around(nn.Linear(8, 8), optimizer=CouplesLater, expect="refused"),
+    "optimizer_that_couples_large_parameters": lambda: around(
+        nn.Linear(8, 8), optimizer=CouplesLarge, expect="refused"
+    ),
+}
 
 
 # -- The harness
@@ -2008,13 +1765,13 @@ def test_exact_or_refused(name, where):
     if error is None:
         assert wanted is not None, "trained what plain PyTorch does not"
         assert report.tasks[NAME].losses == wanted[0]
-        assert different(zoo.state(model), wanted[1]) == []
+        exact.assert_same_state(zoo.state(model), wanted[1])
         return
     if stage == "trained":  # what only a step shows: by name, all the same
         assert re.search("limit|draw|;", str(error)), repr(error)
         return
     assert stage == "made" or NAME in "".join([str(error), *getattr(error, "__notes__", ())]), repr(error)
-    assert different(zoo.state(model), before) == []
+    exact.assert_same_state(zoo.state(model), before)
     now = generators()
     assert torch.equal(now[0], state[0])
     assert now[1:] == state[1:]
@@ -2026,22 +1783,9 @@ def test_generator_that_keeps_a_batch_which_a_layer_changes_is_refused():
         for _ in range(3):
             yield x, torch.arange(6) % 3
 
-    model = nn.Sequential(InPlace(double), nn.Linear(8, 3))
+    model = nn.Sequential(Doubles(), nn.Linear(8, 3))
     orchestra = ModelOrchestrator(
         [ModelTask(model, F.cross_entropy, loader(), name=NAME)], devices=[EmulatedDevice("4MiB")]
     )
     with pytest.raises(ValueError, match=r"^odd-one: layer 0 works in place on the inputs .* that loader\[\d+\] keeps"):
         orchestra.generate()
-
-
-def different(found, wanted):
-    """Names of what is not the same."""
-    both = {**found, **wanted}
-    return [
-        key
-        for key in both
-        if key not in found
-        or key not in wanted
-        or found[key].shape != wanted[key].shape
-        or not torch.equal(found[key], wanted[key])
-    ]
