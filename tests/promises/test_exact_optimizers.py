@@ -69,38 +69,25 @@ def plain_groups(network, param_groups):
     return groups
 
 
+def trained(task):
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
+    orchestra.verbose = 0
+    return orchestra.train_models().tasks["a"]
+
+
 def assert_bits_are_plain(network, optimizer, *, param_groups=None, prepare=lambda network: None, **options):
     plain = copy.deepcopy(network)
     for each in (network, plain):
         prepare(each)
-    scope = {"optimizer_scope": options.pop("optimizer_scope", "shard")}
-    task = ModelTask(
-        network,
-        F.cross_entropy,
-        loader(),
-        LR,
-        EPOCHS,
-        name="a",
-        optimizer=optimizer,
-        param_groups=param_groups,
-        partitioner=Presharded([2, 4, len(network)]),
-        seed=SEED,
-        **scope,
-        **options,
-    )
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
-    orchestra.verbose = 0
-    report = orchestra.train_models().tasks["a"]
-    result = reference.train(
-        plain,
-        F.cross_entropy,
-        loader(),
-        seed=SEED,
-        lr=LR,
-        epochs=EPOCHS,
-        optimizer=lambda _, lr: optimizer(plain_groups(plain, param_groups), lr=lr),
-        **options,
-    )
+    own = {"optimizer": optimizer, "param_groups": param_groups, "partitioner": Presharded([2, 4, len(network)])}
+    own["optimizer_scope"] = options.pop("optimizer_scope", "shard")
+    options |= {"seed": SEED, "lr": LR, "epochs": EPOCHS}
+    report = trained(ModelTask(network, F.cross_entropy, loader(), name="a", **own, **options))
+
+    def of_groups(_, lr):
+        return optimizer(plain_groups(plain, param_groups), lr=lr)
+
+    result = reference.train(plain, F.cross_entropy, loader(), optimizer=of_groups, **options)
     assert report.losses == result.losses
     for (name, ours), theirs in zip(network.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -164,19 +151,8 @@ def test_a_moving_average_is_that_of_torchs_averaged_model(decay, optimizer_scop
     averaged = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(decay))
     options = {"optimizer": torch.optim.AdamW, "lr": LR, "epochs": EPOCHS, "seed": SEED}
     reference.train(plain, F.cross_entropy, loader(), on_step=lambda: averaged.update_parameters(plain), **options)
-    task = ModelTask(
-        network,
-        F.cross_entropy,
-        loader(),
-        name="a",
-        ema_decay=decay,
-        optimizer_scope=optimizer_scope,
-        partitioner=Presharded([2, 4, 7]),
-        **options,
-    )
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
-    orchestra.verbose = 0
-    state = orchestra.train_models().tasks["a"].ema_state
+    own = {"ema_decay": decay, "optimizer_scope": optimizer_scope, "partitioner": Presharded([2, 4, 7])}
+    state = trained(ModelTask(network, F.cross_entropy, loader(), name="a", **own, **options)).ema_state
     plain.load_state_dict(state)
     for (name, ours), theirs in zip(plain.named_parameters(), averaged.module.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -220,14 +196,8 @@ def test_gradient_hooks_act_on_the_finished_gradient(num_micro_batches, optimize
             parameter.register_hook(halve)
         each[1][0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
-    assert_bits_are_plain(
-        network,
-        torch.optim.AdamW,
-        prepare=prepare,
-        accumulation_steps=num_micro_batches,
-        max_grad_norm=0.1,
-        optimizer_scope=optimizer_scope,
-    )
+    options = {"accumulation_steps": num_micro_batches, "max_grad_norm": 0.1, "optimizer_scope": optimizer_scope}
+    assert_bits_are_plain(network, torch.optim.AdamW, prepare=prepare, **options)
 
 
 def test_hooks_may_change_replace_and_take_the_gradient():

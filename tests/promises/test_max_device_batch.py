@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask, ShardDoesNotFit, split
+from hydra_engine import ModelTask, ShardDoesNotFit, split
 from hydra_engine.elastic import split_batch
 from hydra_engine.run.task_list import TaskList
 from partitioners import Balanced, Presharded
@@ -237,14 +237,16 @@ def test_another_limit_is_another_structure():
 
 
 def test_a_task_added_to_a_run_is_split_for_as_many_devices():
-    model, loss_fn, loader = zoo.mlp()
-    orchestra = exact.orchestrator([ModelTask(model, loss_fn, loader, name="first")], num_devices=2)
-    model, loss_fn, loader = zoo.mlp()
-    orchestra.add_task(ModelTask(model, loss_fn, loader, name="second", max_device_batch=5))
+    orchestra = exact.orchestrator([ModelTask(*zoo.mlp(), name="first")], num_devices=2)
+    orchestra.add_task(ModelTask(*zoo.mlp(), name="second", max_device_batch=5))
     assert orchestra.generate().tasks["second"].accumulation_steps == len(split_batch(5, 5, 2)) == 2
 
 
 # -- refused
+
+
+NO_INT = "is not an int; give a number of samples, None for no limit"
+ONE_OF_THEM = "limit: one of them, since each decides the number of micro-batches; leave out one"
 
 
 @pytest.mark.parametrize(
@@ -252,27 +254,17 @@ def test_a_task_added_to_a_run_is_split_for_as_many_devices():
     [
         ({"max_device_batch": 0}, ValueError, "max_device_batch: 0, limit: at least 1; None for no limit"),
         ({"max_device_batch": -1}, ValueError, "max_device_batch: -1, limit: at least 1; None for no limit"),
-        (
-            {"max_device_batch": True},
-            TypeError,
-            "max_device_batch: True is not an int; give a number of samples, None for no limit",
-        ),
-        (
-            {"max_device_batch": 2.5},
-            TypeError,
-            "max_device_batch: 2.5 is not an int; give a number of samples, None for no limit",
-        ),
+        ({"max_device_batch": True}, TypeError, f"max_device_batch: True {NO_INT}"),
+        ({"max_device_batch": 2.5}, TypeError, f"max_device_batch: 2.5 {NO_INT}"),
         (
             {"max_device_batch": 4, "accumulation_steps": 2},
             ValueError,
-            "max_device_batch: 4 with accumulation_steps 2, limit: one of them, since each decides the number of "
-            "micro-batches; leave out one",
+            f"max_device_batch: 4 with accumulation_steps 2, {ONE_OF_THEM}",
         ),
         (
             {"max_device_batch": 4, "accumulation_steps": "auto"},
             ValueError,
-            "max_device_batch: 4 with accumulation_steps 'auto', limit: one of them, since each decides the number of "
-            "micro-batches; leave out one",
+            f"max_device_batch: 4 with accumulation_steps 'auto', {ONE_OF_THEM}",
         ),
     ],
     ids=str,
@@ -318,18 +310,13 @@ def dense(sizes, **options):
 @pytest.mark.parametrize("partitioner", [None, Balanced(1), Presharded([1, 2, 3])], ids=repr)
 def test_a_micro_batch_that_does_not_fit_says_what_to_lower(partitioner):
     task = dense([4096], max_device_batch=2048, partitioner=partitioner)
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("80KiB")])
-    orchestra.verbose = 0
     with pytest.raises(ShardDoesNotFit, match="lower max_device_batch") as raised:
-        orchestra.generate()
+        exact.orchestrator([task], memory="80KiB").generate()
     assert "accumulation_steps" not in str(raised.value)
 
 
 def test_a_later_micro_batch_that_does_not_fit_says_what_to_lower():
     task = dense([32, 4096], max_device_batch=2048)
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("80KiB")])
-    orchestra.verbose = 0
-    with pytest.raises(
-        ShardDoesNotFit, match=r"max_device_batch=2048 is fixed; .*; lower max_device_batch, use a device"
-    ):
-        orchestra.train_models()
+    match = r"max_device_batch=2048 is fixed; .*; lower max_device_batch, use a device"
+    with pytest.raises(ShardDoesNotFit, match=match):
+        exact.orchestrator([task], memory="80KiB").train_models()

@@ -39,9 +39,16 @@ def build(bad=BAD):
     return model, F.mse_loss, Loader(batches)
 
 
-def task_of(model, loss_fn, loader, **options):
+def task_of(bad=BAD, **options):
     options = {"optimizer": ADAM, "partitioner": Presharded([2, 4, 6]), "seed": SEED} | options
-    return ModelTask(model, loss_fn, loader, 0.05, 2, name="task", **options)
+    return ModelTask(*build(bad), 0.05, 2, name="task", **options)
+
+
+def plain(bad=BAD, **options):
+    """The model after the plain loop, and the result."""
+    model, loss_fn, loader = build(bad)
+    options = {"seed": SEED, "lr": 0.05, "epochs": 2, "optimizer": ADAM, **options}
+    return model, reference.train(model, loss_fn, loader, **options)
 
 
 def same_losses(actual, expected):
@@ -71,26 +78,20 @@ CASES = {
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_a_skipped_step_changes_nothing(case, num_devices):
     options = CASES[case]
-    plain = {name: value for name, value in options.items() if name != "optimizer_scope"}
+    known = {name: value for name, value in options.items() if name != "optimizer_scope"}
     if case == "float16":
-        plain["grad_scaler"] = torch.amp.GradScaler("cpu")
-    model, loss_fn, loader = build()
-    expected = reference.train(
-        model, loss_fn, loader, seed=SEED, lr=0.05, epochs=2, optimizer=ADAM, nonfinite="skip", **plain
-    )
+        known["grad_scaler"] = torch.amp.GradScaler("cpu")
+    model, expected = plain(nonfinite="skip", **known)
     assert expected.skipped_steps == [2, 4, 8, 10]
 
-    own, loss_fn, loader = build()
-    report = exact.run(
-        [task_of(own, loss_fn, loader, nonfinite="skip", **options)], num_devices=num_devices, chaos=num_devices
-    )
-    outcome = report.tasks["task"]
+    task = task_of(nonfinite="skip", **options)
+    outcome = exact.run([task], num_devices=num_devices, chaos=num_devices).tasks["task"]
     assert outcome.status == "finished"
     assert outcome.skipped_steps == expected.skipped_steps
     assert same_losses(outcome.losses, expected.losses)
     assert outcome.loss_scales == expected.loss_scales
-    assert all(tensor.isfinite().all() for tensor in zoo.state(own).values())
-    exact.assert_same_state(zoo.state(own), zoo.state(model))
+    assert all(tensor.isfinite().all() for tensor in zoo.state(task.model).values())
+    exact.assert_same_state(zoo.state(task.model), zoo.state(model))
 
 
 def test_averages_stay_too():
@@ -104,18 +105,14 @@ def test_averages_stay_too():
     reference.train(
         model, loss_fn, loader, seed=SEED, lr=0.05, epochs=2, optimizer=ADAM, nonfinite="skip", on_step=on_step
     )
-    own, loss_fn, loader = build(bad)
-    report = exact.run([task_of(own, loss_fn, loader, nonfinite="skip", ema_decay=0.5)])
-    found = report.tasks["task"].ema_state
+    found = exact.run([task_of(bad, nonfinite="skip", ema_decay=0.5)]).tasks["task"].ema_state
     for name, parameter in averaged.module.named_parameters():
         assert torch.equal(found[name], parameter), name
 
 
 def test_nobody_looks_unless_asked():
-    model, loss_fn, loader = build()
-    expected = reference.train(model, loss_fn, loader, seed=SEED, lr=0.05, epochs=2, optimizer=ADAM)
-    own, loss_fn, loader = build()
-    outcome = exact.run([task_of(own, loss_fn, loader)]).tasks["task"]
+    _, expected = plain()
+    outcome = exact.run([task_of()]).tasks["task"]
     assert outcome.status == "finished"
     assert outcome.skipped_steps == []
     assert outcome.losses[:2] == expected.losses[:2]
@@ -136,17 +133,14 @@ class Told(Callback):
 
 @pytest.mark.parametrize("nonfinite", ["stop", "raise"])
 def test_task_ends_at_the_step_before(nonfinite, capsys):
-    model, loss_fn, loader = build()
-    expected = reference.train(model, loss_fn, loader, seed=SEED, lr=0.05, epochs=2, optimizer=ADAM, max_steps=2)
-    own, loss_fn, loader = build()
-    told = Told()
+    model, expected = plain(max_steps=2)
     other, other_model = exact.task_of("dropout", epochs=1)
-    task = task_of(own, loss_fn, loader, nonfinite=nonfinite, callbacks=[told])
+    task = task_of(nonfinite=nonfinite, callbacks=[told := Told()])
     report = exact.run([task, other], num_devices=2, chaos=4)
     outcome = report.tasks["task"]
     assert outcome.steps == 2
     assert outcome.losses == expected.losses
-    exact.assert_same_state(zoo.state(own), zoo.state(model))
+    exact.assert_same_state(zoo.state(task.model), zoo.state(model))
     assert told.steps == [1, 2]
     exact.assert_as_expected(report, "dropout", other_model, exact.expected("dropout", epochs=1))
     if nonfinite == "stop":
@@ -163,28 +157,26 @@ def test_task_ends_at_the_step_before(nonfinite, capsys):
 
 
 def test_a_task_that_raises_alone_raises_it():
-    model, loss_fn, loader = build({0: -math.inf})
     with pytest.raises(NonFiniteLoss, match="loss of step 0 is"):
-        exact.run([task_of(model, loss_fn, loader, nonfinite="raise", max_retries=3)])
+        exact.run([task_of({0: -math.inf}, nonfinite="raise", max_retries=3)])
 
 
 def test_a_loss_that_is_skipped_does_not_count_as_a_retry():
-    model, loss_fn, loader = build()
-    report = exact.run([task_of(model, loss_fn, loader, nonfinite="skip", max_retries=1)])
+    report = exact.run([task_of(nonfinite="skip", max_retries=1)])
     assert report.tasks["task"].retries == []
 
 
 @pytest.mark.parametrize("early", [{"early_release": True}, {"optimizer_device": "device"}])
 def test_refused_where_a_step_is_updated_before_its_loss_is_known(early):
     with pytest.raises(ValueError, match="with nonfinite a step waits"):
-        task_of(*build(), nonfinite="skip", **early)
+        task_of(nonfinite="skip", **early)
 
 
 def test_auto_updates_on_the_host():
-    task = task_of(*build(), nonfinite="skip", optimizer_device="auto")
+    task = task_of(nonfinite="skip", optimizer_device="auto")
     assert exact.orchestrator([task]).generate().tasks["task"].optimizer_device == "host"
 
 
 def test_unknown_choice_is_refused():
     with pytest.raises(ValueError, match="nonfinite: 'ignore', known: 'skip', 'stop', 'raise'"):
-        task_of(*build(), nonfinite="ignore")
+        task_of(nonfinite="ignore")
