@@ -56,11 +56,17 @@ def make_task(job=None, *, num_steps=4, **options):
     )
 
 
+def orchestra_of(*tasks, devices=None, **options):
+    devices = [EmulatedDevice("1MiB")] if devices is None else devices
+    orchestra = ModelOrchestrator(tasks, devices=devices, **options)
+    orchestra.verbose = 0
+    return orchestra
+
+
 def trained(job, **options):
     """Train a task whose callback calls `job(orchestra)`; returns the orchestrator and what the job returned."""
     found = []
-    orchestra = ModelOrchestrator([make_task(lambda: found.append(job(orchestra)))], **options)
-    orchestra.verbose = 0
+    orchestra = orchestra_of(make_task(lambda: found.append(job(orchestra))), **options)
     report = orchestra.train_models()
     report.raise_failures()
     assert found, "the callback was called"
@@ -138,7 +144,7 @@ def test_below_the_minimum_nothing_begins_until_a_device_is_added(capsys):
         orchestra.remove_device("emulated:0")
         has_gone.set()
 
-    orchestra, _ = trained(job, devices=[EmulatedDevice("1MiB")])
+    orchestra, _ = trained(job)
     threads[0].join()
     assert orchestra.report.tasks["task-0"].steps == 4
     assert "0 devices are in, limit: min_devices=1" in capsys.readouterr().err
@@ -146,8 +152,7 @@ def test_below_the_minimum_nothing_begins_until_a_device_is_added(capsys):
 
 
 def test_a_run_begins_paused_where_too_few_devices_are_in():
-    orchestra = ModelOrchestrator([make_task()], devices=[EmulatedDevice("1MiB")], min_devices=2)
-    orchestra.verbose = 0
+    orchestra = orchestra_of(make_task(), min_devices=2)
     orchestra.generate()
     adds = threading.Thread(target=lambda: orchestra.add_device(EmulatedDevice("1MiB")))
     adds.start()
@@ -156,8 +161,7 @@ def test_a_run_begins_paused_where_too_few_devices_are_in():
 
 
 def test_devices_change_between_runs_too():
-    orchestra = ModelOrchestrator([make_task()], devices=[EmulatedDevice("1MiB")])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(make_task())
     assert len(orchestra.generate().devices) == 1
     assert orchestra.add_device(EmulatedDevice("2MiB")) == "emulated:1"
     assert orchestra.plan is None, "it is planned for other devices"
@@ -202,8 +206,7 @@ def test_a_device_that_comes_while_a_run_is_planned_is_opened_once(monkeypatch):
     monkeypatch.setattr(Workers, "_opened", counted)
     task = make_task(lambda: threads[0].join(), num_steps=6)
     task.dataloader = Batches(task.dataloader)
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice()])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(task, devices=[EmulatedDevice()])
     report = orchestra.train_models()
     assert opened == [0, 1]
     assert report.tasks["task-0"].steps == 6
@@ -222,8 +225,7 @@ def test_who_plans_changes_no_devices():
 
     task = make_task()
     task.dataloader = Batches(task.dataloader)
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(task)
     orchestra.train_models().raise_failures()
     assert [str(each).partition(":")[0] for each in found] == ["remove_device", "add_device"]
 
@@ -231,10 +233,8 @@ def test_who_plans_changes_no_devices():
 def test_an_evaluation_without_a_device_ends(tmp_path):
     """Nobody can let a device into it, so it waits for none."""
     task = make_task()
-    orchestra = ModelOrchestrator(
-        [task], devices=[device_changes.Failing(device_changes.Fuse([2]))], max_failures=5, checkpoint_dir=tmp_path
-    )
-    orchestra.verbose = 0
+    devices = [device_changes.Failing(device_changes.Fuse([2]))]
+    orchestra = orchestra_of(task, devices=devices, max_failures=5, checkpoint_dir=tmp_path)
     with pytest.raises(DeviceFailed, match=r"^emulated:0 has failed: in its \w+ lane; look after it, or go on without"):
         orchestra.evaluate(task, task.dataloader)
     assert orchestra.devices == {"emulated:0": "out"}
@@ -247,7 +247,7 @@ def test_a_device_that_comes_back_goes_on_with_its_figures():
         orchestra.add_device("emulated:0")
         orchestra.remove_device("emulated:1")
 
-    orchestra, _ = trained(job, devices=[EmulatedDevice("1MiB")])
+    orchestra, _ = trained(job)
     names = [device.name for device in orchestra.report.devices]
     assert names == ["emulated:0", "emulated:1"]
     assert orchestra.devices == {"emulated:0": "in", "emulated:1": "out"}
@@ -264,8 +264,7 @@ def test_a_step_is_spread_over_a_device_that_came(monkeypatch):
     alone.load_state_dict(model.state_dict())
     told = Told(lambda: orchestra.add_device(EmulatedDevice("1MiB")))
     task = ModelTask(model, nn.MSELoss(), data, accumulation_steps=4, lr=0.1, callbacks=[told], seed=3)
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(task)
     report = orchestra.train_models()
     result = reference.train(alone, nn.MSELoss(), data, seed=3, lr=0.1, accumulation_steps=4)
     assert report.tasks["task-0"].losses == result.losses
@@ -281,10 +280,7 @@ def predicted_twice_as_fast(cost, devices, **_):
 
 def test_a_failure_of_the_only_device_ends_the_run_with_its_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the last commits are saved
-    fuse = device_changes.Fuse([9])
-    task = make_task()
-    orchestra = ModelOrchestrator([task], devices=[device_changes.Failing(fuse)])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(make_task(), devices=[device_changes.Failing(device_changes.Fuse([9]))])
     with pytest.raises(
         DeviceFailed,
         match=r"^emulated:0 has failed: in its \w+ lane; look after it, or go on without it: .* max_failures=0$",
@@ -304,8 +300,7 @@ def test_a_layer_may_not_add_a_device():
 
     orchestras, found = [], []
     task = ModelTask(nn.Sequential(Adds(4, 2)), nn.MSELoss(), [(torch.ones(2, 4), torch.ones(2, 2))])
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(task)
     orchestra.generate()
     orchestras.append(orchestra)
     orchestra.train_models().raise_failures()
@@ -321,8 +316,7 @@ def test_an_evaluation_whose_devices_went_as_it_was_planned_is_refused():
             return super().__iter__()
 
     task = make_task()
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(task)
     with pytest.raises(RuntimeError, match=r"^devices: none of those that were planned for is in"):
         orchestra.evaluate(task, Batches(task.dataloader))
 
@@ -352,8 +346,7 @@ def test_a_device_that_leaves_may_be_given_less_time():
     data = [(torch.ones(4, 4) * k, torch.ones(4, 2)) for k in range(4)]
     goes = Told(goes_on.set, at=4)
     task = ModelTask(model, nn.MSELoss(), data, seed=0, lr=0.1, callbacks=[goes])
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB"), EmulatedDevice("1MiB")])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(task, devices=[EmulatedDevice("1MiB"), EmulatedDevice("1MiB")])
     orchestra.generate()
     stands.append("emulated:0-compute")
     thread = threading.Thread(target=remove)

@@ -15,7 +15,7 @@ from hydra_engine.worker.kept_graphs import KeptGraphs
 from hydra_engine.worker.spiller import Spiller
 from hydra_engine.worker.worker import Worker
 from partitioners import Presharded
-from tests import reference, zoo
+from tests import exact, reference, zoo
 
 WIDTH = 32
 
@@ -33,10 +33,15 @@ def task_of(model, **options):
     return ModelTask(model, F.cross_entropy, batches(), 0.1, **options)
 
 
+def orchestra_of(tasks, memory="16MiB", **options):
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory, **options)])
+    orchestra.verbose = 0
+    return orchestra
+
+
 def trained(tasks, memory="16MiB", keeps_from=None):
     """The report, and the states of the tasks; `keeps_from`: whatever is predicted."""
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory)])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(tasks, memory)
     kept = nullcontext()
     if keeps_from is not None:
         kept = mock.patch("hydra_engine.planning.planner.choose_kept", return_value=Kept(keeps_from, 1.0))
@@ -51,8 +56,30 @@ def assert_as_plain(build, memory="16MiB", keeps_from=None, **options):
     options.pop("partitioner", None)
     expected = reference.train(same, F.cross_entropy, batches(), seed=0, lr=0.1, **options)
     assert report.tasks["task-0"].losses == expected.losses
-    assert all(map(torch.equal, model.parameters(), same.parameters()))
+    exact.assert_same_state(zoo.state(model), zoo.state(same))
     return state
+
+
+def around(*layers):
+    """A function that makes a model of these between two linear ones, always with the same weights."""
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(linear(), *(layer() for layer in layers), nn.Linear(WIDTH, 5))
+
+    return build
+
+
+def linear():
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Layer(nn.Module):
+    """A linear layer, to be made something of."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
 
 
 # -- frozen parameters
@@ -109,8 +136,7 @@ def test_frozen_weights_that_their_user_replaced_are_no_longer_shared():
     for mine, theirs in zip(other.parameters(), base.parameters(), strict=True):
         mine.data = theirs.data
     models = [nn.Sequential(layer, nn.Linear(WIDTH, 5)) for layer in (base, other)]
-    orchestra = ModelOrchestrator([task_of(model) for model in models], devices=[EmulatedDevice("16MiB")])
-    orchestra.verbose = 0
+    orchestra = orchestra_of([task_of(model) for model in models])
     new, old = torch.randn(WIDTH, WIDTH), base.weight.data.clone()
     other.weight.data = new.clone()
     orchestra.train_models()
@@ -123,8 +149,7 @@ def test_a_plan_counts_a_base_once_for_each_precision_of_it():
     num = sum(parameter.numel() for parameter in base.parameters())
     precisions = ["float32", "bfloat16", "bfloat16"]
     tasks = [task_of([*base, nn.Linear(WIDTH, 5)], name=p + str(k), precision=p) for k, p in enumerate(precisions)]
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("16MiB")])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(tasks)
     plans = orchestra.generate().tasks.values()
     own = list(plans)[-1].dram["weights"]
     assert [plan.dram["weights"] for plan in plans] == [own + 4 * num, own, own]
@@ -140,8 +165,7 @@ def test_a_plan_counts_a_base_once_for_each_precision_of_it():
 def test_a_task_without_room_leaves_nothing_behind():
     base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     tasks = [task_of(nn.Sequential(base, nn.Linear(WIDTH, 5)), name=name) for name in "ab"]
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("16MiB")])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(tasks)
     orchestra.generate()
     calls = []
 
@@ -161,24 +185,16 @@ def test_a_task_without_room_leaves_nothing_behind():
 # -- boundaries
 
 
-class Gate(nn.Module):
+class Gate(Layer):
     """Passes its input on, and of its input saves a mask only."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         gate = (x > 0).float()
         return x, self.linear(gate) * gate + x * gate
 
 
-class Negated(nn.Module):
+class Negated(Layer):
     """Works in place on what it gets."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, pair):
         x, y = pair
@@ -189,11 +205,7 @@ class Negated(nn.Module):
 @pytest.mark.parametrize("keeps_from", [None, 0, 4])
 @pytest.mark.parametrize("memory", ["48KiB", "56KiB", "64KiB", "80KiB", "128KiB", "16MiB"])
 def test_an_input_that_is_passed_on_is_kept_apart(memory, keeps_from):
-    def build():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Gate(), Negated(), nn.Linear(WIDTH, 5))
-
-    assert_as_plain(build, memory, keeps_from)
+    assert_as_plain(around(Gate, Negated), memory, keeps_from)
 
 
 def test_bits_do_not_depend_on_what_is_kept_even_where_plain_pytorch_refuses():
@@ -222,12 +234,11 @@ class ByBuffer(torch.autograd.Function):
         return gradient * ctx.module.num_calls, None
 
 
-class Counting(nn.Module):
+class Counting(Layer):
     """A forward that changes a buffer which its backward needs."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("num_calls", torch.ones(()))
 
     def forward(self, x):
@@ -239,14 +250,10 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 @pytest.mark.parametrize("keeps_from", [0, 4])
 def test_a_backward_sees_the_buffers_that_its_forward_left(keeps_from, accumulation_steps):
-    def build():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Counting(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5))
-
-    assert_as_plain(build, keeps_from=keeps_from, accumulation_steps=accumulation_steps)
+    assert_as_plain(around(Counting, linear), keeps_from=keeps_from, accumulation_steps=accumulation_steps)
 
 
-class Hoarding(nn.Module):
+class Hoarding(Layer):
     """Keeps tensors for its backward where no hook sees them."""
 
     class Square(torch.autograd.Function):
@@ -259,20 +266,12 @@ class Hoarding(nn.Module):
         def backward(ctx, gradient):
             return 2 * ctx.x * gradient
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x):
         return self.linear(self.Square.apply(x))
 
 
-class Sparse(nn.Module):
+class Sparse(Layer):
     """Saves a sparse tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         return torch.sparse.mm(torch.eye(len(x)).to_sparse(), self.linear(x))
@@ -280,22 +279,14 @@ class Sparse(nn.Module):
 
 @pytest.mark.parametrize("layer", [Hoarding, Sparse])
 def test_a_graph_that_holds_more_than_can_be_counted_is_not_kept(layer):
-    def build():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), layer(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5))
-
-    state = assert_as_plain(build)
+    state = assert_as_plain(around(layer, linear))
     assert state.measured.uncounted == {1}
     assert state.cut.keep_saved == set()
     assert not state.may_keep_graph(state.cut.shards[1])
 
 
-class Eager(nn.Module):
+class Eager(Layer):
     """Saves 40 times as much when the data say so."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         y = self.linear(x)
@@ -335,8 +326,7 @@ def test_a_load_that_is_under_way_when_its_unit_fails_leaves_nothing_in_the_aren
     for name in "ab":
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
         tasks.append(ModelTask(model, F.cross_entropy, batches(3, 8, width), 0.1, name=name, seed=0, **options))
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("1200KiB", bandwidth="16MiB")])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(tasks, "1200KiB", bandwidth="16MiB")
     orchestra.generate()
     store, close, left = Spiller.store_buffers, Worker.close, []
 
@@ -364,8 +354,7 @@ def test_outputs_on_their_way_down_are_counted_once_where_every_unit_is_metered(
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 5))
     task = task_of(model, accumulation_steps=4)
     # So slow a link that an output is always on its way as the next micro-batch is computed.
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("4MiB", bandwidth="1MiB", meter_every_unit=True)])
-    orchestra.verbose = 0
+    orchestra = orchestra_of([task], "4MiB", bandwidth="1MiB", meter_every_unit=True)
     orchestra.generate()
     [planned] = orchestra._tasks.all
     known = dict(planned.state.measured.known.items())
@@ -428,12 +417,4 @@ class NormInCheckpoint(nn.Module):
 
 @pytest.mark.parametrize("keeps_from", [0, 1, 4])
 def test_buffers_that_a_backward_writes_to_are_those_of_plain_pytorch(keeps_from):
-    def build():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), NormInCheckpoint(), NormInCheckpoint(), nn.Linear(WIDTH, 5))
-
-    model, same = build(), build()
-    trained([task_of(model)], keeps_from=keeps_from)
-    reference.train(same, F.cross_entropy, batches(), seed=0, lr=0.1)
-    assert zoo.state(model).keys() == zoo.state(same).keys()
-    assert all(torch.equal(value, zoo.state(same)[name]) for name, value in zoo.state(model).items())
+    assert_as_plain(around(NormInCheckpoint, NormInCheckpoint), keeps_from=keeps_from)
