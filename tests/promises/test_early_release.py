@@ -2,24 +2,19 @@
 
 import copy
 import threading
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import ModelTask
 from partitioners import Presharded
-from tests import reference, zoo
+from tests import exact, reference, zoo
 
 SEED, LR, EPOCHS = 7, 1e-2, 2
-
-
-def orchestra_of(tasks, *, num_devices=2, memory="8MiB", chaos=4):
-    devices = [EmulatedDevice(memory, chaos=chaos, meter_every_unit=True) for _ in range(num_devices)]
-    orchestra = ModelOrchestrator(tasks, devices=devices)
-    orchestra.verbose = 0
-    return orchestra
+orchestra_of = partial(exact.orchestrator, num_devices=2, chaos=4)
 
 
 @pytest.mark.parametrize("early_release", [True, "all"])
@@ -44,26 +39,13 @@ def test_early_updates_give_the_bits_of_the_plain_loop(name, settings, early_rel
     plain, loss_fn, loader = zoo.MODELS[name]()
     expected = reference.train(plain, loss_fn, loader, seed=SEED, lr=LR, epochs=epochs, **options)
     network, loss_fn, loader = zoo.MODELS[name]()
-    ends = list(range(1, len(network) + 1))
-    task = ModelTask(
-        network,
-        loss_fn,
-        loader,
-        LR,
-        epochs,
-        name="early",
-        seed=SEED,
-        partitioner=Presharded(ends),
-        early_release=early_release,
-        **options,
-    )
-    other_network, loss_fn, loader = zoo.MODELS["mlp"]()
-    other = ModelTask(other_network, loss_fn, loader, LR, 1, name="other", seed=1)
+    options |= {"seed": SEED, "early_release": early_release, "partitioner": Presharded([*range(1, len(network) + 1)])}
+    task = ModelTask(network, loss_fn, loader, LR, epochs, name="early", **options)
+    other = ModelTask(*zoo.mlp(), LR, 1, name="other", seed=1)
     report = orchestra_of([task, other]).train_models()
     report.raise_failures()
     assert report.tasks["early"].losses == expected.losses
-    actual, wanted = zoo.state(network), zoo.state(plain)
-    assert not [key for key in wanted if not torch.equal(actual[key], wanted[key])]
+    exact.assert_same_state(zoo.state(network), zoo.state(plain))
 
 
 def stack(num=8, width=16):
@@ -76,38 +58,31 @@ def vectors(num=4, width=16):
     return [(torch.randn(3, width, generator=generator), torch.randn(3, width, generator=generator))] * num
 
 
+def plan_of(ends, early_release, model=None, loader=None):
+    """The plan of the stack, cut there, with plain SGD."""
+    model, loader = model or stack(), loader or vectors()
+    task = ModelTask(model, F.mse_loss, loader, LR, partitioner=Presharded(ends), early_release=early_release)
+    return orchestra_of([task]).generate().tasks["task-0"]
+
+
 @pytest.mark.parametrize(("ends", "num_loans"), [([8], 1), ([4, 8], 2), (list(range(1, 9)), 2)])
 def test_dram_holds_the_gradients_of_two_shards_as_planned(ends, num_loans):
-    task = ModelTask(stack(), F.mse_loss, vectors(), LR, partitioner=Presharded(ends), early_release=True)
-    orchestra = orchestra_of([task])
-    plan = orchestra.generate().tasks["task-0"]
+    plan = plan_of(ends, True)
     layer_bytes = 16 * 16 * 4 + 64
     assert plan.dram["gradients"] == num_loans * (8 // len(ends)) * layer_bytes
     assert plan.dram["optimizer"] == 0
 
 
 def test_sgd_takes_at_most_4_4_bytes_per_parameter_in_20_shards():
-    task = ModelTask(
-        stack(20, 128),
-        F.mse_loss,
-        vectors(1, 128),
-        LR,
-        partitioner=Presharded(list(range(1, 21))),
-        early_release=True,
-    )
-    plan = orchestra_of([task]).generate().tasks["task-0"]
-    num_parameters = sum(p.numel() for p in task.model.parameters())
+    model = stack(20, 128)
+    plan = plan_of([*range(1, 21)], True, model, vectors(1, 128))
+    num_parameters = sum(p.numel() for p in model.parameters())
     pool_bytes = plan.dram_bytes - plan.dram["step"]  # which grows with the batch, not with the model
     assert pool_bytes <= 4.4 * num_parameters
 
 
 def test_dram_holds_the_gradients_of_all_shards_where_it_is_told_to():
-    found = {}
-    for early_release in (False, "all"):
-        options = {"partitioner": Presharded([*range(1, 9)]), "early_release": early_release}
-        task = ModelTask(stack(), F.mse_loss, vectors(), LR, **options)
-        found[early_release] = orchestra_of([task]).generate().tasks["task-0"].dram
-    assert found["all"] == found[False]
+    assert plan_of([*range(1, 9)], "all").dram == plan_of([*range(1, 9)], False).dram
 
 
 def test_backwards_wait_for_no_update_where_all_gradients_have_room(monkeypatch):
@@ -160,8 +135,7 @@ def test_the_pool_takes_what_the_plan_says_to_the_byte(precision, early_release)
                 seen["pool"] = pool.num_bytes
             return super().step(*args, **kwargs)
 
-    network, loss_fn, loader = zoo.MODELS["tied"]()
-    task = ModelTask(network, loss_fn, loader, LR, optimizer=Look, precision=precision, early_release=early_release)
+    task = ModelTask(*zoo.tied(), LR, optimizer=Look, precision=precision, early_release=early_release)
     orchestra = orchestra_of([task])
     dram = orchestra.generate().tasks["task-0"].dram
     seen["trained"] = True
@@ -201,21 +175,13 @@ def test_a_failure_in_the_middle_of_a_step_leaves_the_shards_above_updated_and_n
     loader = [(good, good), (100 * good, good), (good, good)]
     first = copy.deepcopy(network)
     reference.train(first, F.mse_loss, loader[:1], seed=SEED, lr=LR)
-    task = ModelTask(
-        network,
-        F.mse_loss,
-        loader,
-        LR,
-        name="fails",
-        seed=SEED,
-        partitioner=Presharded([1, 2, 3, 4, 5]),
-        early_release=True,
-    )
+    options = {"seed": SEED, "early_release": True}
+    shards = Presharded([1, 2, 3, 4, 5])
+    task = ModelTask(network, F.mse_loss, loader, LR, name="fails", partitioner=shards, **options)
     other, alone = stack(), stack()
     reference.train(alone, F.mse_loss, vectors(), seed=SEED, lr=LR)
-    report = orchestra_of(
-        [task, ModelTask(other, F.mse_loss, vectors(), LR, name="other", seed=SEED, early_release=True)]
-    ).train_models()
+    beside = ModelTask(other, F.mse_loss, vectors(), LR, name="other", **options)
+    report = orchestra_of([task, beside]).train_models()
     assert (report.tasks["fails"].status, report.tasks["fails"].steps) == ("failed", 1)
     assert torch.equal(network[1].weight, first[1].weight)  # below: the last commit
     assert not torch.equal(network[4].weight, first[4].weight)  # above: the step in progress
