@@ -35,8 +35,31 @@ def dense(num, *others):
     return nn.Sequential(*others, *(nn.Linear(WIDTH, WIDTH) for _ in range(num)))
 
 
+def lengths_of(order, num):
+    found = list(range(40, 40 + num))
+    if order == "falling":
+        found.reverse()
+    elif order == "any":
+        random.Random(1).shuffle(found)
+    return found
+
+
+class Layer(nn.Module):
+    """A linear layer, to be made something of."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
 def flat_loss(output, target):
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def orchestra_of(tasks, memory, num_devices=1):
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory) for _ in range(num_devices)])
+    orchestra.verbose = 0
+    return orchestra
 
 
 class Trained:
@@ -47,9 +70,7 @@ class Trained:
         count, spread_over = hydra_engine.planning.fit._count, PlannedTask.spread_over
         original = copy.deepcopy(model)
         task = ModelTask(model, loss, loader, 1e-2, seed=SEED, name="a", **options)
-        devices = [EmulatedDevice(memory) for _ in range(num_devices)]
-        orchestra = ModelOrchestrator([task], devices=devices)
-        orchestra.verbose = 0
+        orchestra = orchestra_of([task], memory, num_devices)
         orchestra.generate()
         monkeypatch.setattr(hydra_engine.planning.fit, "_count", lambda *args: self.counted.append(1) or count(*args))
         monkeypatch.setattr(PlannedTask, "spread_over", lambda *args: self.spreads.append(1) or spread_over(*args))
@@ -183,8 +204,7 @@ def test_other_tasks_and_evaluations_go_on_beside_a_buffer_that_grows():
         ModelTask(model, flat_loss, loader, 1e-2, seed=SEED, validation=loader[:2], name=name)
         for model, name in zip(models, "ab", strict=True)
     ]
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("64KiB")])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(tasks, "64KiB")
     with audited() as audit:
         report = orchestra.train_models()
     assert not audit.over
@@ -296,13 +316,8 @@ class OnlyARunTells(nn.Module):
 @pytest.mark.parametrize("order", ["rising", "falling", "any"])
 @pytest.mark.parametrize("layer", [CutTo, CutFrom, Room])
 def test_a_number_that_cuts_a_tensor_is_a_size(monkeypatch, layer, order):
-    lengths = [40 + i for i in range(25)]
-    if order == "falling":
-        lengths.reverse()
-    elif order == "any":
-        random.Random(1).shuffle(lengths)
     widths = {CutTo: lambda n: n, CutFrom: lambda n: 100 - n, Room: lambda n: 100}[layer]
-    loader = [((inputs(2, 100), 50 * n if layer is Room else n), classes(2, widths(n))) for n in lengths]
+    loader = [((inputs(2, 100), 50 * n if layer is Room else n), classes(2, widths(n))) for n in lengths_of(order, 25)]
     trained = Trained(monkeypatch, dense(3, layer()), loader, "200KiB")
     assert trained.report.status == "finished", trained.report.error
 
@@ -315,12 +330,8 @@ def test_where_only_a_run_tells_numbers_are_metered_a_few_times(monkeypatch):
     assert len(trained.counted) <= 2 * NUM_METERED
 
 
-class Heads(nn.Module):
+class Heads(Layer):
     """A name decides which of two is used."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, batch):
         x = batch["x"]
@@ -340,22 +351,9 @@ def test_a_name_that_decides_which_layers_run_is_metered(monkeypatch):
 # -- batches of other shapes
 
 
-class Attend(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
+class Attend(Layer):
     def forward(self, x):
         return torch.softmax(self.linear(x) @ x.transpose(-1, -2), -1) @ x
-
-
-def lengths_of(order, num):
-    found = list(range(40, 40 + num))
-    if order == "falling":
-        found.reverse()
-    elif order == "any":
-        random.Random(1).shuffle(found)
-    return found
 
 
 @pytest.mark.parametrize("options", [{}, {"num_devices": 2, "accumulation_steps": 2}], ids=str)
@@ -400,12 +398,8 @@ def test_layers_that_need_other_sizes_are_counted_at_their_own(monkeypatch):
     assert trained.report.status == "finished", trained.report.error
 
 
-class Pads(nn.Module):
+class Pads(Layer):
     """Takes more for a length that it has to pad."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         length = x.shape[1]
