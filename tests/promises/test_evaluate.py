@@ -2,6 +2,7 @@
 
 import _thread
 import copy
+from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -57,6 +58,13 @@ def assert_untouched(model, before):
         assert parameter.untyped_storage().nbytes() == parameter.nbytes, name
 
 
+@contextmanager
+def left_as_it_was(model):
+    before = everything(model)
+    yield
+    assert_untouched(model, before)
+
+
 def dense(num_layers=5, *, norm=False):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -89,10 +97,10 @@ def test_the_loss_is_the_plain_loops_and_nothing_is_changed(name, num_devices):
     task = task_of(zoo.MODELS[name])
     orchestra = exact.orchestrator([task], num_devices=num_devices, chaos=4)
     loader = zoo.MODELS[name]()[2]  # most of them shuffle
-    before, generators = everything(task.model), capture()
-    found = orchestra.evaluate(task, loader)
-    assert capture().same_as(generators)
-    assert_untouched(task.model, before)
+    generators = capture()
+    with left_as_it_was(task.model):
+        found = orchestra.evaluate(task, loader)
+        assert capture().same_as(generators)
     assert found.loss == plain(task, zoo.MODELS[name]()[2])
     assert found.num_samples == len(loader.dataset)
     assert found.metrics == {}
@@ -273,18 +281,16 @@ def test_gradients_that_the_user_keeps_stay():
     task = task_of(zoo.mlp)
     for inputs, target in zoo.mlp()[2]:
         task.loss_fn(task.model(inputs), target).backward()
-    before = everything(task.model)
-    assert all(gradient is not None for gradient in before[1].values())
-    exact.orchestrator([task]).evaluate(task, zoo.mlp()[2])
-    assert_untouched(task.model, before)
+    assert all(parameter.grad is not None for parameter in task.model.parameters())
+    with left_as_it_was(task.model):
+        exact.orchestrator([task]).evaluate(task, zoo.mlp()[2])
 
 
 def test_modules_keep_flags_of_their_own():
     task = task_of(zoo.cnn)
     task.model[1].eval()
-    before = everything(task.model)
-    exact.orchestrator([task]).evaluate(task, zoo.cnn()[2])
-    assert_untouched(task.model, before)
+    with left_as_it_was(task.model):
+        exact.orchestrator([task]).evaluate(task, zoo.cnn()[2])
     assert not task.model[1].training
     assert task.model[4].training
 
@@ -307,9 +313,9 @@ class Counter(nn.Module):
 def test_what_layers_write_to_buffers_is_seen_by_later_batches_and_dropped():
     model = nn.Sequential(nn.Linear(WIDTH, 8), Counter(), nn.Linear(8, 3))
     task = ModelTask(model, F.cross_entropy, [], seed=SEED, partitioner=Presharded([1, 2, 3]))
-    before, buffer = everything(model), model[1].calls
-    found = orchestra_of().evaluate(task, batches(3, 3, 3))
-    assert_untouched(model, before)
+    buffer = model[1].calls
+    with left_as_it_was(model):
+        found = orchestra_of().evaluate(task, batches(3, 3, 3))
     assert model[1].calls is buffer
     assert found.loss == plain(task, batches(3, 3, 3), copy.deepcopy(model))
 
@@ -392,10 +398,9 @@ def test_evaluations_of_whole_batches_say_so():
 def test_parts_that_would_differ_by_more_are_refused(layer, does):
     model = dense()
     model.insert(4, layer())
-    before = everything(model)
-    with pytest.raises(ValueError, match=rf"a: evaluation batch 0 of 1000 samples .* a layer that {does} in eval\(\)"):
+    match = rf"a: evaluation batch 0 of 1000 samples .* a layer that {does} in eval\(\)"
+    with left_as_it_was(model), pytest.raises(ValueError, match=match):
         orchestra_of(memory="70KiB").evaluate(ModelTask(model, F.cross_entropy, [], name="a"), batches(1000))
-    assert_untouched(model, before)
 
 
 def test_predictions_are_in_parts_as_well_and_warn():
@@ -410,6 +415,14 @@ def boom(*_):
     raise ZeroDivisionError("boom")
 
 
+def assert_raises(loader, *, model=None, error=ZeroDivisionError, match="boom", num_devices=1, **options):
+    """The evaluation raises, and the model is given back."""
+    model = dense() if model is None else model
+    task = ModelTask(model, F.cross_entropy, [], seed=SEED)
+    with left_as_it_was(model), pytest.raises(error, match=match):
+        orchestra_of(num_devices=num_devices).evaluate(task, loader, **options)
+
+
 def test_a_layer_that_raises_at_a_later_batch():
     class Picky(nn.Module):
         def forward(self, x):
@@ -417,10 +430,7 @@ def test_a_layer_that_raises_at_a_later_batch():
 
     model = dense()
     model.insert(4, Picky())
-    task, before = ModelTask(model, F.cross_entropy, [], seed=SEED), everything(model)
-    with pytest.raises(ZeroDivisionError, match="boom"):
-        orchestra_of(num_devices=2).evaluate(task, batches(6, 6, 5, 6))
-    assert_untouched(model, before)
+    assert_raises(batches(6, 6, 5, 6), model=model, num_devices=2)
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 3])
@@ -429,19 +439,11 @@ def test_a_loader_that_raises(num_read):
         yield from batches(*[4] * num_read)
         boom()
 
-    model = dense()
-    task, before = ModelTask(model, F.cross_entropy, [], seed=SEED), everything(model)
-    with pytest.raises(ZeroDivisionError, match="boom"):
-        orchestra_of().evaluate(task, loader())
-    assert_untouched(model, before)
+    assert_raises(loader())
 
 
 def test_a_metric_that_raises():
-    model = dense()
-    task, before = ModelTask(model, F.cross_entropy, [], seed=SEED), everything(model)
-    with pytest.raises(ZeroDivisionError, match="boom"):
-        orchestra_of().evaluate(task, batches(4), metrics={"boom": boom})
-    assert_untouched(model, before)
+    assert_raises(batches(4), metrics={"boom": boom})
 
 
 def test_ctrl_c_gives_the_model_back():
@@ -451,11 +453,7 @@ def test_ctrl_c_gives_the_model_back():
                 _thread.interrupt_main()
             yield batch
 
-    model = dense()
-    task, before = ModelTask(model, F.cross_entropy, [], seed=SEED), everything(model)
-    with pytest.raises(KeyboardInterrupt):
-        orchestra_of().evaluate(task, loader())
-    assert_untouched(model, before)
+    assert_raises(loader(), error=KeyboardInterrupt, match=None)
 
 
 # Refused
