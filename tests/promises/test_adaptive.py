@@ -318,12 +318,12 @@ def chosen(
     return model, loader, report
 
 
-def assert_plain(build, model, report, **options):
+def assert_plain(build, model, report, *, name="task", **options):
     """What the engine has chosen and done is what the plain loop does by its record."""
     options = {"lr": 0.02, "seed": SEED, "epochs": 2, **options}
     alone, loss_fn, samples = build()
-    result = plain(alone, loss_fn, adaptive(samples), report.tasks["task"].adaptive, **options)
-    exact.assert_as_expected(report, "task", model, exact.Expected(result.losses, [], zoo.state(alone)))
+    result = plain(alone, loss_fn, adaptive(samples), report.tasks[name].adaptive, **options)
+    exact.assert_as_expected(report, name, model, exact.Expected(result.losses, [], zoo.state(alone)))
     return result
 
 
@@ -812,12 +812,7 @@ def test_several_adaptive_tasks_share_the_devices_and_none_changes_another(fairn
     with timed_by(mostly_transfers):
         report = orchestra.train_models()
     for seed, build in enumerate(builds):
-        alone, loss_fn, samples = build()
-        result = plain(
-            alone, loss_fn, adaptive(samples), report.tasks[str(seed)].adaptive, seed=seed, lr=0.02, epochs=2
-        )
-        expected = exact.Expected(result.losses, [], zoo.state(alone))
-        exact.assert_as_expected(report, str(seed), tasks[seed].model, expected)
+        assert_plain(build, tasks[seed].model, report, name=str(seed), seed=seed)
 
 
 class Pauses(Callback):
@@ -843,9 +838,7 @@ def test_a_task_that_is_paused_goes_on_and_ends_with_more_epochs(tmp_path):
     assert ended.adaptive[:9] == paused.adaptive
     assert max(each.batch_size for each in ended.adaptive) > 20
     assert all(each.batch_size <= 20 for each in found[ended.steps :])
-    alone, loss_fn, samples = zoo.dropout()
-    result = plain(alone, loss_fn, adaptive(samples), found, lr=0.02, seed=SEED, epochs=4)
-    exact.assert_as_expected(report, "task", task.model, exact.Expected(result.losses, [], zoo.state(alone)))
+    assert_plain(zoo.dropout, task.model, report, epochs=4)
 
 
 def test_a_record_is_replayed_through_a_resume(tmp_path):
