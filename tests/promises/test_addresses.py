@@ -24,7 +24,6 @@ from tests.promises.test_spread import parts_of, spread
 RESIDUES = range(0, 64, 4)
 SEED = 5
 SIZE = 31  # odd, so that rows of a batch lie at all addresses
-PATIENCE_S = 60
 
 
 def at(value, start):
@@ -184,33 +183,23 @@ def slices(num=4, batch=3, shift=7):
 
 def views(inputs, target, num, loss_reduction="mean"):
     """A split into views, which begin wherever they lie in the batch."""
-    found = []
     pairs = zip(torch.tensor_split(inputs, num), torch.tensor_split(target, num), strict=True)
-    for x, y in pairs:
-        found.append((x, y, len(x) / len(inputs)))
-    return found
+    return [(x, y, len(x) / len(inputs)) for x, y in pairs]
 
 
 ENDS = {"one": lambda n: [n], "three": lambda n: [n // 3, 2 * n // 3, n], "each": lambda n: [*range(1, n + 1)]}
 
 
 def task_of(model, loader=None, loss=None, *, ends="each", **options):
-    options = {
-        "name": "a",
-        "optimizer": SeesSGD,
-        "seed": SEED,
-        "partitioner": Presharded(ENDS[ends](len(model))),
-    } | options
-    return ModelTask(
-        model, Loss() if loss is None else loss, slices() if loader is None else loader, 0.05, 2, **options
-    )
+    shards = Presharded(ENDS[ends](len(model)))
+    options = {"name": "a", "optimizer": SeesSGD, "seed": SEED, "partitioner": shards} | options
+    return ModelTask(model, loss or Loss(), slices() if loader is None else loader, 0.05, 2, **options)
 
 
-def orchestra_of(*tasks, num_devices=1, chaos=None, has_arena=False, memory="8MiB"):
-    devices = [
-        EmulatedDevice(memory, chaos=chaos, has_arena=has_arena, meter_every_unit=True) for _ in range(num_devices)
-    ]
-    orchestra = ModelOrchestrator(tasks, devices=devices)
+def orchestra_of(*tasks, num_devices=1, chaos=None, has_arena=False, **options):
+    settings = {"chaos": chaos, "has_arena": has_arena, "meter_every_unit": True}
+    devices = [EmulatedDevice("8MiB", **settings) for _ in range(num_devices)]
+    orchestra = ModelOrchestrator(tasks, devices=devices, **options)
     orchestra.verbose = 0
     return orchestra
 
@@ -227,6 +216,16 @@ def assert_same(model, plain):
         assert residue(own) == residue(other), f"{name}: at {residue(own)}, in plain PyTorch at {residue(other)}"
 
 
+def train_plainly(plain):
+    return reference.train(plain, Loss(), slices(), seed=SEED, lr=0.05, epochs=2, optimizer=SeesSGD)
+
+
+def assert_trained_as(report, name, model, plain):
+    """Losses, and bits and addresses, are those of the plain loop, which trains `plain` now."""
+    assert report.tasks[name].losses == train_plainly(plain).losses
+    assert_same(model, plain)
+
+
 def assert_trains_as_plain(make, *, num_devices=1, chaos=None, has_arena=False, loader=None, splitter=None, **options):
     """`make` builds the same model twice."""
     model, plain, loss, plain_loss = make(), make(), Loss(), Loss()
@@ -234,20 +233,10 @@ def assert_trains_as_plain(make, *, num_devices=1, chaos=None, has_arena=False, 
     task = task_of(model, loader, loss, split=splitter, **options)
     report = orchestra_of(task, num_devices=num_devices, chaos=chaos, has_arena=has_arena).train_models()
     report.raise_failures()
-    settings = {
-        name: options[name] for name in ("accumulation_steps", "max_grad_norm", "validation") if name in options
-    }
+    known = ("optimizer", "accumulation_steps", "max_grad_norm", "validation")
+    settings = {"optimizer": SeesSGD} | {name: options[name] for name in known if name in options}
     with mock.patch("tests.reference.split", splitter or split):
-        expected = reference.train(
-            plain,
-            plain_loss,
-            loader,
-            seed=SEED,
-            lr=0.05,
-            epochs=2,
-            optimizer=options.get("optimizer", SeesSGD),
-            **settings,
-        )
+        expected = reference.train(plain, plain_loss, loader, seed=SEED, lr=0.05, epochs=2, **settings)
     own = report.tasks["a"]
     assert own.losses == expected.losses
     assert own.validation_losses == expected.validation_losses
@@ -476,15 +465,13 @@ def test_tasks_that_share_frozen_blocks():
     report = orchestra_of(*tasks, num_devices=2).train_models()
     report.raise_failures()
     for k, plain in enumerate(plains):
-        expected = reference.train(plain, Loss(), slices(), seed=SEED, lr=0.05, epochs=2, optimizer=SeesSGD)
-        assert report.tasks[f"t{k}"].losses == expected.losses
-        assert_same(models[k], plain)
+        assert_trained_as(report, f"t{k}", models[k], plain)
 
 
 @pytest.mark.parametrize("ends", ENDS)
 def test_evaluations_and_predictions(ends):
-    model, loader = build(), slices()
-    plain = copy_with_residues(model)
+    model, plain, loader = build(), build(), slices()
+    assert_same(plain, model)
     task = task_of(model, ends=ends)
     orchestra = orchestra_of(task)
     found = orchestra.evaluate(task, loader)
@@ -501,21 +488,14 @@ def test_evaluations_and_predictions(ends):
     assert_same(model, plain)
 
 
-def copy_with_residues(model):
-    """What `build` gives again: deepcopy would move what a storage of its own begins elsewhere."""
-    again = build()
-    assert_same(again, model)
-    return again
-
-
 def test_training_goes_on_in_plain_pytorch_and_here():
-    model, plain, loader = build(rebinds=12), build(rebinds=12), slices()
+    model, plain = build(rebinds=12), build(rebinds=12)
     for number in range(3):
         if number == 1:
-            reference.train(model, Loss(), loader, seed=SEED, lr=0.05, epochs=2, optimizer=SeesSGD)
+            train_plainly(model)
         else:
             orchestra_of(task_of(model)).train_models().raise_failures()
-        reference.train(plain, Loss(), loader, seed=SEED, lr=0.05, epochs=2, optimizer=SeesSGD)
+        train_plainly(plain)
         assert_same(model, plain)
 
 
@@ -540,9 +520,7 @@ def test_tasks_that_are_added_while_another_trains():
     report.raise_failures()
     assert added == ["second"]
     for name, model, plain in zip(("first", "second"), models, plains, strict=True):
-        expected = reference.train(plain, Loss(), slices(), seed=SEED, lr=0.05, epochs=2, optimizer=SeesSGD)
-        assert report.tasks[name].losses == expected.losses
-        assert_same(model, plain)
+        assert_trained_as(report, name, model, plain)
 
 
 class Stop(RuntimeError):
@@ -556,10 +534,8 @@ def fail():
 @pytest.mark.parametrize("rebinds", [None, 44])
 def test_a_resumed_run(rebinds, tmp_path):
     def orchestra(model, *callbacks):
-        task, devices = task_of(model, callbacks=callbacks), [EmulatedDevice("8MiB")]
-        orchestra = ModelOrchestrator([task], devices=devices, checkpoint_dir=tmp_path, checkpoint_every=1)
-        orchestra.verbose = 0
-        return orchestra
+        task = task_of(model, callbacks=callbacks)
+        return orchestra_of(task, checkpoint_dir=tmp_path, checkpoint_every=1)
 
     model, plain = build(rebinds=rebinds), build(rebinds=rebinds)
     for layer in (0, 2):  # it is built elsewhere in the process that goes on
@@ -568,9 +544,7 @@ def test_a_resumed_run(rebinds, tmp_path):
         orchestra(build(rebinds=rebinds), At(3, fail)).train_models()
     report = orchestra(model).train_models(resume=True)
     report.raise_failures()
-    expected = reference.train(plain, Loss(), slices(), seed=SEED, lr=0.05, epochs=2, optimizer=SeesSGD)
-    assert report.tasks["a"].losses == expected.losses
-    assert_same(model, plain)
+    assert_trained_as(report, "a", model, plain)
 
 
 # With torch's own kernels, whatever they do on this machine.
@@ -677,14 +651,11 @@ def test_tasks_with_parameters_of_their_own_on_one_frozen_memory():
         return models
 
     models, plains = pair(), pair()
-    report = orchestra_of(
-        *(task_of(model, name=f"t{k}") for k, model in enumerate(models)), num_devices=2
-    ).train_models()
+    tasks = [task_of(model, name=f"t{k}") for k, model in enumerate(models)]
+    report = orchestra_of(*tasks, num_devices=2).train_models()
     report.raise_failures()
     for k, plain in enumerate(plains):
-        expected = reference.train(plain, Loss(), slices(), seed=SEED, lr=0.05, epochs=2, optimizer=SeesSGD)
-        assert report.tasks[f"t{k}"].losses == expected.losses
-        assert_same(models[k], plain)
+        assert_trained_as(report, f"t{k}", models[k], plain)
 
 
 class Elsewhere(torch.optim.SGD):
@@ -704,7 +675,6 @@ def test_an_optimizer_that_moves_weights_to_other_addresses_is_refused(scope):
     model = nn.Sequential(Sees(36), Sees(8))
     loader = [(torch.randn(3, SIZE), torch.randn(3, SIZE)) for _ in range(3)]
     task = ModelTask(model, F.mse_loss, loader, 0.01, name="moves", optimizer=Elsewhere, optimizer_scope=scope)
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(task)
     with pytest.raises(ValueError, match=r"moves: optimizer: Elsewhere gives parameter 0.weight other memory .* 36"):
         orchestra.generate()
