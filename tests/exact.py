@@ -92,12 +92,9 @@ MEMORY = "8MiB"  # of one emulated device
 HANG_S = 3600  # a case that takes longer ends `make exact` with every thread's stack
 
 
-def run(tasks, *, num_devices=1, memory=MEMORY, policy="sharded-lrtf", double_buffer=True, chaos=None):
+def run(tasks, *, num_devices=1, **options):
     """Train the tasks on emulated devices that meter every unit, and check that none exceeded its budget."""
-    orchestra = orchestrator(
-        tasks, num_devices=num_devices, memory=memory, policy=policy, double_buffer=double_buffer, chaos=chaos
-    )
-    report = orchestra.train_models()
+    report = orchestrator(tasks, num_devices=num_devices, **options).train_models()
     assert_within_budget(report, num_devices)
     return report
 
@@ -112,7 +109,13 @@ def orchestrator(tasks, *, num_devices=1, memory=MEMORY, policy="sharded-lrtf", 
         )
         for k in range(num_devices)
     ]
-    orchestra = ModelOrchestrator(tasks, devices=devices, policy=policy, double_buffer=double_buffer)
+    return silent(tasks, devices=devices, policy=policy, double_buffer=double_buffer)
+
+
+def silent(tasks, memory=MEMORY, *, num_devices=1, devices=None, **options):
+    """An orchestrator that prints nothing, on `devices`, or on emulated ones of a memory each."""
+    devices = [EmulatedDevice(memory) for _ in range(num_devices)] if devices is None else devices
+    orchestra = ModelOrchestrator(tasks, devices=devices, **options)
     orchestra.verbose = 0
     return orchestra
 
