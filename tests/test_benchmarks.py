@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +18,41 @@ from hydra_engine.trace import Span
 from tests.durability import Kill, Outcome
 
 ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "benchmarks"
 
 
 def main_of(benchmark):
-    return ROOT / "benchmarks" / benchmark / "main.py"
+    return FOLDER / benchmark / "main.py"
+
+
+def loaded(path, monkeypatch):
+    """A module of a benchmark by its file. What it adds to `sys.path` is gone afterwards."""
+    monkeypatch.syspath_prepend(FOLDER)
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{path.parent.name}_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def modules_of(benchmark, names, monkeypatch):
+    """Modules of a benchmark by name, as its own folder has them; all from there are forgotten afterwards."""
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.syspath_prepend(FOLDER / benchmark)
+    before = set(sys.modules)
+    yield SimpleNamespace(**{name.rpartition(".")[2]: importlib.import_module(name) for name in names})
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
+
+
+def exit_code(benchmark, monkeypatch, *arguments):
+    """Of a benchmark's command in this process."""
+    monkeypatch.setattr(sys, "argv", ["main.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(main_of(benchmark)), run_name="__main__")
+    return ended.value.code
 
 
 @pytest.mark.slow
@@ -35,12 +67,7 @@ def test_command_starts_as_it_is_installed(main, tmp_path):
 
 
 def test_cuts_are_predicted_for_stated_rates_and_measured(monkeypatch, capsys, tmp_path):
-    path = ROOT / "benchmarks" / "predictions" / "cuts.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_cuts", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    spec.loader.exec_module(module)
+    module = loaded(FOLDER / "predictions" / "cuts.py", monkeypatch)
     monkeypatch.setattr(module, "BALANCED", range(2, 4))
     small = module.stated_costs(1, 4, 64)
     monkeypatch.setattr(module, "stated_costs", lambda _: small)
@@ -61,44 +88,28 @@ def test_cuts_are_predicted_for_stated_rates_and_measured(monkeypatch, capsys, t
 @pytest.mark.parametrize("judged", [False, True])
 def test_host_optimizer_measures_and_judges(judged, monkeypatch, capsys):
     options = ["--params", "3e5", "--triad", "1", "--repeats", "2", "--threads", str(torch.get_num_threads())]
-    monkeypatch.setattr(sys, "argv", ["main.py", *options, *([] if judged else ["--no-judge"])])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(main_of("host_optimizer")), run_name="__main__")
+    code = exit_code("host_optimizer", monkeypatch, *options, *([] if judged else ["--no-judge"]))
     printed = capsys.readouterr().out
     names = [line.split()[0] for line in printed.splitlines()]
     assert names.count("blocked") == names.count("plain") == 2
     slow = any(line.endswith("NO") for line in printed.splitlines())
-    assert ended.value.code == (1 if judged and slow else 0)
+    assert code == (1 if judged and slow else 0)
 
 
 def test_scheduler_compares_with_exhaustive_search(monkeypatch, capsys):
     monkeypatch.syspath_prepend(main_of("scheduler").parent)
-    monkeypatch.setattr(sys, "argv", ["main.py", "swaps", "--instances", "2", "--no-judge"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(main_of("scheduler")), run_name="__main__")
+    assert exit_code("scheduler", monkeypatch, "swaps", "--instances", "2", "--no-judge") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert ended.value.code == 0
     ratios = [float(line.split()[1]) for line in lines if line.startswith("sharded-lrtf")]
     assert len(ratios) == 2
     assert min(ratios) >= 1
 
 
-def module_of(benchmark, name, monkeypatch):
-    """A module beside a benchmark's main.py."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", ROOT / "benchmarks" / benchmark / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_simulator_prints_shares_of_the_bound(monkeypatch, capsys):
-    bound = module_of("simulator", "bound", monkeypatch)
-    for name, value in {"WIDTH": 64, "NUM_BLOCKS": 3, "NUM_HEADS": 2, "VOCABULARY": 256, "LENGTH": 32}.items():
+    bound = loaded(FOLDER / "simulator" / "bound.py", monkeypatch)
+    small = {"WIDTH": 64, "NUM_BLOCKS": 3, "NUM_HEADS": 2, "VOCABULARY": 256, "LENGTH": 32, "MICRO_TOKENS": 128}
+    for name, value in (small | {"NUM_STEPS": 6}).items():
         monkeypatch.setattr(bound, name, value)
-    monkeypatch.setattr(bound, "MICRO_TOKENS", 128)
-    monkeypatch.setattr(bound, "NUM_STEPS", 6)
     with pytest.raises(SystemExit) as ended:
         bound.main(["--models", "2", "1", "--tokens", "256", "--dram", "200", "--link", "50"])
     assert ended.value.code == 0
@@ -108,7 +119,7 @@ def test_simulator_prints_shares_of_the_bound(monkeypatch, capsys):
 
 
 def test_scheduler_compares_plans_of_each_task_and_of_all(monkeypatch):
-    together = module_of("scheduler", "together", monkeypatch)
+    together = loaded(FOLDER / "scheduler" / "together.py", monkeypatch)
     long, short = (
         together.Layers(num_layers=4, param_bytes=10**8, forward_s=0.002, num_steps=number) for number in (6, 2)
     )
@@ -118,13 +129,8 @@ def test_scheduler_compares_plans_of_each_task_and_of_all(monkeypatch):
 
 
 def test_simulator_predicts_to_a_file_and_runs(monkeypatch, capsys, tmp_path):
-    spec = importlib.util.spec_from_file_location("benchmarks_simulator", main_of("simulator"))
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    spec.loader.exec_module(module)
-    small = module.Kind(24, (2, 6), 1)
-    whole = module.Kind(24, (6,), 1)
+    module = loaded(main_of("simulator"), monkeypatch)
+    small, whole = module.Kind(24, (2, 6), 1), module.Kind(24, (6,), 1)
     monkeypatch.setattr(module, "SMALL", small)
     monkeypatch.setattr(module, "WHOLE", whole)
     workloads = {
@@ -157,10 +163,7 @@ def test_simulator_predicts_to_a_file_and_runs(monkeypatch, capsys, tmp_path):
 @pytest.fixture
 def durability(monkeypatch):
     """The benchmark with a model of a few thousand parameters."""
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the benchmark adds to it
-    spec = importlib.util.spec_from_file_location("benchmarks_durability", main_of("durability"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = loaded(main_of("durability"), monkeypatch)
     monkeypatch.setattr(module, "MODEL", module.Model(16, 1, 1, 1, 8, (1, 2, 3), "8MiB"))
     return module
 
@@ -196,23 +199,13 @@ def test_durability_counts_kills_and_judges(is_good, durability, monkeypatch, ca
 @pytest.fixture
 def gpu_day(monkeypatch):
     """Modules of the benchmark by name, as its own folder has them."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    monkeypatch.syspath_prepend(main_of("gpu_day").parent)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other tests keep the cores busy
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))  # put back
-    before = set(sys.modules)
     names = ("bounds", "scales", "stages", "rows", "report", "wheels", "child")
-    modules = {name: importlib.import_module(name) for name in names}
-    spec = importlib.util.spec_from_file_location("benchmarks_gpu_day", main_of("gpu_day"))
-    modules["main"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(modules["main"])
-    monkeypatch.setattr(modules["wheels"], "install", lambda: None)
-    yield SimpleNamespace(**modules)
-    folder = str(ROOT / "benchmarks")
-    for name in set(sys.modules) - before:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
-            del sys.modules[name]
+    with modules_of("gpu_day", names, monkeypatch) as found:
+        found.main = loaded(main_of("gpu_day"), monkeypatch)
+        monkeypatch.setattr(found.wheels, "install", lambda: None)
+        yield found
 
 
 def run_small(gpu_day, tmp_path, module, method, **options):
@@ -220,6 +213,13 @@ def run_small(gpu_day, tmp_path, module, method, **options):
     rows = []
     group = gpu_day.scales.Group(module=module, method=method, **options)
     gpu_day.child.run_group(gpu_day.scales.EMULATED, group, rows.append, tmp_path)
+    return rows
+
+
+def run_child(gpu_day, tmp_path, *, left_s=100, row_s=100, **options):
+    """Rows of one group in a process of its own."""
+    rows, group = [], gpu_day.scales.Group(memory="1MiB", **options)
+    gpu_day.main.run_child("emulated", group, rows.append, time.monotonic() + left_s, row_s, tmp_path)
     return rows
 
 
@@ -310,31 +310,23 @@ def test_gpu_day_says_how_many_models_dram_holds(gpu_day, monkeypatch):
 
 
 def test_gpu_day_measures_fsdp2_in_a_process_of_its_own(gpu_day, tmp_path):
-    group = gpu_day.scales.Group(method="fsdp2", size=gpu_day.scales.EMULATED.size, memory="1MiB", tokens=(64,))
-    rows = []
-    gpu_day.main.run_child("emulated", group, rows.append, time.monotonic() + 100, 100, tmp_path)
-    [row] = rows
+    [row] = run_child(gpu_day, tmp_path, method="fsdp2", size=gpu_day.scales.EMULATED.size, tokens=(64,))
     assert row["status"] == "ok", row
     assert row["tokens_per_s"] == 64 / row["step_s"]
 
 
 def test_gpu_day_reports_what_ends_a_process_and_what_there_is_no_time_for(gpu_day, tmp_path):
-    group = gpu_day.scales.Group(module="engine", method="engine", size="unknown", memory="1MiB", tokens=(64, 128))
-    rows = []
-    gpu_day.main.run_child("emulated", group, rows.append, time.monotonic() + 100, 100, tmp_path)
+    group = {"module": "engine", "method": "engine", "size": "unknown", "tokens": (64, 128)}
+    rows = run_child(gpu_day, tmp_path, **group)
     assert [(row["tokens"], row["status"], row["reason"]) for row in rows] == [
         (tokens, "failed", "its process ended with 1: KeyError: 'unknown'") for tokens in (64, 128)
     ]
     assert "Traceback" in rows[0]["stderr"]
-    gpu_day.main.run_child("emulated", group, rows.append, time.monotonic(), 100, tmp_path)
-    assert len(rows) == 2
+    assert run_child(gpu_day, tmp_path, left_s=0, **group) == []
 
 
 def test_gpu_day_ends_a_row_that_hangs(gpu_day, tmp_path):
-    group = gpu_day.scales.Group(module="engine", method="engine", size="0.3M", memory="1MiB", tokens=(64,))
-    rows = []
-    gpu_day.main.run_child("emulated", group, rows.append, time.monotonic() + 100, 0.1, tmp_path)
-    [row] = rows
+    [row] = run_child(gpu_day, tmp_path, row_s=0.1, module="engine", method="engine", size="0.3M", tokens=(64,))
     assert (row["status"], row["reason"]) == ("failed", "no end after 0 s")
 
 
@@ -416,16 +408,10 @@ def test_gpu_day_takes_the_mean_of_bursts_of_commits(gpu_day):
 @pytest.fixture
 def elasticity(monkeypatch):
     """Modules of the benchmark by name, with a model that is quick to train."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.syspath_prepend(main_of("elasticity").parent)
-    before = set(sys.modules)
-    found = SimpleNamespace(**{name: importlib.import_module(name) for name in ("main", "workload", "pool")})
-    for name, value in {"WIDTH": 16, "LENGTH": 8, "BATCH_SIZE": 4, "one_thread": lambda: None}.items():
-        monkeypatch.setattr(found.workload, name, value)
-    yield found
-    for name in set(sys.modules) - before:
-        if str(ROOT / "benchmarks") in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
+    with modules_of("elasticity", ("main", "workload", "pool"), monkeypatch) as found:
+        for name, value in {"WIDTH": 16, "LENGTH": 8, "BATCH_SIZE": 4, "one_thread": lambda: None}.items():
+            monkeypatch.setattr(found.workload, name, value)
+        yield found
 
 
 def test_elasticity_follows_a_pool(elasticity, monkeypatch, tmp_path):
@@ -454,13 +440,7 @@ def test_elasticity_counts_steps_that_are_committed_again(elasticity):
 
 @pytest.fixture
 def adaptive(monkeypatch):
-    """The benchmark's module."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec = importlib.util.spec_from_file_location("benchmarks_adaptive", main_of("adaptive"))
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(main_of("adaptive"), monkeypatch)
 
 
 def test_adaptive_predicts_steps_of_other_splits(adaptive, monkeypatch, capsys):
@@ -474,13 +454,8 @@ def test_adaptive_predicts_steps_of_other_splits(adaptive, monkeypatch, capsys):
 
 
 def test_adaptive_tells_what_norms_cost(adaptive, monkeypatch, capsys):
-    small = (
-        lambda: adaptive.gpt(16, 1, 2, 8),
-        adaptive.text_loss,
-        lambda: adaptive.texts(64, 8),
-        (8, 2),
-        {"memory": "8MiB"},
-    )
+    layers, samples = (lambda: adaptive.gpt(16, 1, 2, 8)), (lambda: adaptive.texts(64, 8))
+    small = (layers, adaptive.text_loss, samples, (8, 2), {"memory": "8MiB"})
     monkeypatch.setattr(adaptive, "COSTS", {"small": small})
     adaptive.cost(SimpleNamespace(rounds=1, steps=2))
     lines = capsys.readouterr().out.splitlines()
@@ -489,11 +464,8 @@ def test_adaptive_tells_what_norms_cost(adaptive, monkeypatch, capsys):
 
 
 def test_dram_compares_bits_and_times(monkeypatch, capsys):
-    before = torch.get_num_threads()
-    monkeypatch.setattr(sys, "argv", ["main.py", "--params", "1e6", "--repeats", "1", "--threads", str(before)])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(main_of("dram")), run_name="__main__")
+    options = ("--params", "1e6", "--repeats", "1", "--threads", str(torch.get_num_threads()))
+    assert not exit_code("dram", monkeypatch, *options)
     lines = capsys.readouterr().out.splitlines()
-    assert not ended.value.code
     assert lines[0] == "split weights are bit-equal after 3 steps"
     assert [line.partition("  ")[0] for line in lines[1:]] == ["whole", "split", "split, narrow moments"]

@@ -1,33 +1,26 @@
 """Peers of the benchmark on a GPU: those that belong to torch train here, the others say that they are missing."""
 
-import importlib
 import os
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import ModelTask
+from tests import exact
+from tests.test_benchmarks import modules_of
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def gpu_day(monkeypatch):
     """Modules of the benchmark by name, as its own folder has them."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    monkeypatch.syspath_prepend(BENCHMARKS / "gpu_day")
-    before = set(sys.modules)
-    names = ("scales", "bounds", "models", "peers", "peers.rows")
-    yield SimpleNamespace(**{name.split(".")[-1]: importlib.import_module(name) for name in names})
-    for name in set(sys.modules) - before:
-        if str(BENCHMARKS) in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
+    with modules_of("gpu_day", ("scales", "bounds", "models", "peers", "peers.rows"), monkeypatch) as found:
+        yield found
 
 
 @pytest.fixture
@@ -97,9 +90,7 @@ def test_resident_fsdp2_and_the_engine_train_the_same(gpu_day, scale):
         accumulation_steps=tokens // scale.micro_tokens,
         seed=0,
     )
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice(scale.memory)])
-    orchestra.verbose = 0
-    report = orchestra.train_models()
+    report = exact.silent([task], scale.memory).train_models()
     report.raise_failures()
     losses = report.tasks["engine"].losses
     assert losses[0] - losses[-1] > 0.05  # so that agreement means something

@@ -1,7 +1,6 @@
 """Scaling and ablation, small and in this process; and what is said of figures that moved."""
 
 import csv
-import importlib.util
 import json
 import sys
 from types import SimpleNamespace
@@ -11,19 +10,7 @@ import torch
 
 from hydra_engine import DeviceChange, TaskCost
 from hydra_engine.schedule import Placed, Unit
-from tests.test_benchmarks import ROOT, main_of
-
-FOLDER = ROOT / "benchmarks"
-
-
-def loaded(path, monkeypatch):
-    """A module of a benchmark. What it imports from its own folder is gone afterwards."""
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{path.parent.name}_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+from tests.test_benchmarks import FOLDER, ROOT, loaded, main_of
 
 
 @pytest.fixture
@@ -76,11 +63,8 @@ class StatedCosts:
 def scaling(monkeypatch, threads):
     """The benchmark with stated costs, and with tens where it has thousands."""
     module = loaded(main_of("scaling"), monkeypatch)
-    monkeypatch.setattr(module, "COSTS", StatedCosts(module))
-    monkeypatch.setattr(module, "STEPS", (2, 4))
-    monkeypatch.setattr(module, "UNIT_S", 0.0)
-    monkeypatch.setattr(module, "NUM_DEVICES", (1, 8))
-    for name, value in {"MANY_TASKS": 20, "MANY_DEVICES": 10, "MANY_STEPS": (2, 3)}.items():
+    small = {"COSTS": StatedCosts(module), "STEPS": (2, 4), "UNIT_S": 0.0, "NUM_DEVICES": (1, 8)}
+    for name, value in (small | {"MANY_TASKS": 20, "MANY_DEVICES": 10, "MANY_STEPS": (2, 3)}).items():
         monkeypatch.setattr(module, name, value)
     return module
 

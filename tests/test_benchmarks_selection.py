@@ -1,35 +1,24 @@
 """The benchmark of a selection, with models of a few thousand weights; processes only where a side needs several."""
 
 import importlib
-import importlib.util
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-FOLDER = BENCHMARKS / "selection"
+from tests.test_benchmarks import loaded, main_of, modules_of
+
+FOLDER = main_of("selection").parent
 
 
 @pytest.fixture
 def selection(monkeypatch):
     """Modules of the benchmark by name."""
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the benchmark adds to it
-    monkeypatch.syspath_prepend(FOLDER)
-    before = set(sys.modules)
-    found = {name: importlib.import_module(name) for name in ("grid", "sides")}
-    spec = importlib.util.spec_from_file_location("benchmarks_selection", FOLDER / "main.py")
-    found["main"] = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, found["main"])
-    spec.loader.exec_module(found["main"])
-    yield SimpleNamespace(**found)
-    for name in set(sys.modules) - before:
-        if str(BENCHMARKS) in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
+    with modules_of("selection", ("grid", "sides"), monkeypatch) as found:
+        found.main = loaded(main_of("selection"), monkeypatch)
+        yield found
 
 
 @pytest.fixture

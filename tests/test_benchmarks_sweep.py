@@ -1,26 +1,20 @@
 """The benchmark of sweeps, with searches of few small trials, in this process."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("optuna")
+from tests.test_benchmarks import loaded, main_of
 
-FOLDER = Path(__file__).parent.parent / "benchmarks" / "sweep"
+pytest.importorskip("optuna")
 
 
 @pytest.fixture
 def sweep(monkeypatch):
     """The benchmark as a module."""
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the benchmark adds to it
-    monkeypatch.syspath_prepend(FOLDER)
-    spec = importlib.util.spec_from_file_location("benchmarks_sweep", FOLDER / "main.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    monkeypatch.syspath_prepend(main_of("sweep").parent)
+    module = loaded(main_of("sweep"), monkeypatch)
     small = {"widths": (32,), "num_blocks": (1, 2), "num_windows": 32}
     monkeypatch.setattr(module, "HALVING", module.HALVING._replace(num_trials=5, epochs=3, **small))
     monkeypatch.setattr(module, "MEMORY", module.MEMORY._replace(num_trials=5, parallel=2, **small))
@@ -61,5 +55,5 @@ def test_memory_counts_trials_and_models(sweep, capsys, monkeypatch):
 
 def test_lines_of_user_code_leave_out_what_is_no_code(sweep):
     found = {name: program.num_lines for name, program in sweep.PROGRAMS.items()}
-    text = (FOLDER / "beside_hydra.py").read_text().splitlines()
+    text = main_of("sweep").with_name("beside_hydra.py").read_text().splitlines()
     assert found["the engine"] == len([line for line in text[1:] if line])

@@ -1,23 +1,17 @@
 """Packages for the machine of the GPU day: what is refused, what is printed, what is installed."""
 
-import importlib.util
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu_day" / "wheels.py"
+from tests.test_benchmarks import loaded, main_of
 
 
 @pytest.fixture
 def wheels(monkeypatch):
-    spec = importlib.util.spec_from_file_location("benchmarks_gpu_day_wheels", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(main_of("gpu_day").with_name("wheels.py"), monkeypatch)
 
 
 def write_wheel(folder, name, version="1.0", tags="py3-none-any", files=()):
