@@ -13,6 +13,7 @@ from partitioners import Presharded
 from tests import exact, reference, zoo
 
 SEED, LR = 7, 1e-3
+OPTIONS = {"seed": SEED, "lr": LR, "optimizer": torch.optim.AdamW}
 MEMORY = "1GiB"  # of the emulated device; shards end where the case says, so that it decides nothing
 
 
@@ -58,15 +59,8 @@ def new_module(case):
 def plain(case):
     """Losses, validation losses and state after plain PyTorch trained the case by the module's own forward."""
     module = new_module(case)
-    result = reference.train(
-        Called(module),
-        case.loss_fn,
-        case.batches(),
-        seed=SEED,
-        lr=LR,
-        optimizer=torch.optim.AdamW,
-        validation=case.validation(),
-    )
+    options = {**OPTIONS, "validation": case.validation()}
+    result = reference.train(Called(module), case.loss_fn, case.batches(), **options)
     assert all(map(math.isfinite, result.losses)), f"{case.name} diverges, so its comparison proves nothing"
     return exact.Expected(result.losses, result.validation_losses, zoo.state(module))
 
@@ -96,17 +90,8 @@ def check(case, cut):
     cut: the number of layers -> the ends of the shards.
     """
     module, model = converted(case)
-    task = ModelTask(
-        model,
-        case.loss_fn,
-        case.batches(),
-        LR,
-        name=case.name,
-        optimizer=torch.optim.AdamW,
-        partitioner=Presharded(cut(len(model))),
-        seed=SEED,
-        validation=case.validation(),
-    )
+    options = {**OPTIONS, "validation": case.validation(), "partitioner": Presharded(cut(len(model)))}
+    task = ModelTask(model, case.loss_fn, case.batches(), name=case.name, **options)
     report = exact.run([task], memory=MEMORY)
     task_report, expected = report.tasks[case.name], _expected(case)
     assert task_report.status == "finished", task_report.error

@@ -22,6 +22,7 @@ VALIDATION = ((2, 7, False), (3, 9, True))
 
 TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+LAYERS = TOKENS | {"hidden_size": 32, "num_hidden_layers": 2}
 ENCODER = TOKENS | SIZES | {"max_position_embeddings": 32}
 DECODER = ENCODER | {"num_key_value_heads": 2, "head_dim": 8}
 MULTI_HEAD = ENCODER | {"num_key_value_heads": 4}
@@ -43,22 +44,11 @@ WINDOW = {"sliding_window": 5}
 GEMMA2 = DECODER | WINDOW | {"query_pre_attn_scalar": 8, "sliding_window_pattern": 2}
 PIXELS = 16
 IMAGE = SIZES | {"image_size": PIXELS, "patch_size": 4, "num_labels": CLASSES}
-SPEECH = (
-    SIZES
-    | TOKENS
-    | {
-        "conv_dim": (16, 16),
-        "conv_kernel": (10, 3),
-        "conv_stride": (5, 2),
-        "num_feat_extract_layers": 2,
-        "num_conv_pos_embeddings": 8,
-        "num_conv_pos_embedding_groups": 4,
-        "apply_spec_augment": False,  # draws from NumPy
-        "layerdrop": 0.0,
-        "num_labels": CLASSES,
-        "classifier_proj_size": 16,
-    }
-)
+CONVOLUTIONS = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
+SPEECH_CLASSES = {"num_labels": CLASSES, "classifier_proj_size": 16}
+SPEECH = SIZES | TOKENS | CONVOLUTIONS | SPEECH_CLASSES
+SPEECH |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4}
+SPEECH |= {"apply_spec_augment": False, "layerdrop": 0.0}  # the first draws from NumPy
 
 
 # ---- data: (samples, length, is padded, generator) -> (inputs, target)
@@ -248,7 +238,7 @@ def batches(data, join, specs, seed):
     return found
 
 
-def case(name, model, config, values, data=tokens, loss_fn=None, join=None, *, is_listed=False):
+def case(name, model, config, values, data=tokens, loss_fn=None, join=None):
     """One row: with no loss of its own, the model gets the target with its inputs and computes the loss itself."""
     if loss_fn is None:
         loss_fn, join = own_loss, join or labels
@@ -258,84 +248,68 @@ def case(name, model, config, values, data=tokens, loss_fn=None, join=None, *, i
         partial(batches, data, join, TRAINING, 2),
         partial(batches, data, join, VALIDATION, 3),
         loss_fn,
-        is_listed,
+        is_listed=False,
     )
 
 
-def causal(name, prefix, values, *, is_listed=False, config=None, model=None):
+def causal(name, prefix, values, *, config=None, model=None):
     """A causal model with the labels in the batch, and by its logits."""
     config, model = config or f"{prefix}Config", model or f"{prefix}ForCausalLM"
     return [
-        case(name, model, config, values, is_listed=is_listed),
-        case(f"{name}, logits", model, config, values, tokens, next_token_loss, is_listed=is_listed),
+        case(name, model, config, values),
+        case(f"{name}, logits", model, config, values, tokens, next_token_loss),
     ]
 
 
-def masked(name, prefix, values, *, is_listed=False):
+def masked(name, prefix, values):
     """A masked language model, and the same without a head."""
     config = f"{prefix}Config"
     return [
-        case(name, f"{prefix}ForMaskedLM", config, values, is_listed=is_listed),
-        case(f"{name}, no head", f"{prefix}Model", config, values, tokens, hidden_loss, is_listed=is_listed),
+        case(name, f"{prefix}ForMaskedLM", config, values),
+        case(f"{name}, no head", f"{prefix}Model", config, values, tokens, hidden_loss),
     ]
 
 
-def heads(name, prefix, values, *, is_listed=False):
+def heads(name, prefix, values):
     """Sequence and token classification, and question answering: labels in the batch, without them, and with both."""
     config = f"{prefix}Config"
     classes = values | {"num_labels": CLASSES}
     answers = f"{prefix}ForQuestionAnswering"
     return [
-        case(
-            f"{name}, sequences", f"{prefix}ForSequenceClassification", config, classes, sentence, is_listed=is_listed
-        ),
-        case(
-            f"{name}, tokens",
-            f"{prefix}ForTokenClassification",
-            config,
-            classes,
-            words,
-            class_loss,
-            is_listed=is_listed,
-        ),
-        case(f"{name}, questions", answers, config, values, spans, own_loss, positions, is_listed=is_listed),
-        case(f"{name}, questions, logits", answers, config, values, spans, span_loss, is_listed=is_listed),
+        case(f"{name}, sequences", f"{prefix}ForSequenceClassification", config, classes, sentence),
+        case(f"{name}, tokens", f"{prefix}ForTokenClassification", config, classes, words, class_loss),
+        case(f"{name}, questions", answers, config, values, spans, own_loss, positions),
+        case(f"{name}, questions, logits", answers, config, values, spans, span_loss),
     ]
 
 
-def encoder_decoder(name, prefix, values, *, is_listed=False):
+def encoder_decoder(name, prefix, values):
     """With labels in the batch, and with the decoder's input there instead."""
     config, model = f"{prefix}Config", f"{prefix}ForConditionalGeneration"
     return [
-        case(name, model, config, values, pair_of_tokens, is_listed=is_listed),
-        case(f"{name}, logits", model, config, values, decoder_tokens, class_loss, is_listed=is_listed),
+        case(name, model, config, values, pair_of_tokens),
+        case(f"{name}, logits", model, config, values, decoder_tokens, class_loss),
     ]
 
 
-def vision(name, prefix, values, *, is_listed=False, resizes=False, pixels=PIXELS):
+def vision(name, prefix, values, *, resizes=False, pixels=PIXELS):
     config, model = f"{prefix}Config", f"{prefix}ForImageClassification"
     data = partial(images, resizes=resizes, pixels=pixels)
     return [
-        case(name, model, config, values, data, is_listed=is_listed),
-        case(f"{name}, logits", model, config, values, data, class_loss, is_listed=is_listed),
+        case(name, model, config, values, data),
+        case(f"{name}, logits", model, config, values, data, class_loss),
     ]
 
 
 GPT2 = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+GPT_NEO = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4}
+GPT_NEO |= TOKENS | {"hidden_size": 32, "max_position_embeddings": 32}
 OPT = ENCODER | {"ffn_dim": 48, "word_embed_proj_dim": 32}
 GPTJ = GPT2 | {"rotary_dim": 4}
 PHI = MULTI_HEAD | {"partial_rotary_factor": 0.5}
 MIXTRAL = DECODER | EXPERTS | {"num_local_experts": 4}
-QWEN2_MOE = (
-    DECODER
-    | EXPERTS
-    | {
-        "num_experts": 4,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 24,
-        "decoder_sparse_step": 1,
-    }
-)
+QWEN3_MOE = DECODER | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+QWEN2_MOE = QWEN3_MOE | {"shared_expert_intermediate_size": 24}
 GRANITE = DECODER | {
     "embedding_multiplier": 2.0,
     "logits_scaling": 1.5,
@@ -360,7 +334,8 @@ WHISPER = PAIR | {
     "suppress_tokens": None,
     "begin_suppress_tokens": None,
 }
-CLIP = {"projection_dim": 16, "text_config": ENCODER, "vision_config": SIZES | {"image_size": PIXELS, "patch_size": 4}}
+SIGLIP = {"text_config": ENCODER, "vision_config": SIZES | {"image_size": PIXELS, "patch_size": 4}}
+CLIP = SIGLIP | {"projection_dim": 16}
 SWIN = {
     "image_size": PIXELS,
     "patch_size": 2,
@@ -371,42 +346,44 @@ SWIN = {
     "num_labels": CLASSES,
 }
 CONVNEXT = {"num_stages": 2, "hidden_sizes": [8, 16], "depths": [2, 2], "num_labels": CLASSES}
-MAMBA = TOKENS | {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 4}
+MAMBA = LAYERS | {"state_size": 4, "time_step_rank": 4}
 BERT, VIT = ENCODER, IMAGE
 QWEN2 = DECODER | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "tie_word_embeddings": True}
 
-LISTED = [
-    *encoder_decoder("T5", "T5", T5, is_listed=True),
-    *encoder_decoder("BART", "Bart", PAIR, is_listed=True),
-    case("Whisper", "WhisperForConditionalGeneration", "WhisperConfig", WHISPER, spectrogram, is_listed=True),
-    *causal("OPT", "OPT", OPT, is_listed=True),
-    *causal("GPT-NeoX", "GPTNeoX", ENCODER, is_listed=True),
-    *causal("GPT-J", "GPTJ", GPTJ, is_listed=True),
-    *causal("Falcon", "Falcon", ENCODER, is_listed=True),
-    *causal("Phi", "Phi", PHI, is_listed=True),
-    *causal("Phi-3", "Phi3", DECODER, is_listed=True),
-    *causal("Mixtral", "Mixtral", MIXTRAL, is_listed=True),
-    *causal("Qwen2-MoE", "Qwen2Moe", QWEN2_MOE, is_listed=True),
-    *causal("Granite", "Granite", GRANITE, is_listed=True),
-    *causal("OLMo-2", "Olmo2", DECODER, is_listed=True),
-    *causal("StarCoder2", "Starcoder2", DECODER, is_listed=True),
-    *causal("StableLM", "StableLm", MULTI_HEAD, is_listed=True),
-    *causal("SmolLM3", "SmolLM3", DECODER, is_listed=True),
-    *masked("RoBERTa", "Roberta", ROBERTA, is_listed=True),
-    *masked("DistilBERT", "DistilBert", DISTILBERT, is_listed=True),
-    *masked("DeBERTa-v2", "DebertaV2", DEBERTA, is_listed=True),
-    *masked("ALBERT", "Albert", ALBERT, is_listed=True),
-    *masked("ELECTRA", "Electra", ALBERT, is_listed=True),
-    case("CLIP", "CLIPModel", "CLIPConfig", CLIP, image_and_text, own_loss, return_loss, is_listed=True),
-    case("CLIP, logits", "CLIPModel", "CLIPConfig", CLIP, image_and_text, contrast_loss, is_listed=True),
-    *vision("Swin", "Swin", SWIN, is_listed=True),
-    *vision("DINOv2", "Dinov2", VIT, is_listed=True, resizes=True),
-    *vision("ConvNeXt", "ConvNext", CONVNEXT, is_listed=True, resizes=True, pixels=32),
-    *causal("Mamba", "Mamba", MAMBA, is_listed=True),
-    *heads("BERT", "Bert", BERT, is_listed=True),
-    *heads("RoBERTa", "Roberta", ROBERTA, is_listed=True),
-    *heads("DistilBERT", "DistilBert", DISTILBERT, is_listed=True),
+MUST_TRAIN = [
+    *encoder_decoder("T5", "T5", T5),
+    *encoder_decoder("BART", "Bart", PAIR),
+    case("Whisper", "WhisperForConditionalGeneration", "WhisperConfig", WHISPER, spectrogram),
+    *causal("OPT", "OPT", OPT),
+    *causal("GPT-NeoX", "GPTNeoX", ENCODER),
+    *causal("GPT-J", "GPTJ", GPTJ),
+    *causal("Falcon", "Falcon", ENCODER),
+    *causal("Phi", "Phi", PHI),
+    *causal("Phi-3", "Phi3", DECODER),
+    *causal("Mixtral", "Mixtral", MIXTRAL),
+    *causal("Qwen2-MoE", "Qwen2Moe", QWEN2_MOE),
+    *causal("Granite", "Granite", GRANITE),
+    *causal("OLMo-2", "Olmo2", DECODER),
+    *causal("StarCoder2", "Starcoder2", DECODER),
+    *causal("StableLM", "StableLm", MULTI_HEAD),
+    *causal("SmolLM3", "SmolLM3", DECODER),
+    *masked("RoBERTa", "Roberta", ROBERTA),
+    *masked("DistilBERT", "DistilBert", DISTILBERT),
+    *masked("DeBERTa-v2", "DebertaV2", DEBERTA),
+    *masked("ALBERT", "Albert", ALBERT),
+    *masked("ELECTRA", "Electra", ALBERT),
+    case("CLIP", "CLIPModel", "CLIPConfig", CLIP, image_and_text, own_loss, return_loss),
+    case("CLIP, logits", "CLIPModel", "CLIPConfig", CLIP, image_and_text, contrast_loss),
+    *vision("Swin", "Swin", SWIN),
+    *vision("DINOv2", "Dinov2", VIT, resizes=True),
+    *vision("ConvNeXt", "ConvNext", CONVNEXT, resizes=True, pixels=32),
+    *causal("Mamba", "Mamba", MAMBA),
+    *heads("BERT", "Bert", BERT),
+    *heads("RoBERTa", "Roberta", ROBERTA),
+    *heads("DistilBERT", "DistilBert", DISTILBERT),
 ]
+
+LISTED = [each._replace(is_listed=True) for each in MUST_TRAIN]
 
 # The families that had layers coded by hand.
 BY_HAND = [
@@ -422,14 +399,9 @@ BY_HAND = [
     *vision("ViT", "ViT", VIT),
 ]
 
+SWITCH = T5 | {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
 MARIAN = PAIR | {"decoder_vocab_size": VOCABULARY}
-GPT_OSS = (
-    DECODER
-    | EXPERTS
-    | WINDOW
-    | {"num_local_experts": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-)
-QWEN3_MOE = DECODER | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+GPT_OSS = MIXTRAL | WINDOW | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 OLMOE = DECODER | EXPERTS | {"num_experts": 4}
 DEEPSEEK_V3 = MULTI_HEAD | {
     "n_routed_experts": 4,
@@ -446,44 +418,23 @@ DEEPSEEK_V3 = MULTI_HEAD | {
     "v_head_dim": 8,
 }
 DEEPSEEK_V2 = DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1, "topk_method": "greedy"}
-JETMOE = TOKENS | {
-    "hidden_size": 32,
+JETMOE = LAYERS | {
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "kv_channels": 8,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "output_router_logits": True,
 }
-JAMBA = (
-    DECODER
-    | EXPERTS
-    | {
-        "num_experts": 2,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "mamba_d_state": 4,
-        "mamba_dt_rank": 4,
-        "use_mamba_kernels": False,
-    }
-)
-MAMBA2 = TOKENS | {
-    "hidden_size": 32,
-    "state_size": 4,
-    "num_hidden_layers": 2,
-    "num_heads": 8,
-    "head_dim": 8,
-    "n_groups": 1,
-    "chunk_size": 4,
-}
-RWKV = TOKENS | {"hidden_size": 32, "attention_hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+JAMBA_LAYERS = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+JAMBA_MAMBA = {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+JAMBA = DECODER | EXPERTS | JAMBA_LAYERS | JAMBA_MAMBA | {"num_experts": 2}
+MAMBA2 = LAYERS | {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4}
+RWKV = LAYERS | {"attention_hidden_size": 32, "intermediate_size": 48}
 LONGFORMER = ENCODER | {"attention_window": 4, "max_position_embeddings": 40}
 BIG_BIRD = ENCODER | {"attention_type": "original_full"}
+XGLM = {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 32}
 XLNET = TOKENS | {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48}
-SIGLIP = {"text_config": ENCODER, "vision_config": SIZES | {"image_size": PIXELS, "patch_size": 4}}
 BLIP = CLIP | {"image_text_hidden_size": 16}
 SEGFORMER = {
     "num_encoder_blocks": 2,
@@ -497,7 +448,15 @@ SEGFORMER = {
     "decoder_hidden_size": 16,
     "num_labels": CLASSES,
 }
+VIT_MAE = IMAGE | {
+    "decoder_hidden_size": 16,
+    "decoder_intermediate_size": 24,
+    "decoder_num_hidden_layers": 1,
+    "decoder_num_attention_heads": 4,
+}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": CLASSES}
+MOBILENET = {"num_labels": CLASSES, "image_size": 32, "depth_multiplier": 0.25}
+POOLFORMER = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "num_labels": CLASSES}
 PATCH_TST = {
     "num_input_channels": 2,
     "context_length": 12,
@@ -520,11 +479,7 @@ OTHERS = [
     *encoder_decoder("UMT5", "UMT5", T5),
     *encoder_decoder("LongT5", "LongT5", T5 | {"local_radius": 3}),
     *encoder_decoder("Blenderbot", "Blenderbot", PAIR),
-    *encoder_decoder(
-        "Switch Transformers",
-        "SwitchTransformers",
-        T5 | {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
-    ),
+    *encoder_decoder("Switch Transformers", "SwitchTransformers", SWITCH),
     *masked("XLM-R", "XLMRoberta", ROBERTA),
     *masked("CamemBERT", "Camembert", ROBERTA),
     *masked("MPNet", "MPNet", ROBERTA),
@@ -548,19 +503,7 @@ OTHERS = [
     *causal("Bloom", "Bloom", TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
     *causal("Cohere", "Cohere", DECODER),
     *causal("Cohere 2", "Cohere2", DECODER | WINDOW),
-    *causal(
-        "GPT-Neo",
-        "GPTNeo",
-        TOKENS
-        | {
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": 4,
-            "max_position_embeddings": 32,
-        },
-    ),
+    *causal("GPT-Neo", "GPTNeo", GPT_NEO),
     *causal("CodeGen", "CodeGen", GPTJ),
     *causal("MPT", "Mpt", TOKENS | {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 32}),
     *causal("OLMo", "Olmo", DECODER),
@@ -581,18 +524,9 @@ OTHERS = [
     *causal("Mamba 2", "Mamba2", MAMBA2),
     *causal("Falcon Mamba", "FalconMamba", MAMBA),
     *causal("RWKV", "Rwkv", RWKV),
-    *causal(
-        "XGLM",
-        "XGLM",
-        TOKENS | {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 32},
-    ),
+    *causal("XGLM", "XGLM", TOKENS | XGLM),
     *causal("BioGPT", "BioGpt", ENCODER),
-    *causal(
-        "CTRL",
-        "CTRL",
-        TOKENS | {"n_embd": 32, "dff": 48, "n_layer": 2, "n_head": 4, "n_positions": 32},
-        model="CTRLLMHeadModel",
-    ),
+    *causal("CTRL", "CTRL", GPT2 | {"dff": 48}, model="CTRLLMHeadModel"),
     *causal("GPT", "OpenAIGPT", GPT2, model="OpenAIGPTLMHeadModel"),
     *causal("GPT BigCode", "GPTBigCode", GPT2),
     *causal("Persimmon", "Persimmon", MULTI_HEAD),
@@ -610,44 +544,18 @@ OTHERS = [
     *vision("RegNet", "RegNet", RESNET | {"groups_width": 8}, resizes=True, pixels=32),
     *vision("ConvNeXt V2", "ConvNextV2", CONVNEXT, resizes=True, pixels=32),
     *vision("Swin V2", "Swinv2", SWIN),
-    *vision(
-        "MobileNet V2", "MobileNetV2", {"num_labels": CLASSES, "image_size": 32, "depth_multiplier": 0.25}, pixels=32
-    ),
-    *vision(
-        "PoolFormer",
-        "PoolFormer",
-        {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "num_labels": CLASSES},
-        pixels=32,
-    ),
+    *vision("MobileNet V2", "MobileNetV2", MOBILENET, pixels=32),
+    *vision("PoolFormer", "PoolFormer", POOLFORMER, pixels=32),
     *vision("DINOv2 with registers", "Dinov2WithRegisters", VIT, resizes=True),
     *vision("SigLIP, images", "Siglip", SIGLIP | {"num_labels": CLASSES})[1:],
-    case(
-        "ViTMAE",
-        "ViTMAEForPreTraining",
-        "ViTMAEConfig",
-        VIT
-        | {
-            "decoder_hidden_size": 16,
-            "decoder_intermediate_size": 24,
-            "decoder_num_hidden_layers": 1,
-            "decoder_num_attention_heads": 4,
-        },
-        images,
-        own_loss,
-    ),
+    case("ViTMAE", "ViTMAEForPreTraining", "ViTMAEConfig", VIT_MAE, images, own_loss),
     case("SegFormer, pixels", "SegformerForSemanticSegmentation", "SegformerConfig", SEGFORMER, segments),
     case("Wav2Vec2", "Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", SPEECH, wave),
     case("Wav2Vec2, CTC", "Wav2Vec2ForCTC", "Wav2Vec2Config", SPEECH, spoken),
     case("HuBERT", "HubertForSequenceClassification", "HubertConfig", SPEECH, wave),
     case("HuBERT, CTC", "HubertForCTC", "HubertConfig", SPEECH, spoken),
     case("WavLM", "WavLMForSequenceClassification", "WavLMConfig", SPEECH, wave),
-    case(
-        "Whisper, classes",
-        "WhisperForAudioClassification",
-        "WhisperConfig",
-        WHISPER | {"num_labels": CLASSES, "classifier_proj_size": 16},
-        recording,
-    ),
+    case("Whisper, classes", "WhisperForAudioClassification", "WhisperConfig", WHISPER | SPEECH_CLASSES, recording),
     case("PatchTST", "PatchTSTForPrediction", "PatchTSTConfig", PATCH_TST, series, own_loss, future),
 ]
 
