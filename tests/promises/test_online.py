@@ -1,5 +1,6 @@
 """Tasks come and go while others train, and nobody's bits depend on it."""
 
+import copy
 import itertools
 import threading
 
@@ -8,13 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import Callback, ModelTask
 from hydra_engine.display.drawing import draw_text
 from hydra_engine.run.feeds import Joining
 from hydra_engine.run.task_list import Site
 from hydra_engine.schedule.graph import validate
 from hydra_engine.schedule.units import training_chain
 from partitioners import Presharded
+from tests import exact, reference, zoo
 
 STEPS, EPOCHS = 4, 3
 
@@ -25,19 +27,18 @@ class At(Callback):
     def __init__(self, step, call):
         self.step, self.call, self.errors = step, call, []
 
-    def _now(self):
-        try:
-            self.call()
-        except Exception as error:
-            self.errors.append(error)
+    def _at(self, step):
+        if step == self.step:
+            try:
+                self.call()
+            except Exception as error:
+                self.errors.append(error)
 
     def on_step(self, report):
-        if report.steps == self.step:
-            self._now()
+        self._at(report.steps)
 
     def on_task_end(self, report):
-        if self.step == "end":
-            self._now()
+        self._at("end")
 
 
 def batches(num=STEPS):
@@ -53,28 +54,23 @@ def task(name, *callbacks, seed=0, **options):
 
 
 def orchestra_of(*tasks, num_devices=2):
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("1MiB") for _ in range(num_devices)])
-    orchestra.verbose = 0
-    return orchestra
+    return exact.silent(tasks, "1MiB", num_devices=num_devices)
 
 
 def assert_as_alone(trained, report):
     alone = task(trained.name, seed=trained.seed)
-    orchestra = orchestra_of(alone, num_devices=1)
-    [expected] = orchestra.train_models().tasks.values()
+    [expected] = orchestra_of(alone, num_devices=1).train_models().tasks.values()
     assert report.status == "finished"
     assert report.losses == expected.losses
     assert len(report.losses) == STEPS * EPOCHS
-    for mine, plain in zip(trained.model.parameters(), alone.model.parameters(), strict=True):
-        assert torch.equal(mine, plain)
+    exact.assert_same_state(zoo.state(trained.model), zoo.state(alone.model))
 
 
 @pytest.mark.parametrize("step", [1, STEPS * EPOCHS, "end"])
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_task_joins_while_another_trains(step, num_devices):
     second = task("second", seed=5)
-    at = At(step, lambda: orchestra.add_task(second))
-    first = task("first", at)
+    first = task("first", at := At(step, lambda: orchestra.add_task(second)))
     orchestra = orchestra_of(first, num_devices=num_devices)
     report = orchestra.train_models()
     assert at.errors == []
@@ -105,18 +101,15 @@ def test_task_joins_from_another_thread():
         assert added.wait(30)
 
     def add():
-        assert begun.wait(30)
         orchestra.add_task(second)
         added.set()
 
-    at = At(2, wait)
-    first = task("first", at)
+    first = task("first", at := At(2, wait))
     orchestra = orchestra_of(first)
-    thread = threading.Thread(target=add)
-    thread.start()
+    thread, errors = in_background(add, after=begun)
     report = orchestra.train_models()
     thread.join()
-    assert at.errors == []
+    assert at.errors == errors == []
     assert_as_alone(first, report.tasks["first"])
     assert_as_alone(second, report.tasks["second"])
 
@@ -143,9 +136,7 @@ def test_task_added_before_training_is_planned_with_the_others():
 
 def test_stopped_task_keeps_its_last_committed_step():
     second = task("second", seed=5)
-    stopped = task("stopped")
-    at = At(3, lambda: orchestra.stop_task("stopped"))
-    stopped.callbacks = (at,)
+    stopped = task("stopped", at := At(3, lambda: orchestra.stop_task("stopped")))
     orchestra = orchestra_of(stopped, second)
     report = orchestra.train_models()
     assert at.errors == []
@@ -155,49 +146,19 @@ def test_stopped_task_keeps_its_last_committed_step():
     assert 3 <= mine.steps < STEPS * EPOCHS
     assert len(mine.losses) == mine.steps
     assert_as_alone(second, report.tasks["second"])
-    expected = weights_after(mine.steps)
-    for parameter, value in zip(stopped.model.parameters(), expected, strict=True):
-        assert torch.equal(parameter, value)
-
-
-def weights_after(num_steps):
-    """Of the plain loop."""
-    plain = task("plain")
-    seen = []
-
-    class Stop(Exception):
-        pass
-
-    class Counted:
-        def __iter__(self):
-            for batch in batches():
-                if len(seen) == num_steps:
-                    raise Stop
-                seen.append(batch)
-                yield batch
-
-    torch.manual_seed(0)
-    optimizer = torch.optim.SGD(plain.model.parameters(), lr=1e-2)
-    try:
-        for _ in range(EPOCHS):
-            for inputs, target in Counted():
-                optimizer.zero_grad(set_to_none=True)
-                F.cross_entropy(plain.model(inputs), target).backward()
-                optimizer.step()
-    except Stop:
-        pass
-    return list(plain.model.parameters())
+    plain = task("plain").model
+    reference.train(plain, F.cross_entropy, batches(), seed=0, lr=1e-2, epochs=EPOCHS, max_steps=mine.steps)
+    exact.assert_same_state(zoo.state(stopped.model), zoo.state(plain))
 
 
 def test_task_that_is_stopped_before_training_is_not_begun():
     first, second = task("first"), task("second", seed=5)
-    before = [parameter.detach().clone() for parameter in first.model.parameters()]
+    before = copy.deepcopy(first.model)
     orchestra = orchestra_of(first, second)
     orchestra.generate()
     orchestra.stop_task("first")
     assert list(orchestra.train_models().tasks) == ["second"]
-    for parameter, value in zip(first.model.parameters(), before, strict=True):
-        assert torch.equal(parameter, value)
+    exact.assert_same_state(zoo.state(first.model), zoo.state(before))
     orchestra.stop_task("second")  # it is over
     with pytest.raises(RuntimeError, match="trained already"):
         orchestra.train_models()
@@ -211,8 +172,7 @@ def test_one_task_may_take_anothers_place():
         orchestra.stop_task("worse")
         orchestra.add_task(better)
 
-    at = At(2, replace)
-    orchestra = orchestra_of(task("worse", at))
+    orchestra = orchestra_of(task("worse", at := At(2, replace)))
     report = orchestra.train_models()
     assert at.errors == []
     assert report.tasks["worse"].status == "stopped"
@@ -239,13 +199,12 @@ def test_trainable_parameter_is_not_shared_with_a_task_that_trains():
     def add():
         orchestra.add_task(ModelTask(first.model, F.cross_entropy, batches(), 1e-2, name="second"))
 
-    at = At(2, add)
-    first.callbacks = (at,)
+    first.callbacks = (at := At(2, add),)
     orchestra = orchestra_of(first)
     report = orchestra.train_models()
     assert "share the trainable parameter" in str(at.errors[0])
     assert list(report.tasks) == ["first"]
-    orchestra.add_task(ModelTask(first.model, F.cross_entropy, batches(), 1e-2, name="second"))  # now it may
+    add()  # now it may
     assert orchestra.train_models().tasks["second"].status == "finished"
 
 
@@ -309,18 +268,6 @@ def test_frozen_parameter_is_shared_with_a_task_that_joins_later():
     assert orchestra.plan.tasks["second"].dram["weights"] < orchestra.plan.tasks["first"].dram["weights"]
     orchestra.add_task(on_base("third"))
     assert orchestra.train_models().tasks["third"].losses == report.tasks["first"].losses
-
-
-def test_trained_parameter_is_not_shared_with_a_task_that_joins_later():
-    head = nn.Linear(8, 3)
-
-    def on_head(name, *callbacks):
-        return ModelTask(nn.Sequential(head), F.cross_entropy, batches(), 1e-2, name=name, seed=0, callbacks=callbacks)
-
-    first = on_head("first", at := At(2, lambda: orchestra.add_task(on_head("second"))))
-    orchestra = orchestra_of(first)
-    orchestra.train_models()
-    assert "share the" in str(at.errors[0])
 
 
 def test_stopping_a_task_of_an_earlier_run_leaves_this_one_alone():
@@ -462,21 +409,22 @@ def test_loader_that_hangs_as_a_planned_task_is_set_up_is_timed_out(monkeypatch,
 
 
 class Factories:
-    """Of an optimizer and a schedule; the number `at` of their calls in the run waits until it is let go of."""
+    """Of an optimizer and a schedule, which wait in the run until they are let go of."""
 
     def __init__(self):
         self.is_armed, self.hangs, self.go_on = False, threading.Event(), threading.Event()
 
-    def optimizer(self, parameters, lr):
+    def wait(self):
         if self.is_armed:
             self.hangs.set()
             assert self.go_on.wait(30)
+
+    def optimizer(self, parameters, lr):
+        self.wait()
         return torch.optim.SGD(parameters, lr=lr)
 
     def scheduler(self, optimizer):
-        if self.is_armed:
-            self.hangs.set()
-            assert self.go_on.wait(30)
+        self.wait()
         return torch.optim.lr_scheduler.StepLR(optimizer, 1000)
 
 
@@ -505,8 +453,7 @@ def test_others_train_while_user_code_of_a_set_up_takes_its_time(what):
 
     class Slow(list):
         def __len__(self):
-            if factories.is_armed:
-                assert factories.go_on.wait(30)
+            factories.wait()
             return super().__len__()
 
     if what == "length":

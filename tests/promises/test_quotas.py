@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import Callback, ModelTask
 from hydra_engine.devices import COMPUTE
 from hydra_engine.elastic import Quota
 from hydra_engine.schedule import Unit
 from hydra_engine.schedule.policies import NOT_YET, ShardedLRTF
 from partitioners import Presharded
-from tests import reference
+from tests import exact, reference, zoo
 
 STEPS, WAIT_S = 6, 120.0
 
@@ -107,17 +107,14 @@ def task(name, num_steps=STEPS, *, group=None, **options):
 
 
 def orchestra_of(*tasks, num_devices=4, **options):
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("1MiB") for _ in range(num_devices)], **options)
-    orchestra.verbose = 0
-    return orchestra
+    return exact.silent(tasks, "1MiB", num_devices=num_devices, **options)
 
 
 def assert_as_plain(trained, plain_model, report, **options):
     expected = reference.train(plain_model, F.cross_entropy, trained.dataloader, seed=5, lr=1e-2, **options)
     assert report.status == "finished"
     assert report.losses == expected.losses
-    for mine, plain in zip(trained.model.parameters(), plain_model.parameters(), strict=True):
-        assert torch.equal(mine, plain)
+    exact.assert_same_state(zoo.state(trained.model), zoo.state(plain_model))
 
 
 def units_by_device(report):
@@ -138,25 +135,20 @@ def counts_over_time(report):
 
 def test_a_group_borrows_idle_devices_and_gives_them_back_within_a_unit():
     """A runs on 4; B arrives: A 2 and B 2, each device after the unit that it was in; B ends: A 4."""
-    b_has_ended, num_ended = threading.Event(), Counter()
+    b_has_ended, ended, lock = threading.Event(), [], threading.Lock()
 
-    def b_ends():
-        num_ended["b"] += 1
-        if num_ended["b"] == 2:
-            CROSSING.to("alone again")
-            b_has_ended.set()
+    def one_of_b_ends():
+        with lock:
+            ended.append("b")
+            if len(ended) == 2:
+                CROSSING.to("alone again")
+                b_has_ended.set()
 
     def a_waits():
         assert b_has_ended.wait(WAIT_S)  # so that its steps are not through before
 
     tasks = {name: task(name, callbacks=[Calls(after_step_2=a_waits)]) for name in ("a0", "a1", "a2", "a3")}
-    lock = threading.Lock()
-
-    def one_ends():
-        with lock:
-            b_ends()
-
-    late = {name: task(name, 3, callbacks=[Calls(at_end=one_ends)]) for name in ("b0", "b1")}
+    late = {name: task(name, 3, callbacks=[Calls(at_end=one_of_b_ends)]) for name in ("b0", "b1")}
     plain = {name: copy.deepcopy(nn.Sequential(*each.model)) for name, each in (tasks | late).items()}
     orchestra = orchestra_of(*tasks.values(), quotas={"a": 2}, policy=Seeing())
     CROSSING.to("")
@@ -322,9 +314,8 @@ def test_a_task_that_comes_while_others_train_is_of_a_known_group_or_brings_its_
         add(task("a1"), quota=1)
         add(task("b", preemptible=False), quota=0)
         add(task("x", group="b"), quota="2")
-        add(
-            ModelTask(nn.Sequential(nn.Linear(4, 3)), F.cross_entropy, batches(1), name="b", group="b"), quota=2
-        )  # raises as planned
+        raises = ModelTask(nn.Sequential(nn.Linear(4, 3)), F.cross_entropy, batches(1), name="b", group="b")
+        add(raises, quota=2)  # as it is planned
         add(task("b"), quota=2)
         add(task("b1"))
 

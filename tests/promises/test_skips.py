@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask, Skips
+from hydra_engine import EmulatedDevice, ModelTask, Skips
 from partitioners import Optimal, Pilot, Presharded, profile, shard_bytes
 from partitioners.cost import ShardTable, skips_of
-from tests import reference, zoo
+from tests import exact, reference, zoo
 
 SEED, LR, EPOCHS = 7, 1e-2, 2
 
@@ -112,9 +112,7 @@ def task_of(network, loader, partitioner, **settings):
 
 def orchestra_of(task, *, num_devices=2, chaos=4):
     devices = [EmulatedDevice("8MiB", chaos=chaos, meter_every_unit=True) for _ in range(num_devices)]
-    orchestra = ModelOrchestrator([task], devices=devices)
-    orchestra.verbose = 0
-    return orchestra
+    return exact.silent([task], devices=devices)
 
 
 def trained(task, *, num_devices=2, chaos=4):
@@ -139,8 +137,7 @@ def test_skips_across_shards_give_the_bits_of_plain_pytorch(name, ends, accumula
     report, _ = trained(task_of(network, batches(), Presharded(cut), **settings))
     assert report.tasks["net"].losses == expected.losses
     assert report.tasks["net"].validation_losses == expected.validation_losses
-    for key, value in zoo.state(plain).items():
-        assert torch.equal(zoo.state(network)[key], value), key
+    exact.assert_same_state(zoo.state(network), zoo.state(plain))
 
 
 @pytest.mark.parametrize("precision", ["bfloat16"])
@@ -149,16 +146,21 @@ def test_skips_in_a_narrow_precision(precision):
     expected = reference.train(plain, F.mse_loss, vectors(), seed=SEED, lr=LR, epochs=EPOCHS, precision=precision)
     report, _ = trained(task_of(network, vectors(), Presharded(list(range(1, 11))), precision=precision))
     assert report.tasks["net"].losses == expected.losses
-    assert all(torch.equal(a, b) for a, b in zip(network.parameters(), plain.parameters(), strict=True))
+    exact.assert_same_state(zoo.state(network), zoo.state(plain))
+
+
+def passing(num_layers):
+    """A value that passes layers which do without it."""
+    skips = Skips()
+    torch.manual_seed(1)
+    idle = [nn.Tanh() for _ in range(num_layers)]
+    return nn.Sequential(nn.Linear(6, 6), Leave(skips), *idle, Several(skips, "output"), nn.Linear(6, 6))
 
 
 def test_the_plan_counts_a_skip_s_bytes_once_however_many_shards_it_passes():
     step_bytes = {}
     for middle in (0, 1, 6):
-        skips = Skips()
-        torch.manual_seed(1)
-        idle = [nn.Tanh() for _ in range(middle)]
-        network = nn.Sequential(nn.Linear(6, 6), Leave(skips), *idle, Several(skips, "output"), nn.Linear(6, 6))
+        network = passing(middle)
         cuts = {"skipping": list(range(1, len(network) + 1)), "inside": [1, len(network) - 1, len(network)]}
         for name, ends in cuts.items():
             plan = orchestra_of(task_of(network, vectors(1), Presharded(ends)), num_devices=1).generate()
@@ -176,10 +178,7 @@ def test_a_skip_crosses_the_link_only_where_it_is_put_and_gotten(*_):
     """With nothing that stays on the device."""
     moved = []
     for middle in (1, 6):
-        skips = Skips()
-        torch.manual_seed(1)
-        idle = [nn.Tanh() for _ in range(middle)]
-        network = nn.Sequential(nn.Linear(6, 6), Leave(skips), *idle, Several(skips, "output"), nn.Linear(6, 6))
+        network = passing(middle)
         report, _ = trained(task_of(network, vectors(1), Presharded(list(range(1, len(network) + 1)))), num_devices=1)
         moved.append((report.devices[0].loaded_bytes, report.devices[0].stored_bytes))
     boundary = 5 * 6 * 4
@@ -197,10 +196,8 @@ def test_partitioners_leave_room_for_skips(name, partitioner):
     costs = profile(network, inputs, target, F.mse_loss)
     # A tenth for gradients: what leaves a concatenation is a view with gaps, and travels with them.
     most = 11 * max(shard_bytes(costs, k, k + 1) for k in range(len(costs))) // 10
-    task = task_of(network, batches(), partitioner)
     devices = [EmulatedDevice(most, meter_every_unit=True)]
-    orchestra = ModelOrchestrator([task], devices=devices)
-    orchestra.verbose = 0
+    orchestra = exact.silent([task_of(network, batches(), partitioner)], devices=devices)
     report = orchestra.train_models()
     assert report.devices[0].peak_bytes <= most
     assert len(orchestra.plan.tasks["net"].boundaries) > 1
@@ -240,7 +237,5 @@ def test_getting_what_nobody_put_and_putting_twice_are_refused_before_training()
     missing = nn.Sequential(nn.Linear(6, 6), Several(skips, "nothing"))
     twice = nn.Sequential(Leave(skips), Leave(skips), nn.Linear(6, 6))
     for network, error, words in ((missing, KeyError, "'nothing'"), (twice, ValueError, "is put twice")):
-        orchestra = ModelOrchestrator([task_of(network, vectors(), None)], devices=[EmulatedDevice("8MiB")])
-        orchestra.verbose = 0
         with pytest.raises(error, match=words):
-            orchestra.generate()
+            exact.silent([task_of(network, vectors(), None)]).generate()
