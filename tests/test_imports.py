@@ -212,9 +212,7 @@ def test_only_two_modules_mention_cuda(name):
 
 
 @pytest.mark.parametrize(
-    "package",
-    [package for package in PACKAGES if hasattr(package, "__all__")],
-    ids=lambda package: package.__name__,
+    "package", [package for package in PACKAGES if hasattr(package, "__all__")], ids=lambda package: package.__name__
 )
 def test_package_names_what_is_public(package):
     assert len(set(package.__all__)) == len(package.__all__)

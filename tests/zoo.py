@@ -18,13 +18,7 @@ CONTEXT = 8
 
 def mlp():
     with _seeded(1):
-        model = nn.Sequential(
-            nn.Linear(12, 24),
-            nn.Tanh(),
-            nn.Linear(24, 24),
-            nn.ReLU(inplace=True),
-            nn.Linear(24, 5),
-        )
+        model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.ReLU(inplace=True), nn.Linear(24, 5))
         return model, F.cross_entropy, _classes_loader(12, num_samples=48, batch_size=5)  # last batch: 3
 
 
@@ -77,12 +71,7 @@ def frozen():
     """A frozen layer at the bottom, where no gradient has to arrive, and one in the middle, which gradients cross."""
     with _seeded(6):
         model = nn.Sequential(
-            nn.Linear(12, 24),
-            nn.ReLU(),
-            nn.Linear(24, 24),
-            nn.Tanh(),
-            nn.Linear(24, 24),
-            nn.Linear(24, 5),
+            nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24), nn.Linear(24, 5)
         )
         model[0].requires_grad_(False)
         model[4].requires_grad_(False)
@@ -93,11 +82,7 @@ def lstm():
     """A module that keeps a second list of its own weights, and whose kernel differs without grad mode."""
     with _seeded(7):
         model = nn.Sequential(
-            nn.Embedding(VOCABULARY, 10),
-            Lstm(10, 12),
-            nn.Tanh(),
-            Lstm(12, 8),
-            nn.Linear(8, VOCABULARY),
+            nn.Embedding(VOCABULARY, 10), Lstm(10, 12), nn.Tanh(), Lstm(12, 8), nn.Linear(8, VOCABULARY)
         )
         own = torch.Generator().manual_seed(70)
         return model, next_byte_loss, _bytes_loader(num_samples=48, batch_size=5, generator=own)
