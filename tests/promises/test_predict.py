@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_engine import EmulatedDevice, Model, ModelOrchestrator, ModelTask
+from hydra_engine import EmulatedDevice, Model, ModelTask
 from hydra_engine.data.streams import capture, install
 from hydra_engine.errors import ShardDoesNotFit
 from partitioners import Balanced, Presharded, profile_evaluation, shard_bytes
@@ -28,13 +28,11 @@ from tests.promises.test_skips import images, unet
 SEED = 17
 
 
-def orchestra_of(*, memory="1MiB", num_devices=1, chaos=None, **options):
+def orchestra_of(*, memory="1MiB", num_devices=1, chaos=None):
     """Its task is of no interest here."""
     task = ModelTask(nn.Sequential(nn.Linear(2, 2)), F.mse_loss, [(torch.ones(3, 2), torch.ones(3, 2))], seed=0)
     devices = [EmulatedDevice(memory, chaos=chaos, meter_every_unit=True) for _ in range(num_devices)]
-    orchestra = ModelOrchestrator([task], devices=devices, **options)
-    orchestra.verbose = 0
-    return orchestra
+    return exact.silent([task], devices=devices)
 
 
 def inputs_of(*sizes):
@@ -62,6 +60,11 @@ def assert_same(ours, theirs):
         assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
         assert torch.equal(a, b)
         assert not a.requires_grad
+
+
+def assert_predicts(model, inputs, *, memory="1MiB", **options):
+    """The outputs of `predict` are those of the model itself."""
+    assert_same(list(orchestra_of(memory=memory).predict(model, inputs, **options)), plain(model, inputs))
 
 
 # The outputs
@@ -97,9 +100,7 @@ class Picks(nn.Module):
 @pytest.mark.parametrize("ends", [[4], [1, 2, 3, 4], [3, 4]])
 def test_containers_cross_shards_and_come_out(ends):
     model = nn.Sequential(nn.Linear(WIDTH, 8), Fans(), Picks(), nn.Identity())
-    inputs = inputs_of(4, 4, 2)
-    found = list(orchestra_of().predict(model, inputs, partitioner=Presharded(ends)))
-    assert_same(found, plain(model, inputs))
+    assert_predicts(model, inputs_of(4, 4, 2), partitioner=Presharded(ends))
 
 
 def test_inputs_may_be_containers_and_unpack_picks_them():
@@ -132,17 +133,14 @@ def test_attention_in_eval_takes_its_fast_path():
     torch.manual_seed(1)
     layers = [nn.TransformerEncoderLayer(WIDTH, 2, 64, batch_first=True) for _ in range(3)]
     inputs = [x[None] for x in inputs_of(5, 7)]
-    found = list(orchestra_of().predict(layers, inputs, partitioner=Presharded([1, 2, 3])))
-    assert_same(found, plain(nn.Sequential(*layers), inputs))
+    assert_predicts(nn.Sequential(*layers), inputs, partitioner=Presharded([1, 2, 3]))
 
 
 @pytest.mark.parametrize("ends", [[9], [1, 4, 9], list(range(1, 10))])
 def test_values_that_skip_layers_arrive(ends):
     model, inputs = unet(), [x for x, _ in images()]
-    found = list(
-        orchestra_of(memory="2MiB", num_devices=2, chaos=3).predict(model, inputs, partitioner=Presharded(ends))
-    )
-    assert_same(found, plain(model, inputs))
+    orchestra = orchestra_of(memory="2MiB", num_devices=2, chaos=3)
+    assert_same(list(orchestra.predict(model, inputs, partitioner=Presharded(ends))), plain(model, inputs))
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
@@ -155,8 +153,7 @@ def test_a_narrow_precision_gives_what_a_loss_would_take(precision):
 
 
 def test_weights_may_be_narrow_themselves():
-    model, inputs = dense().bfloat16(), [x.bfloat16() for x in inputs_of(4, 3)]
-    assert_same(list(orchestra_of().predict(model, inputs)), plain(model, inputs))
+    assert_predicts(dense().bfloat16(), [x.bfloat16() for x in inputs_of(4, 3)])
 
 
 class Noise(nn.Module):
@@ -191,9 +188,8 @@ def test_anything_that_model_takes_is_taken(model):
 
 
 def test_frozen_weights_and_none_at_all_are_fine():
-    inputs = inputs_of(4, 4)
     for model in (dense().requires_grad_(False), nn.Sequential(nn.Tanh(), nn.Flatten())):
-        assert_same(list(orchestra_of().predict(model, inputs)), plain(model, inputs))
+        assert_predicts(model, inputs_of(4, 4))
         assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -202,8 +198,7 @@ def test_a_model_that_was_trained_predicts_with_its_weights():
     orchestra = exact.orchestrator([task], num_devices=2)
     orchestra.train_models()
     inputs = [x for x, _ in DataLoader(zoo.dropout()[2].dataset, batch_size=7)]
-    found = list(orchestra.predict(model, inputs))
-    assert_same(found, plain(model, inputs))
+    assert_same(list(orchestra.predict(model, inputs)), plain(model, inputs))
     exact.assert_same_state(zoo.state(model), exact.expected("dropout").state)
 
 
@@ -223,8 +218,7 @@ def test_a_model_larger_than_the_device_predicts_within_it():
 
 
 def test_a_larger_batch_later_on_is_predicted_on_finer_shards():
-    model, inputs = dense(), inputs_of(8, 200, 8)
-    assert_same(list(orchestra_of(memory="70KiB").predict(model, inputs)), plain(model, inputs))
+    assert_predicts(dense(), inputs_of(8, 200, 8), memory="70KiB")
 
 
 @pytest.mark.parametrize("sizes", [(8, 1000, 8), (1000, 8, 8)])
@@ -245,8 +239,7 @@ class Means(nn.Module):
 
 
 def test_outputs_of_parts_that_have_no_samples_are_refused():
-    model, inputs = nn.Sequential(*dense(), Means()), inputs_of(8, 1000)
-    outputs = orchestra_of(memory="70KiB").predict(model, inputs)
+    outputs = orchestra_of(memory="70KiB").predict(nn.Sequential(*dense(), Means()), inputs_of(8, 1000))
     next(outputs)
     with pytest.raises(ValueError, match=r"predict: batch 1 of 1000 samples: .* no dim of samples to join by; give sm"):
         next(outputs)
@@ -300,15 +293,14 @@ def test_a_task_s_batches_are_predicted_as_its_validation_takes_them():
     model, inputs = dense(), inputs_of(4, 3)
     batches = [{"x": x, "y": torch.zeros(len(x))} for x in inputs]
     task = ModelTask(model, F.mse_loss, batches, unpack=lambda batch: (batch["x"], batch["y"]), name="a", seed=0)
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
+    orchestra = exact.silent([task], "1MiB")
     for which in (task, "a"):
         assert_same(list(orchestra.predict(which, batches)), plain(model, inputs))
 
 
 @pytest.mark.parametrize("partitioner", ["optimal", Balanced(3), None])
 def test_any_partitioner_cuts_it(partitioner):
-    model, inputs = dense(), inputs_of(6, 6)
-    assert_same(list(orchestra_of().predict(model, inputs, partitioner=partitioner)), plain(model, inputs))
+    assert_predicts(dense(), inputs_of(6, 6), partitioner=partitioner)
 
 
 # One by one
@@ -351,8 +343,7 @@ def test_outputs_come_as_they_are_asked_for_and_the_loader_is_read_one_batch_ahe
 
 def test_outputs_are_not_kept():
     seen = []
-    model = dense()
-    for output in orchestra_of().predict(model, inputs_of(4, 4, 4, 4)):
+    for output in orchestra_of().predict(dense(), inputs_of(4, 4, 4, 4)):
         assert [ref() for ref in seen] == [None] * len(seen)
         seen.append(weakref.ref(output))
         del output
@@ -438,14 +429,6 @@ def test_ended_early_it_gives_the_model_back_and_leaves_no_thread(num_taken, how
     assert_same(list(orchestra.predict(model, inputs_of(4))), plain(model, inputs_of(4)))  # nothing is held
 
 
-def test_a_loop_that_is_left_ends_it():
-    model = dense()
-    before = everything(model)
-    for _ in orchestra_of().predict(model, Loader(4, 4, 4)):
-        break
-    assert_untouched(model, before)
-
-
 def test_the_loaders_iterator_is_closed():
     closed = []
 
@@ -516,29 +499,22 @@ def test_a_loader_that_raises_ends_it_after_the_outputs_before(num_read):
 
 def test_mistakes_are_found_before_the_first_output_is_asked_for():
     orchestra = orchestra_of()
-    with pytest.raises(ZeroDivisionError, match="boom"):
-        orchestra.predict(nn.Sequential(nn.Linear(WIDTH, 8), Picky()), inputs_of(5))
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        orchestra.predict(dense(), [torch.ones(3, WIDTH + 1)])
-    with pytest.raises(TypeError, match="output: str without a tensor in it"):
-        orchestra.predict([nn.Linear(WIDTH, 8), Gives("text")], inputs_of(4))
-    with pytest.raises(TypeError, match="loader: a Tensor is no iterable of batches; give a DataLoader, or a list"):
-        orchestra.predict(dense(), inputs_of(4)[0])
-    with pytest.raises(TypeError, match="unpack: 0 is not callable"):
-        orchestra.predict(dense(), inputs_of(4), unpack=0)
-    with pytest.raises(ValueError, match="precision: 'float8', known: 'float32'"):
-        orchestra.predict(dense(), inputs_of(4), precision="float8")
-    with pytest.raises(TypeError, match="layer 0 of the model is a int"):
-        orchestra.predict([3], inputs_of(4))
+    for model, inputs, options, error, words in (
+        (nn.Sequential(nn.Linear(WIDTH, 8), Picky()), inputs_of(5), {}, ZeroDivisionError, "boom"),
+        (dense(), [torch.ones(3, WIDTH + 1)], {}, RuntimeError, "mat1 and mat2"),
+        ([nn.Linear(WIDTH, 8), GivesText()], inputs_of(4), {}, TypeError, "output: str without a tensor in it"),
+        (dense(), inputs_of(4)[0], {}, TypeError, "loader: a Tensor is no iterable of batches; give a DataLoader, or"),
+        (dense(), inputs_of(4), {"unpack": 0}, TypeError, "unpack: 0 is not callable"),
+        (dense(), inputs_of(4), {"precision": "float8"}, ValueError, "precision: 'float8', known: 'float32'"),
+        ([3], inputs_of(4), {}, TypeError, "layer 0 of the model is a int"),
+    ):
+        with pytest.raises(error, match=words):
+            orchestra.predict(model, inputs, **options)
 
 
-class Gives(nn.Module):
-    def __init__(self, value):
-        super().__init__()
-        self.value = value
-
+class GivesText(nn.Module):
     def forward(self, x):
-        return self.value
+        return "text"
 
 
 def test_ctrl_c_ends_it():

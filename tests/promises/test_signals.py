@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine import Callback
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.schedule import StopRequested
 from hydra_engine.run.signals import Inbox
 
@@ -94,17 +93,13 @@ except BaseException as error:
 """
 
 # error, its code, and how the process ends: by the signal itself where Python ends for a KeyboardInterrupt.
-ENDS = {
-    signal.SIGINT: ("KeyboardInterrupt", None, -signal.SIGINT),
-    signal.SIGTERM: ("SystemExit", 143, 143),
-}
+ENDS = {signal.SIGINT: ("KeyboardInterrupt", None, -signal.SIGINT), signal.SIGTERM: ("SystemExit", 143, 143)}
 
 
 @contextmanager
 def running(*words):
     """The script at work."""
-    command = [sys.executable, "-c", SCRIPT, *words]
-    pipe = subprocess.PIPE
+    command, pipe = [sys.executable, "-c", SCRIPT, *words], subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         try:
             yield process
@@ -130,10 +125,8 @@ def ended(process):
 STOPPED = {"endless": ["stopped", True]}
 RUNS = {
     "train": ("stepping", STOPPED),
-    "train, workers": (
-        "stepping",
-        STOPPED,
-    ),  # its loader's have the signal too: a terminal, `timeout` and torchrun do so
+    # Its loader's have the signal too: a terminal, `timeout` and torchrun do so.
+    "train, workers": ("stepping", STOPPED),
     "evaluate": ("stepping", {}),
     "predict": ("stepping", {}),
     "plan": ("planning", {}),
