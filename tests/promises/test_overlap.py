@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import EmulatedDevice, ModelTask
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.run.loop import EngineRun
 from hydra_engine.schedule.events import Computed
@@ -17,7 +17,7 @@ from hydra_engine.worker.executor import Executor
 from hydra_engine.worker.spiller import Spiller
 from hydra_engine.worker.worker import Worker
 from partitioners import Presharded
-from tests import reference
+from tests import exact, reference, zoo
 
 WIDTH, TIMEOUT_S = 16, 60.0
 
@@ -41,8 +41,7 @@ def task_of(model, num_steps, name="a", **options):
 
 def orchestrator(tasks):
     # With a link, nothing is stored by the thread that computes.
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("1MiB", bandwidth="1GiB")])
-    orchestra.verbose = 0
+    orchestra = exact.silent(tasks, devices=[EmulatedDevice("1MiB", bandwidth="1GiB")])
     orchestra.generate()
     return orchestra
 
@@ -75,7 +74,7 @@ def test_backwards_do_not_wait_for_gradients_on_their_way_down():
     assert waited == [True], "the backward of shard 2 was computed meanwhile"
     same, losses = plain(1)
     assert report.tasks["a"].losses == losses
-    assert all(map(torch.equal, model.parameters(), same.parameters()))
+    exact.assert_same_state(zoo.state(model), zoo.state(same))
 
 
 def test_a_boundary_is_in_dram_before_the_next_unit_begins():

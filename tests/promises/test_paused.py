@@ -63,12 +63,11 @@ def drawing(name="task", **options):
 
 
 @lru_cache
-def expected():
+def expected(max_steps=None):
     """Losses and state of `drawing`, of plain PyTorch."""
     layers, adamw = model(draws=True), partial(torch.optim.AdamW, weight_decay=0.1)
-    found = reference.train(
-        layers, F.mse_loss, shuffled(), seed=7, lr=0.01, epochs=2, optimizer=adamw, lr_scheduler=schedule
-    )
+    options = {"epochs": 2, "optimizer": adamw, "lr_scheduler": schedule, "max_steps": max_steps}
+    found = reference.train(layers, F.mse_loss, shuffled(), seed=7, lr=0.01, **options)
     return found.losses, zoo.state(layers)
 
 
@@ -286,19 +285,7 @@ def test_a_task_that_the_disk_does_not_take_fails_and_keeps_its_weights(tmp_path
     assert isinstance(found.exception, CheckpointError)
     assert "task cannot be paused, and its model keeps its weights" in str(found.exception)
     assert pauses.told == [1, 2, 3, 4, 5, "failed"]
-    layers, adamw = model(draws=True), partial(torch.optim.AdamW, weight_decay=0.1)
-    reference.train(
-        layers,
-        F.mse_loss,
-        shuffled(),
-        seed=7,
-        lr=0.01,
-        epochs=2,
-        optimizer=adamw,
-        lr_scheduler=schedule,
-        max_steps=5,
-    )
-    exact.assert_same_state(zoo.state(task.model), zoo.state(layers))
+    exact.assert_same_state(zoo.state(task.model), expected(max_steps=5)[1])
     assert_as_expected(report.tasks["other"], other)
     with pytest.raises(ValueError, match="already"):
         orchestra.add_task(drawing())

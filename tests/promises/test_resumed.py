@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hydra_engine
-from hydra_engine import Callback, CheckpointError, EmulatedDevice, ModelOrchestrator, ModelTask, StopTask
+from hydra_engine import Callback, CheckpointError, ModelTask, StopTask
 from hydra_engine.checkpoints.checkpoint import load_newest, newest_first, read_manifest
 from hydra_engine.checkpoints.saver import Saver
 from hydra_engine.run.host_work import HostWork
@@ -137,10 +137,8 @@ def task_of(
 
 
 def orchestra_of(tasks, directory=None, *, memory="1MiB", num_devices=1, every=1, **options):
-    devices = [EmulatedDevice(memory) for _ in range(num_devices)]
-    orchestra = ModelOrchestrator(tasks, devices=devices, checkpoint_dir=directory, checkpoint_every=every, **options)
-    orchestra.verbose = 0
-    return orchestra
+    options |= {"checkpoint_dir": directory, "checkpoint_every": every}
+    return exact.silent(tasks, memory, num_devices=num_devices, **options)
 
 
 def saved_of(directory, name="task"):
@@ -224,20 +222,14 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path, case, after):
         interrupted.train_models()
     assert interrupted.report.tasks["task"].steps == after
     again = of_case(case, ends=[1, 3, 4])
-    orchestra = orchestra_of(
-        [again], tmp_path / "cut", num_devices=2, policy="fifo", double_buffer=False, memory="600KiB"
-    )
-    report = orchestra.train_models(resume=True)
-    found = report.tasks["task"]
+    options = {"num_devices": 2, "policy": "fifo", "double_buffer": False, "memory": "600KiB"}
+    found = orchestra_of([again], tmp_path / "cut", **options).train_models(resume=True).tasks["task"]
     assert found.status == "finished"
     assert plain(found.losses) == plain(expected.losses)
     assert found.validation_losses == expected.validation_losses
     assert found.validation_metrics == expected.validation_metrics
-    assert (found.steps, found.skipped_steps, found.loss_scales) == (
-        expected.steps,
-        expected.skipped_steps,
-        expected.loss_scales,
-    )
+    for figure in ("steps", "skipped_steps", "loss_scales"):
+        assert getattr(found, figure) == getattr(expected, figure)
     exact.assert_same_state(zoo.state(again.model), zoo.state(whole.model))
     assert plain(found.ema_state or {}) == plain(expected.ema_state or {})
     assert saved_of(tmp_path / "cut") == saved_of(tmp_path / "whole")
@@ -511,14 +503,11 @@ def test_refusals(tmp_path):
         orchestra_of([task_of(callbacks=[FailsAfter(3)])], tmp_path).train_models()
     with pytest.raises(CheckpointError, match=r"holds checkpoints of another run.*resume=True"):
         orchestra_of([task_of()], tmp_path).train_models()
-    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    scheduled = task_of(optimizer=torch.optim.SGD, lr_scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1))
     for other, message in (
         (task_of(batch_norm=True), "the model is not the one that was saved"),
         (task_of("stateful"), "resume with the loader that was saved"),
-        (
-            task_of(optimizer=torch.optim.SGD, lr_scheduler=schedule),
-            "lr_scheduler: the task has one, and was saved with none",
-        ),
+        (scheduled, "lr_scheduler: the task has one, and was saved with none"),
     ):
         with pytest.raises(ValueError, match=message):
             orchestra_of([other], tmp_path).train_models(resume=True)
