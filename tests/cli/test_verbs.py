@@ -49,15 +49,7 @@ def pair():
 
 
 class Breaks:
-    """Two batches, and then an error."""
-
-    def __iter__(self):
-        yield from [(torch.ones(2, 4), torch.ones(2, 1))] * 2
-        raise OSError("the disk is gone")
-
-
-class Exits:
-    """Two batches, and then an exit as of a program that is through."""
+    """Two batches, and then an error, or an exit as of a program that is through."""
 
     def __init__(self, error):
         self.error = error
@@ -72,16 +64,16 @@ def exits():
 
 
 def exits_in_training():
-    return [task("a", Exits(SystemExit(0)))]
+    return [task("a", Breaks(SystemExit(0)))]
 
 
 def interrupts_in_training():
-    return [task("a", Exits(KeyboardInterrupt()))]
+    return [task("a", Breaks(KeyboardInterrupt()))]
 
 
 def exits_while_planned():
-    loader = Exits(SystemExit(0))
-    loader.__class__ = type("ExitsAtOnce", (Exits,), {"__iter__": lambda self: sys.exit(0)})
+    loader = Breaks(SystemExit(0))
+    loader.__class__ = type("ExitsAtOnce", (Breaks,), {"__iter__": lambda self: sys.exit(0)})
     return [task("a", loader)]
 
 
@@ -89,12 +81,12 @@ def chinese():
     return [task("学")]
 
 
-def one_breaks():
-    return [task("a"), task("b", Breaks())]
-
-
 def all_break():
-    return [task("b", Breaks())]
+    return [task("b", Breaks(OSError("the disk is gone")))]
+
+
+def one_breaks():
+    return [task("a"), *all_break()]
 
 
 def sample():
@@ -272,20 +264,16 @@ def test_ctrl_c_names_the_command_that_goes_on(tmp_path):
     second = ended("resume", str(runs))
     assert (second.returncode, second.stderr) == (0, "")
     whole = Report.load(report)
-    assert {name: (task.status, task.steps) for name, task in whole.tasks.items()} == {
-        "a": ("finished", 8),
-        "b": ("finished", 8),
-    }
+    assert {name: (each.status, each.steps) for name, each in whole.tasks.items()} == dict.fromkeys(
+        "ab", ("finished", 8)
+    )
     assert whole.tasks["a"].losses == whole.tasks["b"].losses
 
 
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (
-            "train x:y --devices 1MiB",
-            "begin again with `hydra-engine train x:y --devices 1MiB`; with --checkpoint-dir it",
-        ),
+        ("train x:y --devices 1B", "begin again with `hydra-engine train x:y --devices 1B`; with --checkpoint-dir it"),
         ("train x:y --checkpoint-dir {saved}", "go on with `hydra-engine resume {saved}`"),
         ("train x:y --checkpoint-dir {empty}", "go on with `hydra-engine train x:y --checkpoint-dir {empty}`"),
         ("sweep x:y --checkpoint-dir {saved}", "go on with `hydra-engine sweep x:y --checkpoint-dir {saved}`"),
