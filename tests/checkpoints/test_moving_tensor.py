@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -135,11 +136,9 @@ def test_threads_that_secure_and_change_while_another_writes():
             moving.secure()
             tensor.add_(1)
 
-        threads = [threading.Thread(target=change) for _ in range(2)]
-        for each in threads:
-            each.start()
-        go.wait()
-        found = value_of(moving, 512)
-        for each in threads:
-            each.join()
+        with ThreadPoolExecutor(2) as pool:
+            changes = [pool.submit(change) for _ in range(2)]
+            go.wait()
+            found = value_of(moving, 512)
+        assert [each.result() for each in changes] == [None, None]
         assert found == c_order(torch.full((5000,), float(k)))

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,15 +36,10 @@ from tests.checkpoints.support import (
 # -- files taken over
 
 
-def file_of(saved, task, name):
-    """The name of a file among all."""
-    return path_of(saved, task, name).name
-
-
 def test_what_has_not_changed_is_named_again(tmp_path):
     with CheckpointDirectory(tmp_path, keep=1) as store:
         first = save_round(store, 0)
-        files = [file_of(first, "bert", FROZEN), file_of(first, "gpt", "notes")]
+        files = [path_of(first, "bert", FROZEN), path_of(first, "gpt", "notes")]
         num_files = len(list((tmp_path / "files").iterdir()))
         written_bytes = sum(path.stat().st_size for path in (tmp_path / "files").iterdir())
         assert first.num_bytes == written_bytes + first.path.stat().st_size
@@ -53,7 +49,7 @@ def test_what_has_not_changed_is_named_again(tmp_path):
         third = save_round(store, 2)
         assert_round(store.load_newest(), 2)
     assert newest_first(tmp_path) == [third.path]
-    assert [file_of(third, "bert", FROZEN), file_of(third, "gpt", "notes")] == files
+    assert [path_of(third, "bert", FROZEN), path_of(third, "gpt", "notes")] == files
     assert len(list((tmp_path / "files").iterdir())) == num_files
     assert_nothing_unnamed(tmp_path)
     sizes = [path.stat().st_size for path in (third.path, path_of(third, "bert", WEIGHTS))]
@@ -110,16 +106,15 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def test_what_is_gone_or_cut_is_not_taken_over(tmp_path):
-    for damage in (cut, lambda path: path.unlink()):
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        with CheckpointDirectory(folder) as store:
-            damage(path_of(save_round(store, 0), "bert", FROZEN))
-            with pytest.raises(CheckpointError, match=r"frozen.* cannot be taken over"), store.begin() as new:
-                new.keep("bert")
-            assert_nothing_unnamed(folder)
-            save_round(store, 1)
-            assert_round(store.load_newest(), 1)
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
+def test_what_is_gone_or_cut_is_not_taken_over(tmp_path, damage):
+    with CheckpointDirectory(tmp_path) as store:
+        damage(path_of(save_round(store, 0), "bert", FROZEN))
+        with pytest.raises(CheckpointError, match=r"frozen.* cannot be taken over"), store.begin() as new:
+            new.keep("bert")
+        assert_nothing_unnamed(tmp_path)
+        save_round(store, 1)
+        assert_round(store.load_newest(), 1)
 
 
 # -- which ones stay
@@ -257,10 +252,9 @@ def test_nothing_is_committed_after_a_failure(tmp_path):
             disk.num_left = 3
             with pytest.raises(CheckpointError, match=r"00000001-\w+\.json, 4 B of task 'a': .*No space"):
                 new.add("a", {"x": b"1234"})
-            with pytest.raises(ValueError, match="left or failed; begin another"):
-                new.add("b", {})
-            with pytest.raises(ValueError, match="left or failed; begin another"):
-                new.commit()
+            for use in (lambda: new.add("b", {}), new.commit):
+                with pytest.raises(ValueError, match="left or failed; begin another"):
+                    use()
         assert newest_first(tmp_path) == []
         assert_nothing_unnamed(tmp_path)
 
@@ -288,11 +282,9 @@ def test_a_second_thread_waits_its_turn(tmp_path):
                     saved.append(new.commit().path)
 
         inside, saved = [], []
-        threads = [threading.Thread(target=save_some) for _ in range(2)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        with ThreadPoolExecutor(2) as pool:
+            for each in [pool.submit(save_some) for _ in range(2)]:
+                each.result()
         assert newest_first(tmp_path) == saved[::-1]
         assert len(saved) == 10
 
@@ -301,8 +293,7 @@ def test_a_second_thread_waits_its_turn(tmp_path):
 
 
 def test_what_moves_is_done_once_it_is_written(tmp_path):
-    shared, alone, empty = MovingTensor(torch.ones(3)), MovingTensor(torch.zeros(2).double()), torch.empty(0)
-    empty = MovingTensor(empty)
+    shared, alone, empty = map(MovingTensor, (torch.ones(3), torch.zeros(2).double(), torch.empty(0)))
     with CheckpointDirectory(tmp_path) as store, store.begin() as new:
         new.add("a", {WEIGHTS: {"a": shared, "b": alone, "z": shared, "empty": empty}})
         assert shared.is_done
@@ -310,12 +301,8 @@ def test_what_moves_is_done_once_it_is_written(tmp_path):
         assert empty.is_done
         new.commit()
         found = load_newest(tmp_path).read_tensors("a", WEIGHTS)
-    assert {name: each.tolist() for name, each in found.items()} == {
-        "a": [1] * 3,
-        "z": [1] * 3,
-        "b": [0] * 2,
-        "empty": [],
-    }
+    expected = {"a": [1] * 3, "z": [1] * 3, "b": [0] * 2, "empty": []}
+    assert {name: each.tolist() for name, each in found.items()} == expected
 
 
 def test_after_a_failure_what_was_not_written_is_its_owners(tmp_path):
@@ -382,8 +369,7 @@ class StandingDisk(Disk):
 
 
 def test_who_updates_does_not_wait_for_a_disk_that_stands_still(tmp_path):
-    num_tensors = 12
-    tensors = [torch.full((PORTION_BYTES // 2,), k, dtype=torch.uint8) for k in range(num_tensors)]
+    tensors = [torch.full((PORTION_BYTES // 2,), k, dtype=torch.uint8) for k in range(12)]
     tensors[5] = torch.full((PORTION_BYTES, 2), 5, dtype=torch.uint8).t()
     moving = [MovingTensor(each) for each in tensors]
     disk, num_copied = StandingDisk(), []
@@ -402,9 +388,9 @@ def test_who_updates_does_not_wait_for_a_disk_that_stands_still(tmp_path):
         updater.join()
         new.commit()
         found = load_newest(tmp_path).read_tensors("a", WEIGHTS)
-    for k in range(num_tensors):
+    for k in range(12):
         assert found[f"w{k:02}"].unique().tolist() == [k]
-    assert sum(map(bool, num_copied)) >= num_tensors - 8, "no more than three buffers' worth was on its way"
+    assert sum(map(bool, num_copied)) >= 12 - 8, "no more than three buffers' worth was on its way"
 
 
 def test_saves_while_another_thread_updates_in_any_order(tmp_path):
@@ -474,7 +460,8 @@ def test_altered_bytes_are_noticed_also_where_two_share_them(tmp_path):
         else:
             found = load_newest(tmp_path)
             assert found.path == first
-            assert f"{path.name}: found" in found.messages[0]
+            [message] = found.messages
+            assert all(text in message for text in (f"{path.name}: found", "expected", second.name))
         flip(path, offset, mask)
     assert 200 < num_shared < 1000
     assert_round(load_newest(tmp_path), 1)

@@ -12,13 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
 from hydra_engine.checkpoints.nested import flatten, losses_to_state, unflatten
-from hydra_engine.data.streams import (
-    Stream,
-    capture,
-    copied,
-    installed,
-    random_from_state,
-)
+from hydra_engine.data.streams import Stream, capture, copied, installed, random_from_state
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.optimizer import restore_optimizer
 
@@ -61,30 +55,31 @@ def values(net, optimizer, scheduler):
 
 def goes_on_alike(make_net, make_optimizer, make_scheduler=lambda optimizer: None):
     """A run of 8 steps, and one that is saved after 4 and goes on in other objects: the same at the end."""
-    nets, ends = [make_net(), make_net()], []
-    optimizer = make_optimizer(nets[0])
-    scheduler = make_scheduler(optimizer)
-    for k in range(4):
-        step(nets[0], optimizer, scheduler, k)
-    state = [optimizer.state_dict(), None if scheduler is None else scheduler.state_dict()]
-    saved_weights = copied(nets[0].state_dict())
-    saved, at_save = through(copied(state)), values(nets[0], optimizer, scheduler)
-    for k in range(4, 8):
-        step(nets[0], optimizer, scheduler, k)
-    ends.append(values(nets[0], optimizer, scheduler))
 
-    nets[1].load_state_dict(saved_weights)
-    optimizer = make_optimizer(nets[1])
-    scheduler = make_scheduler(optimizer)
+    def after(steps, net, optimizer, scheduler):
+        for k in steps:
+            step(net, optimizer, scheduler, k)
+        return values(net, optimizer, scheduler)
+
+    def made():
+        net = make_net()
+        optimizer = make_optimizer(net)
+        return net, optimizer, make_scheduler(optimizer)
+
+    net, optimizer, scheduler = first = made()
+    at_save = after(range(4), *first)
+    saved_weights = copied(net.state_dict())
+    saved = through(copied([optimizer.state_dict(), None if scheduler is None else scheduler.state_dict()]))
+    expected = after(range(4, 8), *first)
+
+    net, optimizer, scheduler = second = made()
+    net.load_state_dict(saved_weights)
     restore_optimizer(optimizer, saved[0])
     if scheduler is not None:
         scheduler.load_state_dict(saved[1])
-    assert values(nets[1], optimizer, scheduler) == at_save
+    assert values(*second) == at_save
     optimizer._opt_called = True
-    for k in range(4, 8):
-        step(nets[1], optimizer, scheduler, k)
-    ends.append(values(nets[1], optimizer, scheduler))
-    assert ends[0] == ends[1]
+    assert after(range(4, 8), *second) == expected
 
 
 OPTIMIZERS = {
@@ -211,17 +206,14 @@ def test_a_loss_scale_goes_on_as_grad_scaler_would():
     scale.update(True)
     found = LossScale()
     found.load_state_dict(through(scale.state_dict()))
-    assert (
-        found.state_dict()
-        == scale.state_dict()
-        == {
-            "scale": 2.0**17,
-            "growth_factor": 2.0,
-            "backoff_factor": 0.5,
-            "growth_interval": 2,
-            "_growth_tracker": 1,
-        }
-    )
+    expected = {
+        "scale": 2.0**17,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2,
+        "_growth_tracker": 1,
+    }
+    assert found.state_dict() == scale.state_dict() == expected
     scaler = torch.amp.GradScaler("cpu")
     scaler.load_state_dict(scale.state_dict())
     assert scaler.state_dict() == scale.state_dict()
