@@ -1,6 +1,7 @@
 """Wrong command lines, of every verb: each gives exit code 2 and one line that names the value and the remedy."""
 
 import shlex
+import sys
 
 import pytest
 import torch
@@ -24,29 +25,18 @@ def task(name="a"):
     return ModelTask(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), F.mse_loss, batches, 0.1, name=name)
 
 
-def twins():
-    return [task(), task()]
-
-
-def none_at_all():
-    return []
-
-
-def numbers():
-    return [3]
-
-
 def cost():
     return TaskCost(name="a", unit_s=[0.1, 0.2, 0.3])
 
 
-def costs():
-    return [cost(), cost()]
-
-
-def build(trial):
-    return task()
-
+# Short ones, which the test puts into this module by their names.
+SHORT = {
+    "twins": lambda: [task(), task()],
+    "none_at_all": list,
+    "numbers": lambda: [3],
+    "costs": lambda: [cost(), cost()],
+    "build": lambda trial: task(),
+}
 
 # A line, the value that its error names, and the remedy. {tmp}: an empty folder. {text}: a file that is no report.
 LINES = [
@@ -123,7 +113,9 @@ def test_there_are_fifty_and_every_verb_is_among_them():
 
 
 @pytest.mark.parametrize(("line", "value", "remedy"), LINES, ids=[line or "nothing" for line, _, _ in LINES])
-def test_wrong_line(line, value, remedy, tmp_path, refused):
+def test_wrong_line(line, value, remedy, tmp_path, monkeypatch, refused):
+    for name, function in SHORT.items():
+        monkeypatch.setattr(sys.modules[__name__], name, function, raising=False)
     folder, text = tmp_path / "empty", tmp_path / "text"
     folder.mkdir()
     text.write_text("my thesis")

@@ -50,15 +50,18 @@ def test_a_run_leaves_no_hook():
 @pytest.mark.parametrize("wrong", [-1, VOCABULARY, VOCABULARY + 5])
 def test_value_limit_and_remedy_are_named(wrong):
     value = Boundary.of(torch.tensor([[0, wrong, 3]]), "the batch")
-    with pytest.raises(
-        IndexError, match=rf"layer embed is to look up index {wrong}, limit: 0 to {VOCABULARY - 1}; give"
-    ):
+    told = rf"layer embed is to look up index {wrong}, limit: 0 to {VOCABULARY - 1}; give"
+    with pytest.raises(IndexError, match=told):
         check_indices(value, VOCABULARY, "embed")
 
 
 @pytest.mark.parametrize("tensor", [torch.tensor([0, VOCABULARY - 1]), torch.zeros(0, dtype=torch.long), torch.ones(2)])
 def test_what_is_in_range_passes(tensor):
     check_indices(Boundary.of(tensor, "the batch"), VOCABULARY, "embed")
+
+
+def cross_entropy(out, target):
+    return F.cross_entropy(out.flatten(0, 1), target.flatten())
 
 
 @pytest.mark.parametrize("first", [Embed, lambda: nn.Embedding(VOCABULARY, 6)])
@@ -70,14 +73,7 @@ def test_a_task_with_a_wrong_token_fails_at_its_last_commit_and_others_finish(fi
             batches[wrong_step][1, 2] = VOCABULARY
         model = nn.Sequential(first(), nn.Linear(6, 6), nn.Linear(6, VOCABULARY))
         loader = [(batch, batch.clamp(max=VOCABULARY - 1)) for batch in batches]
-        return ModelTask(
-            model,
-            lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()),
-            loader,
-            0.1,
-            name=name,
-            seed=1,
-        )
+        return ModelTask(model, cross_entropy, loader, 0.1, name=name, seed=1)
 
     orchestra = ModelOrchestrator([task_of("wrong", 2), task_of("right")], devices=[EmulatedDevice("1MiB")])
     orchestra.verbose = 0

@@ -27,22 +27,9 @@ BATCH = 4  # the last of seven has two
 DATA = TensorDataset(torch.arange(NUM_SAMPLES), torch.arange(NUM_SAMPLES) ** 2)
 
 
-class Augmented(Dataset):
-    """Draws from all three process-wide generators, and one of its own, for every sample; counts what is loaded."""
-
-    def __init__(self):
-        self.own = np.random.default_rng(3)
-        self.num_loaded = 0
-
-    def __len__(self):
-        return NUM_SAMPLES
-
-    def __getitem__(self, index):
-        self.num_loaded += 1
-        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand(), self.own.random()])
-
-
 class Plain(Dataset):
+    """Counts what is loaded."""
+
     def __init__(self):
         self.num_loaded = 0
 
@@ -52,6 +39,18 @@ class Plain(Dataset):
     def __getitem__(self, index):
         self.num_loaded += 1
         return index
+
+
+class Augmented(Plain):
+    """Draws from all three process-wide generators, and one of its own, for every sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = np.random.default_rng(3)
+
+    def __getitem__(self, index):
+        draws = [torch.rand(()).item(), random.random(), np.random.rand(), self.own.random()]
+        return torch.tensor([super().__getitem__(index), *draws])
 
 
 class Counting(IterableDataset):
@@ -285,13 +284,11 @@ def test_another_loader_is_refused():
     stream = Stream(capture())
     with pytest.raises(ValueError, match=r"holds 0 random generators, and 1 were saved; resume with the loader"):
         restore(LOADERS["in order"](), stream, position)
-    short = [LOADERS["in order"], lambda: list(range(7))]
-    for make in short:
+    told = "the loader ended after 3 batches, and was saved after 6; resume with"
+    for make in (LOADERS["in order"], lambda: list(range(7))):
         position = interrupted(make, 0, 6)
         for other in (DataLoader(TensorDataset(torch.arange(9)), BATCH), [1, 2, 3]):
-            with pytest.raises(
-                ValueError, match="the loader ended after 3 batches, and was saved after 6; resume with"
-            ):
+            with pytest.raises(ValueError, match=told):
                 restore(other, stream, position)
     with pytest.raises(ValueError, match="that was saved had no state_dict, and this one has one"):
         restore(Stateful(), stream, position)

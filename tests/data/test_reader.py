@@ -71,19 +71,20 @@ def task_of(loader, epochs=2, **options):
 def plain_loop(loader, *, epochs=2, validation=None, layers_draw=False):
     """(training, inputs, target, states after the read) of every batch, by the loop of tests/reference.py."""
     seen = []
+
+    def read(loader, is_training):
+        for inputs, target in loader:
+            seen.append((is_training, inputs, target, capture()))
+            if layers_draw:
+                draw()
+
     outside = capture()
     torch.manual_seed(SEED)
     for _ in range(epochs):
-        for inputs, target in loader:
-            seen.append((True, inputs, target, capture()))
-            if layers_draw:
-                draw()
+        read(loader, True)
         if validation is not None:
             with torch.random.fork_rng(devices=[]):
-                for inputs, target in validation:
-                    seen.append((False, inputs, target, capture()))
-                    if layers_draw:
-                        draw()
+                read(validation, False)
     install(outside)
     return seen
 
@@ -91,9 +92,11 @@ def plain_loop(loader, *, epochs=2, validation=None, layers_draw=False):
 class Client:
     """Reads as the engine does: asks, waits for the event, takes."""
 
-    def __init__(self, task):
+    def __init__(self, task, num_micro_batches=None):
         self.events = SimpleQueue()
         self.reader = Reader(task, "task-0")
+        if num_micro_batches is not None:
+            self.reader.num_micro_batches = lambda: num_micro_batches
 
     def __enter__(self):
         self.reader.start(self.events.put, 1)
@@ -173,14 +176,7 @@ def test_evaluation_leaves_torchs_stream_as_it_was():
 def test_steps_count_training_and_evaluation_apart_and_epochs_together():
     with Client(task_of(Noisy(2), validation=Noisy(1))) as client:
         seen = [(batch.training, batch.step, batch.epoch) for _, batch in client.all()]
-    assert seen == [
-        (True, 0, 0),
-        (True, 1, 0),
-        (False, 0, 0),
-        (True, 2, 1),
-        (True, 3, 1),
-        (False, 1, 1),
-    ]
+    assert seen == [(True, 0, 0), (True, 1, 0), (False, 0, 0), (True, 2, 1), (True, 3, 1), (False, 1, 1)]
 
 
 def test_evaluations_come_after_every_so_many_steps_and_are_numbered():
@@ -259,9 +255,7 @@ def test_evaluation_weighs_batches_by_their_samples_or_by_the_users_count(loss_r
 
 def test_micro_batches_have_streams_of_their_own():
     expected = plain_loop(Noisy(2, size=5))
-    client = Client(task_of(Noisy(2, size=5), validation=[(torch.ones(4, 2), torch.ones(4))]))
-    client.reader.num_micro_batches = lambda: 3
-    with client:
+    with Client(task_of(Noisy(2, size=5), validation=[(torch.ones(4, 2), torch.ones(4))]), 3) as client:
         seen = client.all()
     training = [batch for _, batch in seen if batch.training]
     for step, (batch, (_, inputs, target, state)) in enumerate(zip(training, expected, strict=True)):
@@ -299,9 +293,7 @@ def test_unpack_and_split_are_the_users():
         return [(inputs[m::num], target[m::num], 0.5) for m in range(num)]
 
     loader = [{"x": torch.arange(6), "y": torch.arange(6) * 10}]
-    client = Client(task_of(loader, epochs=1, unpack=unpack, split=split))
-    client.reader.num_micro_batches = lambda: 2
-    with client:
+    with Client(task_of(loader, epochs=1, unpack=unpack, split=split), 2) as client:
         [(_, batch)] = client.all()
     assert [value.tolist() for value in values(batch, 1)] == [[1, 3, 5], [10, 30, 50]]
     assert [weight for *_, weight in batch.micro_batches] == [0.5, 0.5]
@@ -349,8 +341,7 @@ def test_batch_that_could_not_be_split_is_split_again_after_a_restart():
     def read():
         loader = [(torch.full((2, 2), float(k)), torch.ones(2)) for k in range(4)]
         seen, failures = [], 0
-        with Client(task_of(loader, epochs=1, split=split_at_times)) as client:
-            client.reader.num_micro_batches = lambda: 2
+        with Client(task_of(loader, epochs=1, split=split_at_times), 2) as client:
             while not isinstance(event := client.next_event(), DataEnded):
                 if isinstance(event, DataFailed):
                     failures += 1
@@ -365,20 +356,20 @@ def test_batch_that_could_not_be_split_is_split_again_after_a_restart():
     assert all(map(torch.equal, seen, expected))
 
 
-@pytest.mark.parametrize("at", [None, 0])
-def test_sample_of_a_loader_that_raises_raises_the_same_again(at):
-    reader = Reader(task_of(Fails(at)), "task-0")
+@pytest.mark.parametrize(
+    ("loader", "validation", "error", "told"),
+    [
+        (Fails(None), None, RuntimeError, "boom at"),
+        (Fails(0), None, RuntimeError, "boom at"),
+        ([], None, ValueError, "task-0: the loader is empty"),
+        ([], [(torch.ones(2), torch.ones(2))], ValueError, "task-0: the loader is empty"),
+    ],
+    ids=["raises at the start", "raises", "empty", "empty beside a validation"],
+)
+def test_sample_of_a_loader_that_raises_or_is_empty_raises_the_same_again(loader, validation, error, told):
+    reader = Reader(task_of(loader, validation=validation), "task-0")
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="boom at"):
-            reader.sample()
-    reader.close()
-
-
-@pytest.mark.parametrize("validation", [None, [(torch.ones(2), torch.ones(2))]])
-def test_empty_loader_has_no_sample(validation):
-    reader = Reader(task_of([], validation=validation), "task-0")
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"task-0: the loader is empty"):
+        with pytest.raises(error, match=told):
             reader.sample()
     reader.close()
 

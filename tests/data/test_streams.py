@@ -330,14 +330,18 @@ def draws_of(seed):
     return draws
 
 
+def draws_in_turns(seed):
+    """Like `draws_of`, of a stream that is installed twice."""
+    stream, draws = Stream(state_of(seed)), []
+    for _ in range(2):
+        with installed(stream):
+            draws.append(everything())
+    return draws
+
+
 class TestInstalled:
     def test_draws_are_the_streams_and_it_goes_on(self):
-        stream = Stream(state_of(5))
-        draws = []
-        for _ in range(2):
-            with installed(stream):
-                draws.append(everything())
-        assert draws == draws_of(5)
+        assert draws_in_turns(5) == draws_of(5)
 
     def test_process_wide_generators_are_left_alone(self):
         before = capture()
@@ -358,15 +362,8 @@ class TestInstalled:
             assert everything() == draws_of(5)[1], "what was drawn before is drawn"
 
     def test_streams_of_many_threads_do_not_disturb_one_another(self):
-        def job(k):
-            stream, draws = Stream(state_of(k)), []
-            for _ in range(2):
-                with installed(stream):
-                    draws.append(everything())
-            return draws
-
         before = capture()
-        assert in_threads(4, job) == {k: draws_of(k) for k in range(4)}
+        assert in_threads(4, draws_in_turns) == {k: draws_of(k) for k in range(4)}
         assert capture().same_as(before)
 
     def test_tasks_generator_inside_is_not_the_installed_one(self):
@@ -378,19 +375,21 @@ class TestInstalled:
 
 class TestRandomState:
     @pytest.mark.parametrize(
-        ("draw", "outside_torch"),
+        ("draw", "differs", "outside_torch"),
         [
-            (lambda: torch.rand(1), False),
-            (random.random, True),
-            (np.random.rand, True),
-            (lambda: np.random.standard_normal(), True),
+            (lambda: torch.ones(3).sum(), False, False),
+            (lambda: torch.rand(1), True, False),
+            (random.random, True, True),
+            (np.random.rand, True, True),
+            (lambda: np.random.standard_normal(), True, True),
         ],
+        ids=["no draw", "torch", "random", "numpy", "half of a pair of numpy"],
     )
-    def test_any_draw_makes_a_difference(self, draw, outside_torch):
+    def test_any_draw_makes_a_difference_and_no_draw_none(self, draw, differs, outside_torch):
         stream = Stream(state_of(5))
         with installed(stream):
             draw()
-        assert not stream.state.same_as(state_of(5))
+        assert stream.state.same_as(state_of(5)) != differs
         assert stream.state.same_outside_torch(state_of(5)) != outside_torch
 
     def test_half_of_a_pair_of_normal_draws_makes_a_difference(self):
@@ -401,12 +400,6 @@ class TestRandomState:
                 np.random.standard_normal()
             states.append(stream.state)
         assert not states[0].same_as(states[1])
-
-    def test_no_draw_makes_none(self):
-        stream = Stream(state_of(5))
-        with installed(stream):
-            torch.ones(3).sum()
-        assert stream.state.same_as(state_of(5))
 
     def test_seeded_is_the_state_of_manual_seed(self):
         with torch.random.fork_rng(devices=[]):
