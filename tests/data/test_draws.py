@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -46,15 +46,22 @@ def model(seed, *, dropout=0.0):
     return nn.Sequential(*layers[:2], nn.Dropout(dropout), layers[2])
 
 
-def plain(loader, *, seed=1, dropout=0.0, epochs=2, validation=None):
-    """Losses and weights of the plain loop, and leaves the process-wide generators alone."""
-    outside, net = capture(), model(seed, dropout=dropout)
+@contextmanager
+def left_alone():
+    """Put the process-wide generators back, which tasks' streams begin with meanwhile."""
+    outside = capture()
     seed_outside_torch()
     try:
-        result = reference.train(net, nn.MSELoss(), loader, seed=seed, lr=0.05, epochs=epochs, validation=validation)
+        yield
     finally:
         install(outside)
-    return result, net
+
+
+def plain(loader, *, seed=1, dropout=0.0, epochs=2, **options):
+    """Losses and weights of the plain loop."""
+    net = model(seed, dropout=dropout)
+    with left_alone():
+        return reference.train(net, nn.MSELoss(), loader, seed=seed, lr=0.05, epochs=epochs, **options), net
 
 
 def seed_outside_torch():
@@ -67,11 +74,16 @@ def task(name, loader, *, seed=1, dropout=0.0, epochs=2, **options):
     return ModelTask(model(seed, dropout=dropout), nn.MSELoss(), loader, 0.05, epochs, name=name, seed=seed, **options)
 
 
-def train(*tasks, num_devices=1):
+def orchestra_of(*tasks, num_devices=1, **options):
     seed_outside_torch()
-    orchestra = ModelOrchestrator(list(tasks), devices=[EmulatedDevice(memory="8MiB") for _ in range(num_devices)])
+    devices = [EmulatedDevice(memory="8MiB") for _ in range(num_devices)]
+    orchestra = ModelOrchestrator(list(tasks), devices=devices, **options)
     orchestra.verbose = 0
-    return orchestra.train_models()
+    return orchestra
+
+
+def train(*tasks, num_devices=1):
+    return orchestra_of(*tasks, num_devices=num_devices).train_models()
 
 
 def assert_as_plain(report, trained, expected):
@@ -176,8 +188,7 @@ def test_workers_are_seeded_as_in_the_plain_loop(persistent):
         return DataLoader(Augmented(), 4, shuffle=True, num_workers=2, persistent_workers=persistent)
 
     each = task("a", loader(), epochs=3, dropout=0.5)
-    report = train(each, task("b", Loader(), seed=2))
-    assert_as_plain(report, each, plain(loader(), epochs=3, dropout=0.5))
+    assert_as_plain(train(each, task("b", Loader(), seed=2)), each, plain(loader(), epochs=3, dropout=0.5))
 
 
 def test_many_shuffled_loaders():
@@ -274,10 +285,9 @@ def test_one_draw_that_may_have_been_anybodys_is_told():
     waits = Waits()
     tasks = [task("once", Loader(waits, late(from_random, 10, 1))), task("other", Loader(waits), seed=2)]
     report = train(*tasks)
-    told = [
-        text for text in report.messages if text.startswith("once: its loader may have drawn what is others': somebody")
-    ]
-    assert report.tasks["once"].status == "failed" or len(told) == 1
+    told = "once: its loader may have drawn what is others': somebody"
+    num_told = sum(text.startswith(told) for text in report.messages)
+    assert report.tasks["once"].status == "failed" or num_told == 1
     assert_as_plain(report, tasks[1], plain(Loader(), seed=2))
 
 
@@ -361,12 +371,11 @@ class CountsCalls:
 
 def plain_split(loader, split, number, *, epochs=2, dropout=0.5):
     """The loop of the design, with the user's `split`."""
-    outside, net = capture(), model(1, dropout=dropout)
-    seed_outside_torch()
+    net = model(1, dropout=dropout)
     optimizer, losses, loss_fn = torch.optim.SGD(net.parameters(), lr=0.05), [], nn.MSELoss()
-    torch.manual_seed(1)
-    for _ in range(epochs):
-        for inputs, target in loader:
+    with left_alone():
+        torch.manual_seed(1)
+        for inputs, target in (batch for _ in range(epochs) for batch in loader):
             optimizer.zero_grad(set_to_none=True)
             parts = []
             for m, (x, y, w) in enumerate(split(inputs, target, number)):
@@ -377,7 +386,6 @@ def plain_split(loader, split, number, *, epochs=2, dropout=0.5):
                     parts.append(part.item())
             losses.append(sum(parts))
             optimizer.step()
-    install(outside)
     return reference.Result(losses=losses, validation_losses=[]), net
 
 
@@ -387,9 +395,7 @@ def test_split_that_draws(split, generates):
     make = split if isinstance(split, type) else lambda: split
     each = task("a", Loader(), dropout=0.5, accumulation_steps=2, split=make())
     other = task("b", Loader(), seed=2)
-    seed_outside_torch()
-    orchestra = ModelOrchestrator([each, other], devices=[EmulatedDevice(memory="8MiB")])
-    orchestra.verbose = 0
+    orchestra = orchestra_of(each, other)
     if generates:
         orchestra.generate()
         orchestra.generate()
@@ -399,11 +405,10 @@ def test_split_that_draws(split, generates):
 
 
 def test_split_that_draws_goes_on_where_it_was_saved(tmp_path):
-    def made(callback=None):
-        callbacks = () if callback is None else (callback,)
-        return task(
-            "a", Shuffled(), dropout=0.5, accumulation_steps=2, split=shuffled_parts, epochs=3, callbacks=callbacks
-        )
+    def made(*callbacks):
+        options = {"dropout": 0.5, "accumulation_steps": 2, "split": shuffled_parts, "epochs": 3}
+        each = task("a", Shuffled(), callbacks=callbacks, **options)
+        return each, orchestra_of(each, checkpoint_dir=tmp_path, checkpoint_every=5)
 
     class Shuffled:
         def __len__(self):
@@ -413,26 +418,16 @@ def test_split_that_draws_goes_on_where_it_was_saved(tmp_path):
             for k in range(NUM_BATCHES):
                 yield torch.randn(4, 3), torch.ones(4, 2) * k
 
-    expected = plain_split(Shuffled(), shuffled_parts, 2, epochs=3)
-    seed_outside_torch()
-
     class Breaks(Callback):
         def on_step(self, report):
             if report.steps == 17:
                 raise RuntimeError("boom")
 
-    first = made(Breaks())
-    orchestra = ModelOrchestrator(
-        [first], devices=[EmulatedDevice(memory="8MiB")], checkpoint_dir=tmp_path, checkpoint_every=5
-    )
-    orchestra.verbose = 0
+    expected = plain_split(Shuffled(), shuffled_parts, 2, epochs=3)
+    _, orchestra = made(Breaks())
     with pytest.raises(RuntimeError, match="boom"):
         orchestra.train_models()
-    again = made()
-    orchestra = ModelOrchestrator(
-        [again], devices=[EmulatedDevice(memory="8MiB")], checkpoint_dir=tmp_path, checkpoint_every=5
-    )
-    orchestra.verbose = 0
+    again, orchestra = made()
     assert_as_plain(orchestra.train_models(resume=True), again, expected)
 
 
@@ -447,11 +442,7 @@ def test_weights_of_batches_and_unpack_that_draw():
 
     each = task("a", Loader(), dropout=0.5, unpack=unpack, loss_reduction=weight)
     report = train(each, task("b", Loader(), seed=2))
-    outside, net = capture(), model(1, dropout=0.5)
-    seed_outside_torch()
-    result = reference.train(net, nn.MSELoss(), Loader(), seed=1, lr=0.05, epochs=2, unpack=unpack)
-    install(outside)
-    assert_as_plain(report, each, (result, net))
+    assert_as_plain(report, each, plain(Loader(), dropout=0.5, unpack=unpack))
 
 
 # -- loaders that can be read once
@@ -463,10 +454,9 @@ def test_weights_of_batches_and_unpack_that_draw():
 @pytest.mark.parametrize("field", ["dataloader", "validation"])
 def test_iterator_is_refused_where_it_is_read_twice(field, make):
     batches = [(torch.ones(4, 3), torch.ones(4, 2))] * 3
-    loaders = {"loader": batches, "validation": None}
-    loaders["loader" if field == "dataloader" else "validation"] = make(batches)
+    loaders = {"loader": batches} | {"loader" if field == "dataloader" else field: make(batches)}
     with pytest.raises(ValueError, match=rf"{field}: a \w+ gives its batches once.*starts anew at each iter"):
-        task("a", loaders["loader"], validation=loaders["validation"], epochs=2)
+        task("a", epochs=2, **loaders)
     assert train(task("a", make(batches), epochs=1)).tasks["a"].steps == 3
 
 
@@ -503,6 +493,25 @@ def in_thread(job):
     return thread
 
 
+@contextmanager
+def held(turn, draw=lambda: None):
+    """A thread that has a turn, and has drawn in it, until the block ends."""
+    begun, go_on, turns = threading.Event(), threading.Event(), []
+
+    def hold():
+        with turn as own:
+            draw()
+            turns.append(own)
+            begun.set()
+            assert go_on.wait(PATIENCE_S)
+
+    thread = in_thread(hold)
+    assert begun.wait(PATIENCE_S)
+    yield turns[0]
+    go_on.set()
+    thread.join(PATIENCE_S)
+
+
 def until(condition):
     deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
@@ -522,12 +531,12 @@ class TestTurns:
     def test_turn_apart_waits_for_those_beside(self):
         lock, inside = RevocableLock(), threading.Event()
 
-        def part():
+        def apart():
             with lock.held(apart=True):
                 inside.set()
 
         with lock.beside() as turn:
-            thread = in_thread(part)
+            thread = in_thread(apart)
             until(lambda: not lock.is_free)
             assert not inside.is_set()
         assert inside.wait(PATIENCE_S)
@@ -535,7 +544,7 @@ class TestTurns:
         assert not turn.is_passed
 
     def test_who_waited_beside_goes_before_the_next_apart(self):
-        lock, order, threads = RevocableLock(), [], []
+        lock, order = RevocableLock(), []
 
         def beside():
             with lock.beside():
@@ -546,8 +555,7 @@ class TestTurns:
                 order.append("apart")
 
         with lock.held(apart=True):
-            threads.append(in_thread(apart))
-            threads.append(in_thread(beside))
+            threads = [in_thread(apart), in_thread(beside)]
             until(lambda: lock._waiting)
         for thread in threads:
             thread.join(PATIENCE_S)
@@ -556,47 +564,25 @@ class TestTurns:
     def test_nobody_waits_for_ever(self, monkeypatch):
         monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", 0.01)
         lock = RevocableLock()
-        begun, go_on, turns = threading.Event(), threading.Event(), []
-
-        def beside():
-            with lock.beside() as turn:
-                turns.append(turn)
-                begun.set()
-                assert go_on.wait(PATIENCE_S)
-
-        thread = in_thread(beside)
-        assert begun.wait(PATIENCE_S)
-        with lock.held(apart=True) as hold:
-            assert hold.met == turns
-            with lock.held(apart=True) as again:
-                assert again is hold
-        monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", PATIENCE_S)
-        with lock.held(apart=True):  # waits for it no more
-            pass
-        go_on.set()
-        thread.join(PATIENCE_S)
+        with held(lock.beside()) as turn:
+            with lock.held(apart=True) as hold:
+                assert hold.met == [turn]
+                with lock.held(apart=True) as again:
+                    assert again is hold
+            monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", PATIENCE_S)
+            with lock.held(apart=True):  # waits for it no more
+                pass
 
 
 def test_loader_that_overlapped_with_draws_of_others_is_in_doubt(monkeypatch):
     """It took longer than anybody waits, so that it may be the one that drew."""
     monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", 0.01)
-    draws, begun, go_on = LoaderDraws("slow", alone=False), threading.Event(), threading.Event()
-    stream = Stream(state_of(5))
+    draws, stream = LoaderDraws("slow", alone=False), Stream(state_of(5))
     for _ in range(2):
         with draws.reading(stream):
             pass
-
-    def read():
-        with draws.reading(stream):
-            begun.set()
-            assert go_on.wait(PATIENCE_S)
-
-    thread = in_thread(read)
-    assert begun.wait(PATIENCE_S)
-    with installed(Stream(state_of(6))):
+    with held(draws.reading(stream)), installed(Stream(state_of(6))):
         random.random()
-    go_on.set()
-    thread.join(PATIENCE_S)
     assert "slow: its loader may have drawn what is others'" in draws.message
     with pytest.raises(RuntimeError, match="loader_alone=True"), draws.reading(stream):
         random.random()
@@ -637,21 +623,12 @@ class Noisy(nn.Module):
         return x + np.random.standard_normal() if self.training else x
 
 
-def plain_with_callback(loader, draw, **options):
-    outside, net = capture(), model(1)
-    seed_outside_torch()
-    try:
-        result = reference.train(net, nn.MSELoss(), loader, seed=1, lr=0.05, epochs=2, on_step=draw, **options)
-    finally:
-        install(outside)
-    return result, net
-
-
+# By name: the draw of a callback, and the noise of loaders that it meets.
 CALLBACK_DRAWS = {
-    "random": lambda: random.random(),
-    "a seed": lambda: random.seed(3),
-    "numpy": lambda: np.random.rand(3),
-    "numpy's seed": lambda: np.random.seed(3),
+    "random": (random.random, from_random),
+    "a seed": (lambda: random.seed(3), from_random),
+    "numpy": (lambda: np.random.rand(3), from_numpy),
+    "numpy's seed": (lambda: np.random.seed(3), from_numpy),
 }
 
 
@@ -659,22 +636,20 @@ CALLBACK_DRAWS = {
 @pytest.mark.parametrize("noise", [None, from_random, from_numpy])
 @pytest.mark.parametrize("what", CALLBACK_DRAWS)
 def test_what_a_callback_draws_as_its_loader_does_is_refused(what, noise, others):
-    draw = CALLBACK_DRAWS[what]
+    draw, met = CALLBACK_DRAWS[what]
     noise = noise or (lambda k: torch.randn(4, 3))
     each = task("a", Loader(noise=noise), callbacks=[DrawsAtEachStep(draw)])
     beside = [task(f"other-{k}", Loader(noise=noise), seed=2) for k in range(others)]
-    report = train(each, *beside) if beside else None
-    meets = noise is {"random": from_random, "a seed": from_random}.get(what, from_numpy)
-    if report is None and not meets:
-        report = train(each)
-    if not meets:
-        assert_as_plain(report, each, plain_with_callback(Loader(noise=noise), draw))
-        assert not any("its callbacks" in text for text in report.messages)
-    elif report is None:
+    if noise is met and not beside:
         with pytest.raises(RuntimeError, match=r"(?s)a: its callback DrawsAtEachStep, in on_step,.*of its own"):
             train(each)
-    else:
+        return
+    report = train(each, *beside)
+    if noise is met:
         assert "a: its callback DrawsAtEachStep, in on_step," in report.tasks["a"].error
+    else:
+        assert_as_plain(report, each, plain(Loader(noise=noise), on_step=draw))
+        assert not any("its callbacks" in text for text in report.messages)
     for other in beside:
         assert_as_plain(report, other, plain(Loader(noise=noise), seed=2))
 
@@ -705,28 +680,16 @@ def test_a_long_call_that_draws_beside_others_that_do_is_told(monkeypatch):
         with draws.calling():
             random.random()
             assert draws.message is None
-    before, after = threading.Event(), threading.Event()
-
-    def read():
-        with alone.reading(stream):
-            random.random()
-            before.set()
-            assert after.wait(PATIENCE_S)
-
-    with draws.calling():
+    with ExitStack() as until_after_the_call, draws.calling():
         random.random()
-        thread = in_thread(read)
-        assert before.wait(PATIENCE_S)
-    after.set()
-    thread.join(PATIENCE_S)
+        until_after_the_call.enter_context(held(alone.reading(stream), random.random))
     assert draws.message.startswith("a: its callbacks may have drawn from generators that")
 
 
 def test_what_somebody_drew_in_company_of_a_call_is_told():
     draws = CallbackDraws("a", 0, set(), lambda: {"`random`"})
     with beside_loaders() as turn:
-        thread = in_thread(lambda: draw_in(draws))
-        thread.join(PATIENCE_S)
+        in_thread(lambda: draw_in(draws)).join(PATIENCE_S)
     assert turn.had_company
     draws.check("a")
     assert draws.message.startswith("a: its callbacks may have drawn from `random` that its loader")
