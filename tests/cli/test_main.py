@@ -79,17 +79,9 @@ class Fails(nn.Module):
         raise LookupError("a layer's own trouble")
 
 
-def failing_layer():
-    return [nn.Linear(64, 1), Fails()], mlp()[1], F.mse_loss
-
-
 class Branch(nn.Module):
     def forward(self, x):
         return x if x.sum() > 0 else -x
-
-
-def branching_layer():
-    return [nn.Linear(64, 1), Branch()], mlp()[1], F.mse_loss
 
 
 # Short ones, which a test puts into this module by their names.
@@ -102,6 +94,8 @@ SHORT = {
     "no_layers": lambda: ([], *mlp()[1:]),
     "no_batch": lambda: (nn.Linear(2, 2), torch.ones(2, 2), F.mse_loss),
     "no_loss": lambda: (*mlp()[:2], "mse"),
+    "failing_layer": lambda: ([nn.Linear(64, 1), Fails()], mlp()[1], F.mse_loss),
+    "branching_layer": lambda: ([nn.Linear(64, 1), Branch()], mlp()[1], F.mse_loss),
     "NOT_CALLABLE": 3,
 }
 

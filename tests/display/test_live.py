@@ -126,19 +126,21 @@ def test_an_error_of_the_display_ends_it_and_nothing_else(capsys, monkeypatch, i
     decider, stream = Decider(), Terminal() if is_verbose_terminal else io.StringIO()
     run_through(LiveDisplay(1, fails, decider.ask, stream), decider)
     assert sys.stdout is stdout
-    told = "hydra_engine: the display has ended, and training goes on: ValueError: no look\n"
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == "hydra_engine: the display has ended, and training goes on: ValueError: no look\n"
     assert no_thread_is_left()
 
 
-def test_a_stream_that_is_gone_ends_it_and_nothing_else(capsys):
+def closed_pipe():
     reader, writer = os.pipe()
     os.close(reader)
+    return os.fdopen(writer, "w", encoding="utf-8", buffering=1)
+
+
+def test_a_stream_that_is_gone_ends_it_and_nothing_else(capsys):
     decider = Decider()
-    with open(writer, "w", encoding="utf-8", buffering=1) as stream:
-        display = LiveDisplay(1, look, decider.ask, stream)
-        run_through(display, decider)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # its buffer is written as it is closed
+    with closed_pipe() as stream:
+        run_through(LiveDisplay(1, look, decider.ask, stream), decider)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # its buffer is written as it is closed
     assert "the display has ended, and training goes on: BrokenPipeError" in capsys.readouterr().err
 
 
@@ -189,22 +191,13 @@ def test_no_bit_of_training_depends_on_the_display(monkeypatch):
     assert silent.getvalue() == ""
 
 
-class Unknown(Terminal):
-    encoding = "no such encoding"
-
-
 def test_a_terminal_of_no_known_encoding_is_shown_ascii(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    stream, decider = Unknown(), Decider()
+    stream, decider = Terminal(), Decider()
+    stream.encoding = "no such encoding"
     run_through(LiveDisplay(1, lambda: look(name="学"), decider.ask, stream), decider)
     assert "1.250" in stream.getvalue()
     assert stream.getvalue().isascii()
-
-
-def closed_pipe():
-    reader, writer = os.pipe()
-    os.close(reader)
-    return os.fdopen(writer, "w", encoding="utf-8", buffering=1)
 
 
 @pytest.mark.parametrize(

@@ -19,19 +19,12 @@ def run(now_s, num_tasks, num_devices=2, name="task-{}"):
         steps = int(k * now_s) if k < 2 or doing is Doing.COMPUTING else 5
         num_steps = None if k == 1 else 400
         tasks.append(TaskProgress(name.format(k), doing, steps, num_steps, 1.0 + k, None if k % 3 else 0.5))
-    devices = [
-        DeviceProgress(
-            f"cuda:{k}",
-            AtWork.COMPUTES if k % 2 == 0 else AtWork.WEIGHTS,
-            Unit(name.format(2), "fb", 3, 17),
-            k * 2**28,
-            80 * 2**30,
-            int(now_s * 12.5 * 2**30),
-            int(now_s * 2**20),
-            now_s * 0.87,
-        )
-        for k in range(num_devices)
-    ]
+    devices = []
+    for k in range(num_devices):
+        at_work = AtWork.COMPUTES if k % 2 == 0 else AtWork.WEIGHTS
+        unit = Unit(name.format(2), "fb", 3, 17)
+        moved = (int(now_s * 12.5 * 2**30), int(now_s * 2**20))  # bytes loaded, and stored
+        devices.append(DeviceProgress(f"cuda:{k}", at_work, unit, k * 2**28, 80 * 2**30, *moved, now_s * 0.87))
     return RunProgress(now_s, tasks, devices)
 
 

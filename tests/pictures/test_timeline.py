@@ -123,8 +123,7 @@ def test_memory_stands_as_high_as_its_share_of_the_budget():
 
 
 def test_memory_that_is_not_known_any_more_is_white():
-    given = figures([], memory=[MemoryUse("cpu:0", 4.0, 20)], is_memory_cut=True)
-    picture = draw_timeline(given, width=WIDTH)
+    picture = draw_timeline(figures([], memory=[MemoryUse("cpu:0", 4.0, 20)], is_memory_cut=True), width=WIDTH)
     [row] = [each for each in picture.shapes if isinstance(each, Box) and each.height == 40]
     assert (row.x, row.width) == (LEFT + 400, 600)
 

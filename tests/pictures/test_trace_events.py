@@ -79,9 +79,7 @@ def test_trace_is_as_the_format_says():
 
 
 @pytest.mark.parametrize(
-    "broken",
-    [{"ph": "Z"}, {"ts": -1}, {"dur": -1}, {"pid": "1"}, {"name": 3}, {"dur": 2e6}, {"args": []}],
-    ids=str,
+    "broken", [{"ph": "Z"}, {"ts": -1}, {"dur": -1}, {"pid": "1"}, {"name": 3}, {"dur": 2e6}, {"args": []}], ids=str
 )
 def test_check_finds_what_the_format_refuses(broken):
     state = trace_events(FIGURES)
@@ -95,12 +93,8 @@ def test_spans_stand_in_a_thread_of_their_lane_and_overlapping_ones_apart():
     events = trace_events(FIGURES)["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    found = [
-        (processes[e["pid"]], threads[e["tid"]], e["name"], e["cat"], e["ts"], e["dur"])
-        for e in events
-        if e["ph"] == "X"
-    ]
-    assert found == [
+    spans = [e for e in events if e["ph"] == "X"]
+    assert [(processes[e["pid"]], threads[e["tid"]], e["name"], e["cat"], e["ts"], e["dur"]) for e in spans] == [
         ("cpu:0", "compute", "a.f0@0", "a", 1e6, 1e6),
         ("cpu:0", "load 1", "a.f0@0", "a", 0.0, 1e6),
         ("cpu:0", "load 2", "a.f0@0", "a", 5e5, 2.5e5),
