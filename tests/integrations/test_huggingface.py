@@ -38,17 +38,9 @@ SEED, LR, STEPS = 7, 1e-2, 5
 VOCABULARY, LENGTH = 64, 9
 
 TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-DECODER = TOKENS | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
-    "attention_dropout": 0.1,
-}
 ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER = TOKENS | ENCODER | {"num_key_value_heads": 2, "head_dim": 8}
+DECODER |= {"max_position_embeddings": 32, "attention_dropout": 0.1}
 WINDOW = {"sliding_window": 5, "query_pre_attn_scalar": 8}
 GPT2 = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 OPT = TOKENS | {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
@@ -57,41 +49,21 @@ QWEN2 = DECODER | {"use_sliding_window": True, "sliding_window": 4, "max_window_
 BERT = ENCODER | {"vocab_size": VOCABULARY, "max_position_embeddings": 32}
 
 CONFIGS = {
-    "GPT2LMHeadModel": ("GPT2Config", GPT2),
-    "GPT2Model": ("GPT2Config", GPT2),
-    "LlamaForCausalLM": ("LlamaConfig", DECODER),
-    "LlamaModel": ("LlamaConfig", DECODER),
-    "MistralForCausalLM": ("MistralConfig", DECODER | {"sliding_window": 5}),
-    "MistralModel": ("MistralConfig", DECODER | {"sliding_window": None}),
-    "Qwen2ForCausalLM": ("Qwen2Config", QWEN2 | {"tie_word_embeddings": True}),
-    "Qwen2Model": ("Qwen2Config", QWEN2),
-    "Qwen3ForCausalLM": ("Qwen3Config", DECODER),
-    "Qwen3Model": ("Qwen3Config", DECODER),
-    "GemmaForCausalLM": ("GemmaConfig", DECODER),
-    "GemmaModel": ("GemmaConfig", DECODER),
-    "Gemma2ForCausalLM": ("Gemma2Config", DECODER | WINDOW),
-    "Gemma2Model": ("Gemma2Config", DECODER | WINDOW),
-    "Gemma3ForCausalLM": (
-        "Gemma3TextConfig",
-        DECODER | WINDOW | {"sliding_window_pattern": 2, "final_logit_softcapping": 3.0},
-    ),
-    "Gemma3TextModel": ("Gemma3TextConfig", DECODER | WINDOW | {"sliding_window_pattern": 2}),
-    "BertForMaskedLM": ("BertConfig", BERT),
-    "BertForSequenceClassification": ("BertConfig", BERT | {"num_labels": 3}),
-    "BertForTokenClassification": ("BertConfig", BERT | {"num_labels": 3}),
-    "BertModel": ("BertConfig", BERT),
+    **dict.fromkeys(("GPT2LMHeadModel", "GPT2Model"), GPT2),
+    **dict.fromkeys(("LlamaForCausalLM", "LlamaModel", "Qwen3ForCausalLM", "Qwen3Model"), DECODER),
+    **dict.fromkeys(("GemmaForCausalLM", "GemmaModel"), DECODER),
+    "MistralForCausalLM": DECODER | {"sliding_window": 5},
+    "MistralModel": DECODER | {"sliding_window": None},
+    "Qwen2ForCausalLM": QWEN2 | {"tie_word_embeddings": True},
+    "Qwen2Model": QWEN2,
+    **dict.fromkeys(("Gemma2ForCausalLM", "Gemma2Model"), DECODER | WINDOW),
+    "Gemma3ForCausalLM": DECODER | WINDOW | {"sliding_window_pattern": 2, "final_logit_softcapping": 3.0},
+    "Gemma3TextModel": DECODER | WINDOW | {"sliding_window_pattern": 2},
+    **dict.fromkeys(("BertForMaskedLM", "BertModel"), BERT),
+    **dict.fromkeys(("BertForSequenceClassification", "BertForTokenClassification"), BERT | {"num_labels": 3}),
 }
-TRAINED = (
-    "GPT2LMHeadModel",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "BertForMaskedLM",
-    "BertForSequenceClassification",
-)
 TIED = ("GPT2LMHeadModel", "Qwen2ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "BertForMaskedLM")
+TRAINED = (*TIED, "LlamaForCausalLM", "MistralForCausalLM", "BertForSequenceClassification")
 
 
 @pytest.fixture(autouse=True)
@@ -103,10 +75,10 @@ def _quiet_and_synchronous(monkeypatch):
 
 def new_model(name, attention=None, **options):
     """A randomly initialised model, the same at every call, in training mode."""
-    config, values = CONFIGS[name]
+    kind = getattr(transformers, name)
     torch.manual_seed(1)
     kwargs = {} if attention is None else {"attn_implementation": attention}
-    model = getattr(transformers, name)._from_config(getattr(transformers, config)(**values | options), **kwargs)
+    model = kind._from_config(kind.config_class(**CONFIGS[name] | options), **kwargs)
     for parameter in model.parameters():  # also where the library starts with zeros or ones
         parameter.data += 0.01 * torch.randn_like(parameter)
     return model.train()
@@ -240,12 +212,15 @@ def masked_lm_loss(logits, labels):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def train_both(model, plain, name, **options):
-    """Train the layers of `model` in one-layer shards, and `plain` in the plain loop; their losses are the same."""
+SETTINGS = {"optimizer": torch.optim.AdamW, "max_grad_norm": 1.0, "seed": SEED, "unpack": inputs_and_labels}
+
+
+def train_both(model, name, plain=None, **options):
+    """Train the layers of `model` in one-layer shards, and `plain`, a copy of it, in the plain loop: the same bits."""
+    plain = copy.deepcopy(model) if plain is None else plain
     layers = sequential(model, example=inputs_and_labels(batches(name)[0])[0])
     shards = Presharded(list(range(1, len(layers) + 1)))
-    settings = {"optimizer": torch.optim.AdamW, "max_grad_norm": 1.0, "seed": SEED, "unpack": inputs_and_labels}
-    settings |= options
+    settings = SETTINGS | options
     task = ModelTask(layers, loss_of(name), batches(name), LR, name="a", partitioner=shards, **settings)
     report = exact.run([task]).tasks["a"]
     assert report.status == "finished", report.error
@@ -253,24 +228,22 @@ def train_both(model, plain, name, **options):
     assert report.losses == result.losses
     assert len(report.losses) == STEPS
     assert report.losses[0] != report.losses[-1]
+    assert_same_weights(model, plain)
+    return plain
 
 
 def assert_same_weights(model, other):
-    ours, theirs = dict(model.named_parameters()), dict(other.named_parameters())
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-    buffers, expected = dict(model.named_buffers()), dict(other.named_buffers())
-    assert buffers.keys() == expected.keys()
-    assert [name for name in buffers if not torch.equal(buffers[name], expected[name])] == []
+    for kind in ("named_parameters", "named_buffers"):
+        ours, theirs = dict(getattr(model, kind)()), dict(getattr(other, kind)())
+        assert ours.keys() == theirs.keys()
+        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 @functools.cache
 def trained(name):
     """A model that the engine trained, and one that the plain loop did."""
     model = new_model(name)
-    plain = copy.deepcopy(model)
-    train_both(model, plain, name)
-    return model, plain
+    return model, train_both(model, name)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -301,39 +274,28 @@ def test_tied_weights_stay_tied(name):
 def test_two_models_together_on_two_devices_in_one_shard_each():
     names = ("GPT2LMHeadModel", "BertForMaskedLM")
     models = {name: new_model(name) for name in names}
-    settings = {"optimizer": torch.optim.AdamW, "max_grad_norm": 1.0, "seed": SEED, "unpack": inputs_and_labels}
     tasks = [
-        ModelTask(sequential(model), loss_of(name), batches(name), LR, name=name, **settings)
+        ModelTask(sequential(model), loss_of(name), batches(name), LR, name=name, **SETTINGS)
         for name, model in models.items()
     ]
-    report = exact.run(tasks, num_devices=2)
-    report.raise_failures()
+    exact.run(tasks, num_devices=2).raise_failures()
     for name, model in models.items():
         assert_same_weights(model, trained(name)[1])
 
 
 def test_micro_batches_weighed_by_tokens_give_the_bits_of_the_plain_loop():
     name = "Qwen2ForCausalLM"
-    model = new_model(name)
-    plain = copy.deepcopy(model)
-    train_both(model, plain, name, accumulation_steps=2, loss_reduction=num_target_tokens)
-    assert_same_weights(model, plain)
+    train_both(new_model(name), name, accumulation_steps=2, loss_reduction=num_target_tokens)
 
 
 def test_lora_adapters_are_trained_and_saved(tmp_path):
     peft = pytest.importorskip("peft")
     name = "LlamaForCausalLM"
     config = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "init_lora_weights": False, "use_dora": True}
-
-    def adapted():
-        targets = ["q_proj", "v_proj", "down_proj"]
-        return peft.get_peft_model(new_model(name), peft.LoraConfig(**config, target_modules=targets))
-
-    model = adapted()
-    plain = copy.deepcopy(model)
+    config["target_modules"] = ["q_proj", "v_proj", "down_proj"]
+    model = peft.get_peft_model(new_model(name), peft.LoraConfig(**config))
     before = {key: parameter.clone() for key, parameter in model.named_parameters()}
-    train_both(model, plain, name)
-    assert_same_weights(model, plain)
+    train_both(model, name)
     for key, parameter in model.named_parameters():
         assert parameter.requires_grad == ("lora_" in key)
         assert torch.equal(parameter, before[key]) != parameter.requires_grad, key
@@ -344,10 +306,7 @@ def test_lora_adapters_are_trained_and_saved(tmp_path):
 def test_lora_on_tied_embeddings_with_a_trained_copy_of_the_head():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["wte", "c_attn"], modules_to_save=["ln_f"], fan_in_fan_out=True)
-    model = peft.get_peft_model(new_model("GPT2LMHeadModel"), config)
-    plain = copy.deepcopy(model)
-    train_both(model, plain, "GPT2LMHeadModel")
-    assert_same_weights(model, plain)
+    train_both(peft.get_peft_model(new_model("GPT2LMHeadModel"), config), "GPT2LMHeadModel")
 
 
 def opt():
@@ -368,9 +327,8 @@ def test_adapters_are_trained_by_the_models_own_forward(case):
     peft = pytest.importorskip("peft")
     config, options, build = OTHER_ADAPTERS[case]
     model = peft.get_peft_model(build(), getattr(peft, config)(**options))
-    plain, before = copy.deepcopy(model), copy.deepcopy(model)
-    train_both(model, plain, "LlamaForCausalLM")
-    assert_same_weights(model, plain)
+    before = copy.deepcopy(model)
+    train_both(model, "LlamaForCausalLM")
     moved = {key for key, each in before.named_parameters() if not torch.equal(each, model.get_parameter(key))}
     assert moved == {key for key, each in model.named_parameters() if each.requires_grad}
 
@@ -509,15 +467,6 @@ def hooked():
     return model
 
 
-def with_config(name, **options):
-    return lambda: new_model(name, **options)
-
-
-def with_rope(kind):
-    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}
-    return with_config("LlamaForCausalLM", rope_parameters=rope)
-
-
 def other_direction():
     model = new_model("LlamaForCausalLM")
     model.config.is_causal = False
@@ -547,12 +496,14 @@ def test_what_layers_would_not_run_as_the_model_does_is_refused(case):
         sequential(model)
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 OTHERWISE = {
-    "decoder of BERT": with_config("BertForMaskedLM", is_decoder=True),
-    "cross attention": with_config("GPT2LMHeadModel", add_cross_attention=True),
+    "decoder of BERT": functools.partial(new_model, "BertForMaskedLM", is_decoder=True),
+    "cross attention": functools.partial(new_model, "GPT2LMHeadModel", add_cross_attention=True),
     "direction": other_direction,
-    "dynamic positions": with_rope("dynamic"),
+    "dynamic positions": functools.partial(new_model, "LlamaForCausalLM", rope_parameters=DYNAMIC),
     "blocks": pruned,
+    "a class without layers by hand": opt,
 }
 
 
@@ -564,6 +515,7 @@ def test_models_that_run_otherwise_than_layers_by_hand_become_layers_by_their_ow
     layers = sequential(model, example=inputs)
     assert isinstance(layers, Model)
     assert torch.equal(layers(inputs).logits, model(**inputs).logits)
+    assert [*layers.state_dict()] == [*model.state_dict()]
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "OPTForCausalLM"])
@@ -572,14 +524,12 @@ def test_gradient_checkpointing_is_switched_off_with_a_word(name):
     model = new_model(name) if is_by_hand else opt()
     model.activation_checkpointing_enable()
     plain = copy.deepcopy(model)
-    with pytest.warns(
-        UserWarning, match=rf"gradient checkpointing of the model \({name}\) is switched off: the engine"
-    ):
+    told = rf"gradient checkpointing of the model \({name}\) is switched off: the engine"
+    with pytest.warns(UserWarning, match=told):
         layers = sequential(model, example=ids_and_masks()[0])
     assert isinstance(layers, Model) != is_by_hand
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    train_both(model, plain, "LlamaForCausalLM")  # without a second word
-    assert_same_weights(model, plain)
+    train_both(model, "LlamaForCausalLM", plain)  # without a second word
 
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch):
@@ -625,8 +575,7 @@ def test_weights_in_a_mapped_file_are_trained_as_in_plain_pytorch(name, tmp_path
         model, plain = load().train(), load().train()
         residues = [parameter.data_ptr() % 64 for parameter in plain.parameters()]
         assert residues == [parameter.data_ptr() % 64 for parameter in model.parameters()]
-        train_both(model, plain, name)
-        assert_same_weights(model, plain)
+        train_both(model, name, plain)
         assert residues == [parameter.data_ptr() % 64 for parameter in model.parameters()]
         seen.update(residues)
     assert seen - {0}
@@ -706,9 +655,8 @@ def test_a_loaded_model_outlives_its_files_and_keeps_its_generation_settings(tmp
 def test_folders_without_weights_that_can_be_loaded_are_refused(tmp_path):
     model = new_model("LlamaForCausalLM")
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(
-        FileNotFoundError, match=r"holds neither model\.safetensors nor model\.safetensors\.index\.json"
-    ):
+    told = r"holds neither model\.safetensors nor model\.safetensors\.index\.json"
+    with pytest.raises(FileNotFoundError, match=told):
         load_pretrained(tmp_path)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -732,31 +680,14 @@ def test_a_model_on_meta_is_profiled_with_a_mask_that_has_no_values(name):
         labels = torch.empty_like(ids)
     counted = profile(sequential(model), placeholders, labels, loss_of(name))
     run = profile(sequential(new_model(name)), inputs, ids, loss_of(name), time_layers=False)
-    assert [cost.param_bytes for cost in counted] == [cost.param_bytes for cost in run]
-    assert [cost.peak_bytes for cost in counted] == [cost.peak_bytes for cost in run]
-    assert [cost.output_bytes for cost in counted] == [cost.output_bytes for cost in run]
-
-
-def test_any_other_model_becomes_layers_by_an_example():
-    model = opt().eval()
-    ids, _, _, _ = ids_and_masks()
-    layers = sequential(model, example={"input_ids": ids})
-    assert torch.equal(layers({"input_ids": ids}).logits, model(input_ids=ids).logits)
-    assert [*layers.state_dict()] == [*model.state_dict()]
-
-
-def harness_case(name):
-    """One of the architectures of the table of any model."""
-    return next(case for case in CASES if case.name == name)
-
-
-LOADED = ("T5", "BERT, sequences", "OPT", "ViT", "Mixtral", "Whisper", "Falcon")
+    for field in ("param_bytes", "peak_bytes", "output_bytes"):
+        assert [getattr(cost, field) for cost in counted] == [getattr(cost, field) for cost in run], field
 
 
 @pytest.mark.parametrize(("shard_size", "dtype"), [("50GB", torch.float32), ("20KB", torch.bfloat16)])
-@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("name", ["T5", "BERT, sequences", "OPT", "ViT", "Mixtral", "Whisper", "Falcon"])
 def test_any_model_is_loaded_value_for_value_and_becomes_layers(name, shard_size, dtype, tmp_path):
-    case = harness_case(name)
+    case = next(case for case in CASES if case.name == name)
     harness.new_module(case).to(dtype).save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (tmp_path / "model.safetensors").exists() == (shard_size == "50GB")
     model = load_pretrained(tmp_path)
