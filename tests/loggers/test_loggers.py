@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hydra_engine.loggers import CsvLogger, JsonLinesLogger, TensorBoardLogger, WandbLogger
-from tests.loggers.support import KINDS, start_of, step_of, tear, validation_of, with_wandb
+from tests.loggers.support import KINDS, FakeWandb, start_of, step_of, tear, validation_of
 
 
 @pytest.fixture(params=KINDS)
@@ -60,11 +60,8 @@ def test_a_task_that_goes_on_has_each_step_once(tmp_path, kind, steps, validated
     if is_torn:
         tear(tmp_path / f"a{suffix}")
     start = start_of(steps=steps, validated_at=validated_at, is_new=False)
-    log(
-        make(tmp_path),
-        start,
-        [each for each in all_of if not start.has(each.step, validation=hasattr(each, "metrics"))],
-    )
+    rest = [each for each in all_of if not start.has(each.step, validation=hasattr(each, "metrics"))]
+    log(make(tmp_path), start, rest)
     assert read(tmp_path / f"a{suffix}") == approximately(told(all_of))
     assert [path.name for path in tmp_path.iterdir()] == [f"a{suffix}"]
     killed.close()
@@ -168,7 +165,7 @@ def test_a_file_that_ends_in_a_long_torn_row(tmp_path):
 
 
 def test_a_run_of_weights_and_biases_for_each_task(tmp_path, monkeypatch):
-    fake = with_wandb(monkeypatch)
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
     logger = WandbLogger("project", tmp_path / "runs", tags=["x"])
     for task in ("a", "b"):
         log(logger, start_of(task), [step_of(1, task), validation_of(1, task, m=1.0)], ends=False)
@@ -176,11 +173,8 @@ def test_a_run_of_weights_and_biases_for_each_task(tmp_path, monkeypatch):
     logger.close()
     log(logger, start_of("a", 1), [step_of(2)])
     failed, stopped, again = fake.runs
-    rows = [
-        (1, {"loss": 1.0, "lr": 0.5, "samples_per_s": 4.0, "epoch": 0}),
-        (1, {"validation_loss": 2, "metrics_m": 1}),
-    ]
-    assert failed.rows == stopped.rows == rows
+    step = {"loss": 1.0, "lr": 0.5, "samples_per_s": 4.0, "epoch": 0}
+    assert failed.rows == stopped.rows == [(1, step), (1, {"validation_loss": 2, "metrics_m": 1})]
     assert [step for step, _ in again.rows] == [2]
     assert (failed.exit_code, stopped.exit_code, again.exit_code) == (1, 1, 0)
     assert len({each.options.pop("id") for each in fake.runs}) == 3

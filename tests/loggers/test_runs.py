@@ -51,6 +51,10 @@ def model():
     return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 3))
 
 
+def without_dropout():
+    return nn.Sequential(*(layer for layer in model() if not isinstance(layer, nn.Dropout)))
+
+
 def accuracy(output, target):
     return (output.argmax(1) == target).double().mean()
 
@@ -105,7 +109,7 @@ class Sees(Callback):
 def plain():
     """(loss, learning rate, norm) of each step of the plain loop."""
     random.seed(0)  # a task draws from streams of its own; without dropout and draws, the losses are the loop's
-    network = nn.Sequential(*(layer for layer in model() if not isinstance(layer, nn.Dropout)))
+    network = without_dropout()
     optimizer = torch.optim.SGD(network.parameters(), lr=LR)
     scheduler, found = schedule(optimizer), []
     for x, y in space.batches() * EPOCHS:
@@ -121,20 +125,9 @@ def plain():
 
 @pytest.mark.parametrize("scope", ["shard", "task"])
 def test_values_are_those_of_the_plain_loop(scope):
-    network = nn.Sequential(*(layer for layer in model() if not isinstance(layer, nn.Dropout)))
-    mine = ModelTask(
-        network,
-        F.cross_entropy,
-        space.batches(),
-        LR,
-        EPOCHS,
-        name="a",
-        max_grad_norm=LIMIT,
-        lr_scheduler=schedule,
-        optimizer_scope=scope,
-        partitioner=Presharded([1, 3]),
-        seed=0,
-    )
+    options = {"max_grad_norm": LIMIT, "lr_scheduler": schedule, "partitioner": Presharded([1, 3]), "seed": 0}
+    options |= {"name": "a", "optimizer_scope": scope}
+    mine = ModelTask(without_dropout(), F.cross_entropy, space.batches(), LR, EPOCHS, **options)
     recorder = Recorder()
     orchestra_of(mine, loggers=[recorder]).train_models()
     steps = recorder.of(StepReport)
@@ -147,10 +140,8 @@ def test_values_are_those_of_the_plain_loop(scope):
 def test_a_run_tells_every_step_and_validation_in_order_and_callbacks_the_same():
     sees, recorder = Sees(), Recorder()
     groups = {"param_groups": lambda name: {"lr": 0.01} if name.endswith("bias") else {}}
-    orchestra = orchestra_of(
-        task("a", sees, hparams={"lr": LR}), task("b", max_grad_norm=None, **groups), loggers=[recorder]
-    )
-    reports = orchestra.train_models().tasks
+    tasks = [task("a", sees, hparams={"lr": LR}), task("b", max_grad_norm=None, **groups)]
+    reports = orchestra_of(*tasks, loggers=[recorder]).train_models().tasks
     for name, norms in (("a", 1), ("b", 0)):
         report, steps, validations = reports[name], recorder.of(StepReport, name), recorder.of(ValidationReport, name)
         assert [each.step for each in steps] == list(range(1, STEPS * EPOCHS + 1))
@@ -164,11 +155,7 @@ def test_a_run_tells_every_step_and_validation_in_order_and_callbacks_the_same()
         assert [each.metrics["accuracy"] for each in validations] == report.validation_metrics["accuracy"]
         assert report.last_step is steps[-1]
         assert report.last_validation is validations[-1]
-    of_a = [
-        each
-        for each in recorder.calls
-        if getattr(each, "task", None) == "a" or (isinstance(each, tuple) and each[0] == "a")
-    ]
+    of_a = [each for each in recorder.calls if (each[0] if type(each) is tuple else each.task) == "a"]
     assert of_a[0] == TaskStart(task="a", seed=3, hparams={"lr": LR}, steps=0, validated_at=None, is_new=True)
     assert of_a[1:-1] == sees.seen
     assert of_a[-1] == ("a", "finished")
@@ -270,9 +257,8 @@ def test_a_logger_has_what_waits_at_once_where_it_is_hurried_or_ended(monkeypatc
 def test_batches_that_adapt_have_the_norm_that_they_measure(bounds):
     found = []
     for limit in (None, 1e6):  # which clips nothing, and computes the norm
-        loader = AdaptiveDataLoader(
-            TensorDataset(*(torch.cat(each) for each in zip(*space.batches(8), strict=True))), 10
-        )
+        data = TensorDataset(*(torch.cat(each) for each in zip(*space.batches(8), strict=True)))
+        loader = AdaptiveDataLoader(data, 10)
         if bounds:
             loader.autoscale_batch_size(20, local_bsz_bounds=bounds)
         mine = ModelTask(model()[:1], F.cross_entropy, loader, LR, 1, name="a", max_grad_norm=limit, seed=0)
@@ -393,23 +379,18 @@ def test_evaluation_and_prediction_are_not_logged():
 
 
 @pytest.mark.parametrize(
-    ("loggers", "words"),
+    ("loggers", "error", "words"),
     [
-        (Recorder(), "is a Recorder, not a list; give loggers"),
-        ("csv", "'csv' is a str, not a list"),
-        ([Recorder], "is a type, not a Logger; give an instance"),
-        ([None], "None is a NoneType, not a Logger"),
+        (Recorder(), TypeError, "is a Recorder, not a list; give loggers"),
+        ("csv", TypeError, "'csv' is a str, not a list"),
+        ([Recorder], TypeError, "is a type, not a Logger; give an instance"),
+        ([None], TypeError, "None is a NoneType, not a Logger"),
+        ([Recorder()] * 2, ValueError, "loggers: one is given twice"),
     ],
 )
-def test_what_is_no_logger_is_refused(loggers, words):
-    with pytest.raises(TypeError, match=words):
+def test_what_is_no_logger_or_given_twice_is_refused(loggers, error, words):
+    with pytest.raises(error, match=words):
         orchestra_of(task(), loggers=loggers)
-
-
-def test_a_logger_that_is_given_twice_is_refused():
-    logger = Recorder()
-    with pytest.raises(ValueError, match="loggers: one is given twice"):
-        orchestra_of(task(), loggers=[logger, logger])
 
 
 class Copies(Callback):
