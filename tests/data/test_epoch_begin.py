@@ -20,6 +20,10 @@ class Boom(RuntimeError):
     """What interrupts a task here."""
 
 
+def fail():
+    raise Boom
+
+
 def model_of(draws):
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -51,7 +55,7 @@ class Counts(DataLoader):
 class SetsEpoch(Callback):
     """What DistributedSampler asks for; and writes down all calls."""
 
-    def __init__(self, loader, at=None, action=None):
+    def __init__(self, loader, at, action):
         self.loader, self.at, self.action, self.calls = loader, at, action, []
 
     def on_epoch_begin(self, report, epoch):
@@ -96,23 +100,18 @@ def validation_of():
 def expected_of(*, draws=False, **options):
     model = model_of(draws)
     with torch.random.fork_rng():
-        options = {"validation": validation_of(), **options}
-        result = reference.train(
-            model, F.mse_loss, PlainEpochs(loader_of()), lr=0.1, epochs=EPOCHS, seed=SEED, **options
-        )
+        options = {"validation": validation_of(), "lr": 0.1, "epochs": EPOCHS, "seed": SEED, **options}
+        result = reference.train(model, F.mse_loss, PlainEpochs(loader_of()), **options)
     return result, zoo.state(model)
 
 
-def task_of(*, draws=False, loader=None, callback=None, name="task", ends=(1, 3), **options):
+def task_of(*, draws=False, loader=None, callback=None, at=None, action=None, **options):
+    """A task, and its callback: one that calls `action` at its call `at`."""
     layers, loader = model_of(draws), loader_of() if loader is None else loader
-    callback = SetsEpoch(loader) if callback is None else callback
-    options = {"validation": validation_of(), **options}
-    ends = [*ends, len(layers)]
-    task = ModelTask(
-        layers, F.mse_loss, loader, 0.1, EPOCHS, name=name, partitioner=Presharded(ends), seed=SEED,
-        callbacks=[callback], **options,
-    )  # fmt: skip
-    return task, callback
+    callback = SetsEpoch(loader, at, action) if callback is None else callback
+    options = {"name": "task", "validation": validation_of(), "callbacks": [callback], **options}
+    shards = Presharded([1, 3, len(layers)])
+    return ModelTask(layers, F.mse_loss, loader, 0.1, EPOCHS, partitioner=shards, seed=SEED, **options), callback
 
 
 def orchestra_of(*tasks, num_devices=1, **options):
@@ -122,14 +121,17 @@ def orchestra_of(*tasks, num_devices=1, **options):
     return orchestra
 
 
-def calls_of(first=0, steps=0):
+def calls_of():
     """Of a whole training."""
     calls = []
-    for epoch in range(first, EPOCHS):
-        begun = max(steps, STEPS * epoch)
-        calls += [("begin", epoch), *(("step", k + 1) for k in range(begun, STEPS * (epoch + 1)))]
+    for epoch in range(EPOCHS):
+        calls += [("begin", epoch), *(("step", k + 1) for k in range(STEPS * epoch, STEPS * (epoch + 1)))]
         calls += [("validation", epoch + 1), ("epoch", epoch)]
     return [*calls, ("end", "finished")]
+
+
+def without_validation(calls):
+    return [call for call in calls if call[0] != "validation"]
 
 
 def assert_exact(task, report, *, draws=False, **options):
@@ -153,8 +155,9 @@ def test_shuffles_are_those_of_the_plain_loop(draws, num_plans, num_devices):
     assert callback.loader.opened == list(range(EPOCHS))
 
 
-@pytest.mark.parametrize("options", [{"accumulation_steps": 2}, {"early_release": True}, {"optimizer_scope": "task"}],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{"accumulation_steps": 2}, {"early_release": True}, {"optimizer_scope": "task"}], ids=str
+)
 def test_however_steps_are_taken(options):
     task, callback = task_of(**options)
     report = orchestra_of(task, num_devices=2).train_models().tasks["task"]
@@ -184,7 +187,7 @@ def test_without_validation_and_beside_others():
     reports = orchestra_of(*(task for task, _ in tasks), num_devices=2).train_models().tasks
     for task, callback in tasks:
         assert_exact(task, reports[task.name], draws=task.name == "b", validation=None)
-        assert callback.calls == [call for call in calls_of() if call[0] != "validation"]
+        assert callback.calls == without_validation(calls_of())
 
 
 def test_validation_in_the_middle_of_epochs():
@@ -193,9 +196,7 @@ def test_validation_in_the_middle_of_epochs():
     expected, _ = expected_of(validation=None)
     assert report.losses == expected.losses
     assert len(report.validation_losses) == EPOCHS * STEPS // 3
-    assert [call for call in callback.calls if call[0] != "validation"] == [
-        call for call in calls_of() if call[0] != "validation"
-    ]
+    assert without_validation(callback.calls) == without_validation(calls_of())
 
 
 @pytest.mark.parametrize("fails", [{2}, {2, 3}, {4}])
@@ -212,11 +213,7 @@ def test_a_retry_calls_it_no_second_time(fails):
 @pytest.mark.parametrize("draws", [False, True], ids=["reads ahead", "draws"])
 @pytest.mark.parametrize("steps", [2, STEPS, STEPS + 1, 2 * STEPS])
 def test_a_resumed_run_begins_its_epoch_again(tmp_path, draws, steps):
-    def fail():
-        raise Boom
-
-    loader = loader_of()
-    first, _ = task_of(draws=draws, loader=loader, callback=SetsEpoch(loader, ("step", steps), fail))
+    first, _ = task_of(draws=draws, at=("step", steps), action=fail)
     with pytest.raises(Boom):
         orchestra_of(first, checkpoint_dir=tmp_path, checkpoint_every=1).train_models()
     task, callback = task_of(draws=draws)
@@ -245,8 +242,7 @@ def test_it_may_stop_the_task(epoch):
     def stop():
         raise StopTask
 
-    loader = loader_of()
-    task, callback = task_of(loader=loader, callback=SetsEpoch(loader, ("begin", epoch), stop))
+    task, callback = task_of(at=("begin", epoch), action=stop)
     other, _ = task_of(name="other")
     reports = orchestra_of(task, other).train_models().tasks
     assert (reports["task"].status, reports["task"].steps) == ("stopped", epoch * STEPS)
@@ -256,11 +252,7 @@ def test_it_may_stop_the_task(epoch):
 
 @pytest.mark.parametrize("epoch", [1, EPOCHS - 1])
 def test_what_else_it_raises_fails_the_task(epoch):
-    def fail():
-        raise Boom
-
-    loader = loader_of()
-    task, _ = task_of(loader=loader, callback=SetsEpoch(loader, ("begin", epoch), fail))
+    task, _ = task_of(at=("begin", epoch), action=fail)
     other, _ = task_of(name="other")
     reports = orchestra_of(task, other).train_models().tasks
     assert (reports["task"].status, reports["task"].steps) == ("failed", epoch * STEPS)
@@ -269,21 +261,17 @@ def test_what_else_it_raises_fails_the_task(epoch):
 
 
 def test_what_it_raises_in_planning_is_raised_there():
-    def fail():
-        raise Boom
-
-    loader = loader_of()
-    task, _ = task_of(loader=loader, callback=SetsEpoch(loader, ("begin", 0), fail))
+    task, callback = task_of(at=("begin", 0), action=fail)
     with pytest.raises(Boom):
         orchestra_of(task).generate()
-    assert loader.opened == []
+    assert callback.loader.opened == []
 
 
 def test_one_that_does_not_return_fails_the_task(hangs):
-    loader, go_on = loader_of(), threading.Event()
+    go_on = threading.Event()
     hangs.append(threading.Event())
-    blocked = SetsEpoch(loader, ("begin", 2), lambda: (hangs[0].set(), go_on.wait(PATIENCE_S)))
-    task, _ = task_of(loader=loader, callback=blocked, callback_timeout_s=0.5)
+    block = lambda: (hangs[0].set(), go_on.wait(PATIENCE_S))  # noqa: E731
+    task, _ = task_of(at=("begin", 2), action=block, callback_timeout_s=0.5)
     other, _ = task_of(name="other")
     reports = orchestra_of(task, other).train_models().tasks
     go_on.set()
@@ -310,5 +298,4 @@ def test_tasks_whose_callbacks_do_without_it_read_ahead_as_before():
 
     task, _ = task_of(callback=OnSteps())
     assert task.callbacks
-    report = orchestra_of(task).train_models().tasks["task"]
-    assert report.status == "finished"
+    assert orchestra_of(task).train_models().tasks["task"].status == "finished"
