@@ -26,16 +26,15 @@ class Full(Disk):
         self.refuses = set()
 
     def create(self, path):
-        self._check("create")
-        return super().create(path)
+        return self._call("create", path)
 
     def write(self, descriptor, data):
-        self._check("write")
-        return super().write(descriptor, data)
+        return self._call("write", descriptor, data)
 
-    def _check(self, what):
+    def _call(self, what, *arguments):
         if what in self.refuses:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return getattr(super(), what)(*arguments)
 
 
 @pytest.fixture
@@ -99,8 +98,7 @@ def test_updates_that_wait_for_room_go_on_where_the_disk_refuses(tmp_path, disk,
 
 def test_a_disk_that_refuses_is_asked_again_when_the_next_save_is_due(tmp_path, disk, capsys):
     disk.refuses.add("write")
-    orchestra = orchestra_of([task_of()], tmp_path, every=4)
-    report = orchestra.train_models()
+    report = orchestra_of([task_of()], tmp_path, every=4).train_models()
     assert report.checkpoints.num_failed == 1 + NUM_STEPS // 4  # and the task's end
     assert capsys.readouterr().err.count("No space left on device") == 1 + NUM_STEPS // 4
 
@@ -158,10 +156,7 @@ def test_a_task_that_cannot_be_saved_any_more_does_not_end_where_it_was_saved_la
             assert report.steps != 3 or is_saved.wait(PATIENCE_S)
 
     def tasks(*callbacks):
-        return [
-            task_of(name="a", epochs=1, optimizer=Unsavable, callbacks=callbacks),
-            task_of(name="b", epochs=1),
-        ]
+        return [task_of(name="a", epochs=1, optimizer=Unsavable, callbacks=callbacks), task_of(name="b", epochs=1)]
 
     expected = orchestra_of(tasks()).train_models().tasks["a"].losses
     report = orchestra_of(tasks(Waits()), tmp_path).train_models()
@@ -186,12 +181,13 @@ def test_a_damaged_file_of_a_task_that_is_over_stops_no_save_of_others(tmp_path,
                 each.unlink()
         return found
 
+    def tasks():
+        return [task_of(name="a", epochs=1), task_of(name="b", epochs=10)]
+
     monkeypatch.setattr(CheckpointDirectory, "publish", published)
-    report = orchestra_of([task_of(name="a", epochs=1), task_of(name="b", epochs=10)], tmp_path).train_models()
+    report = orchestra_of(tasks(), tmp_path).train_models()
     assert report.checkpoints.num_failed == 0
     assert capsys.readouterr().err.count("what was saved of task 'a' has been damaged since") == 1
     assert load_newest(tmp_path).data["tasks"]["b"]["steps"] == report.tasks["b"].steps
-    again = [task_of(name="a", epochs=1), task_of(name="b", epochs=10)]
-    resumed = orchestra_of(again, tmp_path).train_models(resume=True)
-    assert resumed.tasks["a"].losses == report.tasks["a"].losses
-    assert resumed.tasks["b"].losses == report.tasks["b"].losses
+    resumed = orchestra_of(tasks(), tmp_path).train_models(resume=True)
+    assert all(resumed.tasks[name].losses == report.tasks[name].losses for name in "ab")

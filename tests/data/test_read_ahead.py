@@ -54,38 +54,38 @@ OWN = {
 }
 
 
+def plain(loader, validates=False, **options):
+    """A model that the plain loop trained, and its result."""
+    model, before = build(), torch.get_rng_state()
+    options |= {"validation": loader(model, 2) if validates else None}
+    result = reference.train(model, nn.MSELoss(), loader(model), seed=3, lr=0.05, epochs=2, **options)
+    torch.set_rng_state(before)
+    return model, result
+
+
+def task_of(loader, validates=False, **options):
+    """A model, and the task that trains it."""
+    model = build()
+    options |= {"name": "reads", "seed": 3, "validation": loader(model, 2) if validates else None}
+    return model, ModelTask(model, nn.MSELoss(), loader(model), 0.05, 2, read_ahead=False, **options)
+
+
+def trained(*tasks, num_devices=1):
+    devices = [EmulatedDevice(memory="8MiB") for _ in range(num_devices)]
+    orchestra = ModelOrchestrator(list(tasks), devices=devices)
+    orchestra.verbose = 0
+    return orchestra.train_models().tasks["reads"]
+
+
 @pytest.mark.parametrize("validates", [False, True])
 @pytest.mark.parametrize(("ends", "num_devices"), [([NUM_LAYERS], 1), ([1, 4, NUM_LAYERS], 2)])
 @pytest.mark.parametrize("case", [*CASES, *OWN])
 def test_loader_sees_every_step(case, ends, num_devices, validates):
     options = CASES.get(case, {})
-    expected = build()
-    validation = ReadsWeights(expected, 2) if validates else None
-    loss_fn = nn.MSELoss()
-    before = torch.get_rng_state()
-    result = reference.train(
-        expected, loss_fn, ReadsWeights(expected), seed=3, lr=0.05, epochs=2, validation=validation, **options
-    )
-    torch.set_rng_state(before)
-    model = build()
-    task = ModelTask(
-        model,
-        loss_fn,
-        ReadsWeights(model),
-        0.05,
-        2,
-        name="reads",
-        seed=3,
-        read_ahead=False,
-        validation=ReadsWeights(model, 2) if validates else None,
-        partitioner=Presharded(ends),
-        **options,
-        **OWN.get(case, {}),
-    )
-    devices = [EmulatedDevice(memory="8MiB") for _ in range(num_devices)]
-    orchestra = ModelOrchestrator([task, ModelTask(build(), loss_fn, ReadsWeights(build()), seed=4)], devices=devices)
-    orchestra.verbose = 0
-    outcome = orchestra.train_models().tasks["reads"]
+    expected, result = plain(ReadsWeights, validates, **options)
+    model, task = task_of(ReadsWeights, validates, partitioner=Presharded(ends), **options, **OWN.get(case, {}))
+    other = ModelTask(build(), nn.MSELoss(), ReadsWeights(build()), seed=4)
+    outcome = trained(task, other, num_devices=num_devices)
     assert outcome.status == "finished", outcome.error
     assert outcome.losses == result.losses
     assert outcome.validation_losses == result.validation_losses
@@ -99,15 +99,9 @@ def test_batches_that_grow_are_fitted_and_read_last():
             for k, (x, y) in enumerate(super().__iter__(), 1):
                 yield x.repeat(k, 1), y.repeat(k, 1)
 
-    expected, model = build(), build()
-    before = torch.get_rng_state()
-    result = reference.train(expected, nn.MSELoss(), Grows(expected), seed=3, lr=0.05, epochs=2)
-    torch.set_rng_state(before)
-    task = ModelTask(model, nn.MSELoss(), Grows(model), 0.05, 2, name="reads", seed=3, read_ahead=False)
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice(memory="8MiB")])
-    orchestra.verbose = 0
-    outcome = orchestra.train_models().tasks["reads"]
-    assert outcome.losses == result.losses
+    _, result = plain(Grows)
+    _, task = task_of(Grows)
+    assert trained(task).losses == result.losses
 
 
 @pytest.mark.parametrize("field", ["read_ahead", "loader_alone"])

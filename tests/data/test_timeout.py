@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import hydra_engine
 from hydra_engine import Callback, LoaderTimeout, ModelTask
 from hydra_engine.data.reader import Reader
 from hydra_engine.data.streams import GLOBAL_GENERATORS, Stream, capture, install, installed
@@ -77,6 +78,15 @@ def build(loader):
     return lambda: (model, loss_fn, loader)
 
 
+def run_beside(task, name="dropout"):
+    """The report of a task whose loader is too late, while another one trains to its bits."""
+    other, model = exact.task_of(name, epochs=1)
+    report = exact.run([task, other])
+    exact.assert_as_expected(report, name, model, exact.expected(name, epochs=1))
+    assert isinstance(report.tasks["victim"].exception, LoaderTimeout)
+    return report.tasks["victim"]
+
+
 def draws_outside():
     """The process-wide generators are what they were: a run must not leave anything in them."""
     return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
@@ -113,21 +123,14 @@ def test_it_is_a_timeout_of_the_builtin_kind(hanging):
 def test_close_does_not_wait_for_it_again(hanging, monkeypatch):
     monkeypatch.setattr("hydra_engine.data.reader.JOIN_S", 3 * PATIENCE_S)
     task, _ = victim(build(hanging(4)), loader_timeout_s=SHORT_S)
-    other, _ = exact.task_of("mlp", epochs=1)
     start_s = time.monotonic()
-    exact.run([task, other])
+    run_beside(task, "mlp")
     assert time.monotonic() - start_s < 3 * PATIENCE_S
 
 
 def test_validation_batch_counts_too(hanging):
-    loader = hanging(3)
-    model, loss_fn, training = trapped_model()
-    task, _ = victim(lambda: (model, loss_fn, training), loader_timeout_s=SHORT_S, validation=loader)
-    other, other_model = exact.task_of("dropout", epochs=1)
-    report = exact.run([task, other])
-    assert isinstance(report.tasks["victim"].exception, LoaderTimeout)
-    assert report.tasks["victim"].steps == 10
-    exact.assert_as_expected(report, "dropout", other_model, exact.expected("dropout", epochs=1))
+    task, _ = victim(loader_timeout_s=SHORT_S, validation=hanging(3))
+    assert run_beside(task).steps == 10
 
 
 def test_split_counts_too(hanging):
@@ -137,31 +140,22 @@ def test_split_counts_too(hanging):
         calls.append(number)
         if len(calls) == 8:
             loader.hang()
-        from hydra_engine import split
-
-        return split(inputs, target, number)
+        return hydra_engine.split(inputs, target, number)
 
     task, _ = victim(accumulation_steps=2, split=split, loader_timeout_s=SHORT_S)
-    other, other_model = exact.task_of("dropout", epochs=1)
-    report = exact.run([task, other])
-    assert isinstance(report.tasks["victim"].exception, LoaderTimeout)
-    exact.assert_as_expected(report, "dropout", other_model, exact.expected("dropout", epochs=1))
+    run_beside(task)
 
 
 def test_no_retry_helps(hanging):
     task, _ = victim(build(hanging(4)), loader_timeout_s=SHORT_S, max_retries=3)
-    other, _ = exact.task_of("mlp", epochs=1)
-    outcome = exact.run([task, other]).tasks["victim"]
-    assert isinstance(outcome.exception, LoaderTimeout)
-    assert outcome.retries == []
+    assert run_beside(task, "mlp").retries == []
 
 
 def test_thread_that_wakes_up_late_changes_nothing(hanging):
     """But what it draws itself before it comes back, which nobody can prevent."""
     loader = hanging(4)
     task, model = victim(build(loader), loader_timeout_s=SHORT_S)
-    other, _ = exact.task_of("mlp", epochs=1)
-    report = exact.run([task, other])
+    outcome = run_beside(task, "mlp")
     state, before = zoo.state(model), draws_outside()
     loader.go_on.set()
     [thread] = [each for each in threading.enumerate() if each.name == "victim-reader"]
@@ -169,7 +163,7 @@ def test_thread_that_wakes_up_late_changes_nothing(hanging):
     assert not thread.is_alive()
     assert draws_outside() == before
     exact.assert_same_state(zoo.state(model), state)
-    assert report.tasks["victim"].steps == 4
+    assert outcome.steps == 4
     assert GLOBAL_GENERATORS.is_free
 
 
@@ -227,18 +221,18 @@ def test_times_that_are_none_are_refused(value, error):
 
 
 class TestInbox:
-    def test_a_deadline_that_has_passed_is_an_event(self):
+    @pytest.mark.parametrize(
+        ("in_s", "events", "found"),
+        [(-1, [], Overdue()), (-1, [DataEnded("task")], DataEnded("task")), (1e12, [StopRequested()], StopRequested())],
+        ids=["a deadline that has passed is an event", "what is there comes first", "a far deadline is no error"],
+    )
+    def test_what_comes_first(self, in_s, events, found):
         inbox = Inbox()
-        inbox.deadline_s = time.monotonic() - 1
+        inbox.deadline_s = time.monotonic() + in_s
+        for each in events:
+            inbox.put(each)
         with inbox as event:
-            assert event == Overdue()
-
-    def test_what_is_there_comes_first(self):
-        inbox = Inbox()
-        inbox.deadline_s = time.monotonic() - 1
-        inbox.put(DataEnded("task"))
-        with inbox as event:
-            assert event == DataEnded("task")
+            assert event == found
 
     def test_it_sleeps_until_then(self):
         inbox = Inbox()
@@ -247,13 +241,6 @@ class TestInbox:
         with inbox as event:
             assert event == Overdue()
         assert time.monotonic() - begin_s >= 0.9 * SHORT_S
-
-    def test_a_far_deadline_is_no_error(self):
-        inbox = Inbox()
-        inbox.deadline_s = time.monotonic() + 1e12
-        inbox.put(StopRequested())
-        with inbox as event:
-            assert event == StopRequested()
 
 
 class TestDeadlines:
