@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -340,6 +340,14 @@ def _named(layer: nn.Module, kind: str) -> Iterator[tuple[str, str, Any]]:
                 yield path, name, tensor
 
 
+def writes(name: str) -> str:
+    """Say that a layer writes to its parameter."""
+    return (
+        f"writes to its parameter {name!r}, limit: only the optimizer changes parameters; compute the changed one anew "
+        f"in each forward (torch.nn.utils.parametrize), or change it after training and evaluation"
+    )
+
+
 class Structure:
     """One device's copy of a task's layers: all of their Python, none of their tensors.
 
@@ -406,6 +414,21 @@ class Structure:
             else:
                 found.setdefault(index, self.buffers[index].data)
         return found
+
+    def parameter_versions(self, views: Iterable[int]) -> list[int]:
+        """Numbers that change when a parameter is written to, other than through `.data`."""
+        return [self.parameters[index]._version for index in views]
+
+    def check_unwritten(self, views: Mapping[int, Tensor], versions: Sequence[int]) -> None:
+        """Raises LayerFault for a parameter that was written to since it was bound to its view. Views are by slot.
+
+        On a GPU, an LSTM moves its weights elsewhere for cuDNN, with the same values; on the CPU nothing does.
+        """
+        for (index, view), version in zip(views.items(), versions, strict=True):
+            parameter = self.parameters[index]
+            is_moved = parameter.data_ptr() != view.data_ptr()
+            if self.device.type == "cpu" if is_moved else parameter._version != version:
+                raise LayerFault(f"a layer {writes(self.slot_names[index])}")
 
     def check_shared(self) -> None:
         """Raises LayerFault for a buffer of several modules in whose place one of them has set another."""

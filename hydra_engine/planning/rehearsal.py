@@ -49,7 +49,7 @@ from hydra_engine.data import (
 )
 from hydra_engine.devices import COMPUTE, DeviceSpec, OpenDevice, Promise
 from hydra_engine.errors import DeviceOutOfMemory
-from hydra_engine.host import LayerFault, Shard, Stale, TaskOptimizer, TaskState, kept_by
+from hydra_engine.host import LayerFault, Shard, Stale, TaskOptimizer, TaskState, kept_by, writes
 from hydra_engine.planning.trial import GENERATORS, frozen
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
 from hydra_engine.tasks import Purpose, drop_tracebacks
@@ -252,7 +252,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 if _address(tensor) in self._slabs and tensor.numel():
                     starts = ((view.data_ptr(), index) for index, view in self._views.items())
                     _, index = max(each for each in starts if each[0] <= tensor.data_ptr())
-                    raise _Refused(_writes(self._layout.slots[index].name))
+                    raise _Refused(writes(self._layout.slots[index].name))
 
 
 class _NoGradients(TorchFunctionMode):
@@ -287,13 +287,6 @@ class _NoGradients(TorchFunctionMode):
 def _package(frame: FrameType) -> str:
     """Return the package whose code runs there."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
-def _writes(name: str) -> str:
-    return (
-        f"writes to its parameter {name!r}, limit: only the optimizer changes parameters; compute the changed one anew "
-        f"in each forward (torch.nn.utils.parametrize), or change it after training and evaluation"
-    )
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -390,7 +383,7 @@ class _Onlooker:
             is_moved = now.data_ptr() != view.data_ptr() or now.shape != view.shape
             # On the CPU nothing moves them, but a layer that means to write.
             if (is_moved and now.device.type == "cpu") or not _is_same(self._state.pool.narrow(slot), now):
-                raise _Refused(_writes(slot.name))
+                raise _Refused(writes(slot.name))
 
     def leaves(self, layer: int, attributes: Attributes) -> None:
         self.changed.update(dict.fromkeys(attributes.changed()))

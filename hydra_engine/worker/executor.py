@@ -181,6 +181,7 @@ class UnitRunning:
         self._saved, self._graphs = saved, graphs
         bound = (*views.values(), *buffers.values())
         self._gradients = GradientSums(executor.structure, spec.shard, bound, spec.norm_groups)
+        self._versions: list[int] = []  # of its parameters, as it began
         self._written = set(spec.written) & set(spec.shard.buffers)
         self._was_training: list[tuple[nn.Module, bool]] = []  # modules, while they evaluate
         self._had_gradients = True  # in the caller's thread
@@ -188,6 +189,7 @@ class UnitRunning:
 
     def __enter__(self) -> UnitRunning:
         self._structure.bind(self._views, self._buffers)
+        self._versions = self._structure.parameter_versions(self._views)
         self._had_gradients = torch.is_grad_enabled()
         try:
             if self._saved is not None:
@@ -265,6 +267,8 @@ class UnitRunning:
             )
         if self._inspector is not None:
             self._inspector.ends(self._views, structure.parameters)
+        self._executor.current = ""  # what is found from here on is not the last layer's
+        structure.check_unwritten(self._views, self._versions)
         gradients: dict[int, Tensor | None] = {}
         updated = norms = None
         if spec.kind in (FUSED, BACKWARD) and not spec.in_pieces:

@@ -92,6 +92,9 @@ class Runner:
         except BaseException as error:
             self._struck = self._struck or claim.unit
             claim.fail(error, "a kernel")
+        if claim.error is not None and executing:
+            for load in claim.slabs.values():
+                load.is_spoiled = True
         if claim.error is not None and self._struck is None and isinstance(device.explained(claim.error), DeviceLost):
             self._struck = claim.unit
         run.so_far = {}  # what became of them is in the output
@@ -230,6 +233,10 @@ class Runner:
     def _set_views(self, claim: Claim) -> None:
         """Apart, so that no slab is in the hands of what an error comes through last."""
         slabs = {region.trainable: load.slab.result() for region, load in claim.slabs.items()}
+        for region, load in claim.slabs.items():
+            if load.is_spoiled:
+                self._spiller.fill_slab(claim.state, claim.shard, region, slabs[region.trainable])
+                load.is_spoiled = False
         claim.views = self._spiller.views(claim.state, claim.shard, slabs)
 
     def _submit_input(self, run: UnitRun, m: int) -> None:

@@ -55,27 +55,28 @@ class Spiller:
         self._storing = ""  # the task of which something is stored; one at a time
 
     def load_slab(self, state: TaskState, shard: Shard, region: Region, make_room: Callable[[], bool]) -> Slab:
-        """Fill a slab with a shard's parameters of one kind, in one copy where they lie in one piece.
-
-        make_room: makes some in the arena; False: there is nothing that could.
-        """
-        base = 0 if region.trainable else shard.own_bytes
+        """Take a slab, and fill it. make_room: makes some in the arena; False: there is nothing that could."""
         slab = self._device.take_slab(region.num_bytes, make_room)
         try:
-            try:
-                pairs = [
-                    (slab.bytes(piece.target - base + start, len(source)), source)
-                    for piece in shard.pieces
-                    if piece.trainable == region.trainable
-                    for start, source in state.pool.sources(piece)
-                ]
-                self._load(state, pairs)
-            finally:
-                self._device.finish()
+            self.fill_slab(state, shard, region, slab)
         except BaseException:
             self._device.give_slab_back(slab)
             raise
         return slab
+
+    def fill_slab(self, state: TaskState, shard: Shard, region: Region, slab: Slab) -> None:
+        """Fill a slab with a shard's parameters of one kind, in one copy where they lie in one piece."""
+        base = 0 if region.trainable else shard.own_bytes
+        try:
+            pairs = [
+                (slab.bytes(piece.target - base + start, len(source)), source)
+                for piece in shard.pieces
+                if piece.trainable == region.trainable
+                for start, source in state.pool.sources(piece)
+            ]
+            self._load(state, pairs)
+        finally:
+            self._device.finish()
 
     def _load(self, state: TaskState, pairs: Pairs, *, urgent: bool = False) -> None:
         num_bytes = self._device.copy(LOAD, pairs, urgent=urgent)

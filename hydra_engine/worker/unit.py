@@ -107,6 +107,7 @@ class SlabLoad:
     def __init__(self, load: Callable[[], Slab], *, late: bool) -> None:
         self.slab: Promise[Slab] = Promise()
         self.is_late = late  # so small that it is loaded when the first unit runs, by the lane that computes
+        self.is_spoiled = False  # a unit failed on it, which may have written to the parameters: to be filled again
         self._load = load
 
     @property

@@ -330,6 +330,11 @@ def saved_twice(folder):
         return save(store, 1).path
 
 
+def written_by(path):
+    """The files in which a checkpoint, by its manifest, holds its task."""
+    return [place(path, stored) for stored in read_manifest(path).files]
+
+
 def test_nothing_saved_yet(tmp_path):
     assert load_newest(tmp_path / "not there") is None
     assert load_newest(tmp_path) is None
@@ -365,6 +370,23 @@ def test_damaged_ones_do_not_count_among_those_kept(tmp_path):
         assert len(newest_first(tmp_path)) == 3
         save(store, 3)
         assert [path.name[:19] for path in newest_first(tmp_path)] == ["checkpoint-00000004", "checkpoint-00000003"]
+
+
+def test_a_thousand_altered_bytes_of_data_are_noticed(tmp_path):
+    newest = saved_twice(tmp_path)
+    places = [(path, offset) for path in written_by(newest) for offset in range(path.stat().st_size)]
+    generator = random.Random(0)
+    for _ in range(1000):
+        (path, offset), mask = generator.choice(places), generator.randrange(1, 256)
+        flip(path, offset, mask)
+        found = load_newest(tmp_path)
+        assert found.data == {"k": 0}, (path, offset, mask)
+        [message] = found.messages
+        assert f"{path.name}: found" in message
+        assert "expected" in message
+        assert newest.name in message
+        flip(path, offset, mask)
+    assert_holds(load_newest(tmp_path), 1)
 
 
 @pytest.mark.parametrize("name", ["manifest", WEIGHTS, "state.json"])
@@ -421,7 +443,7 @@ def test_a_checkpoint_that_changes_while_it_is_read(tmp_path):
 def test_every_byte_that_changes_before_it_is_read_is_noticed(tmp_path):
     found = load_newest(saved_twice(tmp_path).parent)
     generator = random.Random(0)
-    for path in [place(found.path, stored) for stored in read_manifest(found.path).files]:
+    for path in written_by(found.path):
         for offset in range(path.stat().st_size):
             mask = generator.randrange(1, 256)
             flip(path, offset, mask)

@@ -643,6 +643,40 @@ RECIPES |= {
 }
 
 
+def late(change):
+    """A layer that changes its weight on a later batch alone, and goes on with what it has then."""
+
+    class Layer(Base):
+        def forward(self, x):
+            if x.sum() > 100:
+                change(self.linear.weight)
+            return self.linear(x)
+
+    loader = batches()
+    loader[2][0].add_(10)
+    return {"layers": [Layer(), nn.Linear(8, 3)], "loader": loader, "expect": "refused"}
+
+
+@recipe
+def late_write_without_gradients():
+    return late(torch.no_grad()(lambda weight: weight.mul_(0.5)))
+
+
+@recipe
+def late_weight_bound_to_other_memory():
+    return late(lambda weight: setattr(weight, "data", weight.data * 0.5))
+
+
+@recipe
+def late_write_in_evaluation():
+    def change(weight):
+        if not torch.is_grad_enabled():
+            weight.mul_(0.5)
+
+    recipe = late(change)
+    return recipe | {"validation": recipe["loader"]}
+
+
 # -- B9, F37: boundaries
 
 

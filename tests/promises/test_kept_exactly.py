@@ -131,6 +131,39 @@ def test_nor_are_those_of_two_tasks():
         assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+class WritesLate(nn.Module):
+    """Writes to its frozen weight on batches with large numbers."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        if x.sum() > 1e4:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("ends", [[1, 2], [2]], ids=["two shards", "one, waited for by the next unit"])
+def test_frozen_weights_that_a_failed_unit_wrote_to_are_loaded_anew(ends):
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(3)), requires_grad=False)
+
+    def build():
+        torch.manual_seed(4)
+        return nn.Sequential(WritesLate(weight), nn.Linear(WIDTH, 5))
+
+    loud = batches()
+    loud[2][0].add_(20)
+    model, same = build(), build()
+    bad = ModelTask(build(), F.cross_entropy, loud, 0.1, seed=0, name="bad", partitioner=Presharded(ends))
+    report, _ = trained([bad, task_of(model, name="good", partitioner=Presharded(ends))])
+    assert "writes to its parameter '0.weight', limit: only the optimizer" in str(report.tasks["bad"].error)
+    expected = reference.train(same, F.cross_entropy, batches(), seed=0, lr=0.1)
+    assert report.tasks["good"].losses == expected.losses
+    exact.assert_same_state(zoo.state(model), zoo.state(same))
+
+
 def test_frozen_weights_that_their_user_replaced_are_no_longer_shared():
     base, other = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     for mine, theirs in zip(other.parameters(), base.parameters(), strict=True):
