@@ -365,6 +365,7 @@ class Structure:
             # `.data`: with a version counter of its own, so that changing one in place is not a change of all.
             empty = self._placeholder(slot.link_dtype if casts else slot.dtype).data
             self.parameters.append(nn.Parameter(empty, requires_grad=slot.parameter.requires_grad))
+        self._requires_grad = [parameter.requires_grad for parameter in self.parameters]
         self.buffers = [self._placeholder(buffer.dtype).data for buffer in layout.buffers]
         self._registered = layout.originals.registered
         self.layers, self.stale = layout.originals.copy([*self.parameters, *self.buffers])
@@ -429,6 +430,11 @@ class Structure:
             is_moved = parameter.data_ptr() != view.data_ptr()
             if self.device.type == "cpu" if is_moved else parameter._version != version:
                 raise LayerFault(f"a layer {writes(self.slot_names[index])}")
+
+    def switched(self, slots: Iterable[int]) -> list[tuple[str, str]]:
+        """Return names of parameters whose `requires_grad` is not as it was, each beside that word."""
+        found = (k for k in slots if self.parameters[k].requires_grad != self._requires_grad[k])
+        return [(self.slot_names[k], "requires_grad") for k in found]
 
     def check_shared(self) -> None:
         """Raises LayerFault for a buffer of several modules in whose place one of them has set another."""

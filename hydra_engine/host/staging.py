@@ -133,6 +133,9 @@ class Given(NamedTuple):
     weights: tuple[float, ...] = ()  # of their losses
     start: tuple[RandomState, ...] = ()  # before each forward
     signature: Signature = NO_BATCH  # which decides the memory of every unit of the step
+    users: tuple[
+        tuple[Any, Any], ...
+    ] = ()  # inputs and target of each as the loader gave them, of which these are copies
 
 
 class StepStaging:
@@ -180,12 +183,13 @@ class StepStaging:
         weights: Sequence[float],
         start: Sequence[RandomState],
         signature: Signature,
+        users: Sequence[tuple[Any, Any]] = (),
     ) -> None:
         """Start a step on micro-batches (inputs, target); the others as in `Given`."""
         self.clear()
         self.serial += 1
         inputs, targets = tuple(inputs for inputs, _ in boundaries), tuple(target for _, target in boundaries)
-        self.given = Given(inputs, targets, tuple(weights), tuple(start), signature)
+        self.given = Given(inputs, targets, tuple(weights), tuple(start), signature, tuple(users))
         self.random = {(0, m): state for m, state in enumerate(start)}
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.data import ALIGNMENT_BYTES, RandomState, Signature, direct_limit, identical, residue
-from hydra_engine.host.bound_copy import LayerFault
+from hydra_engine.host.bound_copy import LayerFault, kept_by
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.measured import Count, Measured, UnitBytes
@@ -23,6 +23,7 @@ from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Flow, Unit
 from hydra_engine.system import HostMemory
 from hydra_engine.tasks import ModelTask, Purpose
 from partitioners import forward_unit_bytes, unit_bytes
+from partitioners.boundary import Boundary
 from partitioners.cost import Skip
 
 # Of the largest value: what adding in another order may change, and a layer that gives something else exceeds.
@@ -145,10 +146,13 @@ class Observed:
     runs_backward: bool = False  # a forward or the loss adds to gradients by a backward of its own
     index_limit: int | None  # of what the first layer looks up; None: nothing
     works_on_batch: bool = False  # one changed the batch that it was given, a copy, in place
+    # By layer and name: attributes that forwards were seen to change, without another result. Lanes add to it.
+    tried_attributes: set[tuple[str, str]] = field(default_factory=set)
 
     def copied(self) -> Observed:
         """Return the same, apart from what is observed from now on."""
-        return replace(self, written_buffers=set(self.written_buffers))
+        tried = set(self.tried_attributes)
+        return replace(self, written_buffers=set(self.written_buffers), tried_attributes=tried)
 
 
 class TaskState:
@@ -177,6 +181,27 @@ class TaskState:
         self.num_commits = 0  # of training steps in this run
         # Of an adaptive task: groups of parameters whose gradients are measured. One, before there is an optimizer.
         self.norm_groups = NormGroups({slot.index: 0 for slot in layout.trainable_slots()}, 1) if task.adapts else None
+
+    def check_batch_is_free(self, m: int, written: Iterable[tuple[int, int]], *, training: bool) -> None:
+        """Refuse layers that work in place on a batch which the loader keeps, and did not when batches were tried.
+
+        written: which tensors of micro-batch m, by (inputs or target, which tensor). Raises LayerFault.
+        """
+        if self.observed.works_on_batch or self.task.purpose is not Purpose.TRAIN:
+            return
+        loader = self.task.dataloader if training else self.task.validation
+        given = self.staging.given
+        for side, k in written:
+            tensor = Boundary.of(given.users[m][side], "a batch").tensors[k]
+            if tensor.dtype != (given.inputs, given.targets)[side][m].tensors[k].dtype:
+                continue  # a cast of it, in plain PyTorch, too
+            if (path := kept_by(tensor, ("loader", loader))) is not None:
+                raise LayerFault(
+                    f"a layer or the loss works in place on a batch that {path} keeps, as it did not when batches were "
+                    f"tried, limit: what nobody else sees, since a device has a copy, and plain PyTorch would go on "
+                    f"from what is left there; clone it first, or let the loader give a copy"
+                )
+        self.observed.works_on_batch = True
 
     def may_keep_graph(self, shard: Shard) -> bool:
         """Return True if a shard's backward can go on from its forward's graph, and need not run the forward again."""

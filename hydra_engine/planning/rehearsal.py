@@ -74,6 +74,7 @@ Opened: TypeAlias = "Callable[[int], AbstractContextManager[OpenDevice]]"
 NOBODYS = RandomState(seeded(19), random.Random(19).getstate(), np.random.RandomState(19).get_state())
 LOSS = "loss_fn"
 _GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # a getter, of which a mode is told
+_SET_GRADIENT = vars(torch._C.TensorBase)["grad"].__set__
 _BACKWARDS = (Tensor.backward, torch.autograd.backward)
 BYTES = "bytes "  # before a digest
 PASSING = "out of date as soon as its unit is over"
@@ -141,6 +142,7 @@ def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: O
             checks.check_batch(evaluation, seen)
             checks.check_repeats(evaluation, seen)
             state.observed.draws |= not state.end_of_forward().same_as(evaluation.main)
+        state.observed.tried_attributes.update(each[:2] for each in rehearsal.onlooker.changed)
         return seconds
 
 
@@ -256,7 +258,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
 
 
 class _NoGradients(TorchFunctionMode):
-    """Raises where a forward reads what its parameters' `.grad` has got from micro-batches before.
+    """Raises where a forward sets a parameter's `.grad`, or reads what that has got from micro-batches before.
 
     Which these are differs: of a step that is spread, each device has some, and a recomputed forward finds others. So
     do sums of gradients, where a forward or the loss adds to them by a backward of its own: that is noted.
@@ -269,9 +271,15 @@ class _NoGradients(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func == _GRADIENT and isinstance(args[0], nn.Parameter) and self._state.is_split:
-            reader = _package(sys._getframe(1))
-            if reader not in ("torch", "hydra_engine") and torch._C._current_graph_task_id() == -1:
+        is_set = func == _SET_GRADIENT and args[1] is not None
+        if (is_set or (func == _GRADIENT and self._state.is_split)) and isinstance(args[0], nn.Parameter):
+            user = _package(sys._getframe(1))
+            if user not in ("torch", "hydra_engine") and torch._C._current_graph_task_id() == -1:
+                if is_set:
+                    raise _Refused(
+                        "sets the .grad of a parameter, limit: what its backward gives, since a forward may run again; "
+                        "add a term to the loss, or use a hook on the parameter"
+                    )
                 raise _Refused(
                     f"reads the .grad of a parameter, limit: steps in one micro-batch, before which there is none; "
                     f"{self._state.split_by[1]}, or keep what it needs in a buffer"

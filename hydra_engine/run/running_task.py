@@ -583,7 +583,8 @@ class RunningTask:
             self.clock.begin()
         staging, pool = self.state.staging, self.state.pool
         self.state.progress.begin_parts(num_parts, batch.training)
-        staging.begin(batch.boundaries, [w for _, _, w in batch.micro_batches], batch.start, batch.signature)
+        weights, users = [w for _, _, w in batch.micro_batches], [each[:2] for each in batch.micro_batches]
+        staging.begin(batch.boundaries, weights, batch.start, batch.signature, users)
         if num_parts > 1:
             slots = self.state.layout.slots
             staging.parts = StepParts(

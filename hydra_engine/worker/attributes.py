@@ -11,13 +11,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from partitioners.reach import IN_MODULES
 
 Contents: TypeAlias = "dict[Any, Any] | list[Any]"
 
-# Every module's own, hooks above all: where empty, nobody looks into them again.
+# Every module's own, hooks above all. Where empty, nobody looks into them again, but into these if there are new hooks.
 OWN = frozenset(vars(nn.Module()))
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class _Node(NamedTuple):
@@ -45,13 +47,16 @@ class Attributes:
 
     def __init__(self, layer: nn.Module, name: str) -> None:
         self._nodes: list[_Node] = []
+        self._hooks: list[_Node] = []  # without any so far
+        self._num_hooks = RemovableHandle.next_id  # that there have been in the process, on tensors too
         self._known: set[int] = set()
         self._walk(layer, name, "")
-        self._saved = [_contents(node.container) for node in self._nodes]
         # Views are live: both are walked in C, side by side.
         self._views: list[Any] = [_values(node.container) for node in self._nodes]
         self._sizes = list(map(len, self._views))  # or what moves from one to the next would not show
         self._flat = tuple(chain.from_iterable(self._views))
+        self._nodes += self._hooks
+        self._saved = [_contents(node.container) for node in self._nodes]
 
     def _walk(self, value: Any, layer: str, attribute: str) -> None:
         todo = [(value, layer, attribute)]
@@ -82,6 +87,7 @@ class Attributes:
             self._add(own[key], name, key, is_own=True)
         for key, child in module._modules.items():
             yield child, f"{name}.{key}", ""
+        self._hooks += [_Node(own[key], name, key, False) for key in HOOKS if not own[key]]
         for key, value in own.items():
             is_plain = isinstance(value, (bool, int, float, str, type(None)))
             if key not in IN_MODULES and not is_plain and (key not in OWN or value):
@@ -93,6 +99,10 @@ class Attributes:
 
     def is_changed(self) -> bool:
         """Return True if anything is not as it was: by identity, so that an equal object may count as changed."""
+        if self._num_hooks != RemovableHandle.next_id:
+            if any(node.container for node in self._hooks):
+                return True
+            self._num_hooks = RemovableHandle.next_id
         same_size = list(map(len, self._views)) == self._sizes
         return not (same_size and all(map(is_, chain.from_iterable(self._views), self._flat)))
 
@@ -122,6 +132,7 @@ class Attributes:
         return [_contents(node.container) for node in self._nodes] if self.is_changed() else None
 
     def install(self, captured: Sequence[Contents]) -> None:
+        self._num_hooks = -1  # there may be others now
         for node, contents in zip(self._nodes, captured, strict=True):
             container = node.container
             if not _is_same(_contents(container), contents):

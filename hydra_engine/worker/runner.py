@@ -20,7 +20,7 @@ from hydra_engine.data import same_bits
 from hydra_engine.devices import COMPUTE, INPUT, LOAD, STORE, OpenDevice, Promise, Timer
 from hydra_engine.errors import DeviceGone, DeviceLost
 from hydra_engine.host import BuffersChanged
-from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
+from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
 from hydra_engine.trace import Timing, Trace
 from hydra_engine.worker.claims import Claims
 from hydra_engine.worker.executor import NOTHING, Executor, UnitSpec
@@ -127,6 +127,7 @@ class Runner:
             in_pieces=run.sums is Sums.IN_PIECES,
             is_last=micro_batches.stop == state.staging.num_micro_batches,
             written=state.observed.written_buffers,
+            tried=state.observed.tried_attributes,
             norm_groups=state.norm_groups,
             on_recomputed=state.check_repeated if layers not in state.measured.repeating else None,
         )
@@ -137,8 +138,13 @@ class Runner:
                     self._submit_input(run, m + 1)  # two are charged, this one and the next
                 micro = self._take_input(run, m)
                 entered = [] if has_gradients else [(tensor, tensor._version) for tensor in micro.value.tensors]
+                given = {} if kind == BACKWARD else micro.of_batch(claim.shard)
+                versions = {part: tensor._version for part, tensor in given.items()}
                 out = running.micro(m, micro)
-                del micro
+                written = [part for part, tensor in given.items() if tensor._version != versions[part]]
+                if written and executor.inspector is None:
+                    state.check_batch_is_free(m, written, training=kind != EVALUATE)
+                del micro, given
                 if not has_gradients:
                     self._note_shared(run, entered, out)
                 if is_forward:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hydra_engine.data import RandomState, Signature
 from hydra_engine.devices import Ledger, OpenDevice, Promise, Slab
-from hydra_engine.host import DeviceUpdate, Region, TaskOptimizer, TaskState, UnitBytes
+from hydra_engine.host import DeviceUpdate, Region, Shard, TaskOptimizer, TaskState, UnitBytes
 from hydra_engine.schedule import BACKWARD, FUSED, Unit
 from hydra_engine.worker.graphs import GraphUse, SavedTensors
 from partitioners import MemoryMeter
@@ -38,6 +38,13 @@ class MicroInput:
     tied: dict[int, Tensor] = field(default_factory=dict)  # slot -> gradient from the shards above
     skips: dict[str, Boundary] = field(default_factory=dict)  # values that skip layers and are gotten here
     skip_gradients: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)  # from the shards above
+
+    def of_batch(self, shard: Shard) -> dict[tuple[int, int], Tensor]:
+        """Those that are copies of the batch's, by (inputs or target, which tensor)."""
+        values = (self.value if shard.is_first else None, self.target)
+        return {
+            (side, k): tensor for side, value in enumerate(values) if value for k, tensor in enumerate(value.tensors)
+        }
 
     def tensors(self) -> list[Tensor]:
         values = [value for value in (self.value, self.target, *self.skips.values()) if value]

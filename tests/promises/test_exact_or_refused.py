@@ -643,38 +643,87 @@ RECIPES |= {
 }
 
 
-def late(change):
-    """A layer that changes its weight on a later batch alone, and goes on with what it has then."""
+# -- what only later batches show
+
+
+class FreshBatches(list):
+    """Gives copies."""
+
+    def __iter__(self):
+        return iter([(x.clone(), target) for x, target in super().__iter__()])
+
+
+def late(change, expect="refused", loader_of=list):
+    """A layer that changes something of its own, or its input, on a later batch alone, and goes on from there."""
 
     class Layer(Base):
+        def __init__(self):
+            super().__init__(p=0.1)
+            self.dropout, self.scale, self.factors, self.table = nn.Dropout(0.1), 1.0, [], torch.ones(8)
+
         def forward(self, x):
             if x.sum() > 100:
-                change(self.linear.weight)
-            return self.linear(x)
+                change(self, x)
+            x = super().forward(x) * self.scale * self.table[:8]
+            for factor in self.factors:
+                x = x * factor
+            return self.dropout(x)
 
-    loader = batches()
+    loader = batches(5)
     loader[2][0].add_(10)
-    return {"layers": [Layer(), nn.Linear(8, 3)], "loader": loader, "expect": "refused"}
+    return {"layers": [Layer(), nn.Linear(8, 3)], "loader": loader_of(loader), "expect": expect}
 
 
-@recipe
-def late_write_without_gradients():
-    return late(torch.no_grad()(lambda weight: weight.mul_(0.5)))
-
-
-@recipe
-def late_weight_bound_to_other_memory():
-    return late(lambda weight: setattr(weight, "data", weight.data * 0.5))
+CHANGES = {
+    "writes_to_its_weight": torch.no_grad()(lambda layer, x: layer.linear.weight.mul_(0.5)),
+    "binds_its_weight_to_other_memory": lambda layer, x: setattr(
+        layer.linear.weight, "data", layer.linear.weight.data * 0.5
+    ),
+    "freezes_its_weight": lambda layer, x: layer.linear.weight.requires_grad_(False),
+    "replaces_its_weight": lambda layer, x: setattr(layer.linear, "weight", nn.Parameter(torch.ones(8, 8))),
+    "scales": lambda layer, x: setattr(layer, "scale", layer.scale * 0.5),
+    "sets_a_scale": lambda layer, x: setattr(layer, "scale", 0.5),
+    "appends_to_a_list": lambda layer, x: layer.factors.append(0.5),
+    "sets_another_dropout": lambda layer, x: setattr(layer.dropout, "p", 0.5),
+    "evaluates_dropout": lambda layer, x: layer.dropout.eval(),
+    "registers_a_hook": lambda layer, x: layer.linear.register_forward_hook(lambda module, args, out: out * 2),
+    "works_in_place_on_the_batch": lambda layer, x: x.mul_(2),
+}
+for changes, change in CHANGES.items():
+    RECIPES[f"late_{changes}"] = partial(late, change)
 
 
 @recipe
 def late_write_in_evaluation():
-    def change(weight):
+    def change(layer, x):
         if not torch.is_grad_enabled():
-            weight.mul_(0.5)
+            layer.linear.weight.mul_(0.5)
 
     recipe = late(change)
     return recipe | {"validation": recipe["loader"]}
+
+
+@recipe
+def late_change_that_does_not_matter():
+    def change(layer, x):
+        layer.table, layer.longest = torch.ones(16), len(x)
+
+    return late(change, "exact")
+
+
+@recipe
+def late_work_in_place_on_copies_of_the_batch():
+    return late(lambda layer, x: x.mul_(2), "exact", FreshBatches)
+
+
+@recipe
+def forward_that_sets_a_gradient():
+    class Layer(Base):
+        def odd(self, x):
+            self.linear.weight.grad = torch.ones(8, 8)
+            return x
+
+    return around(Layer(), expect="refused")
 
 
 # -- B9, F37: boundaries
