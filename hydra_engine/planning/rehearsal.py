@@ -429,6 +429,8 @@ class _Rehearsal:
                 metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
             self._worker.admit(state, partial(_within, self.modes), (loss_fn, metrics))
             self.executor = self._worker.executor(state.name)
+            for attributes in self.executor.attributes:
+                attributes.ignore_hooks()
             self.guard = _Guard(state, weakref.proxy(self.executor))  # which holds it
             self.modes += [self.guard, _NoGradients(state)]
             self.onlooker = self.executor.inspector = _Onlooker(state, self.guard)
