@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from hydra_engine.host.bound_copy import LayerFault, Layers, Registered
 from partitioners.boundary import extent, extent_bytes
 from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
+
+_VERSION = attrgetter("_version")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,25 +419,25 @@ class Structure:
                 found.setdefault(index, self.buffers[index].data)
         return found
 
-    def parameter_versions(self, views: Iterable[int]) -> list[int]:
+    def parameter_versions(self, slots: Iterable[int]) -> list[int]:
         """Numbers that change when a parameter is written to, other than through `.data`."""
-        return [self.parameters[index]._version for index in views]
+        return list(map(_VERSION, map(self.parameters.__getitem__, slots)))
 
-    def check_unwritten(self, views: Mapping[int, Tensor], versions: Sequence[int]) -> None:
-        """Raises LayerFault for a parameter that was written to since it was bound to its view. Views are by slot.
+    def check_parameters(self, views: Mapping[int, Tensor], versions: Sequence[int]) -> list[str]:
+        """Raises LayerFault for one that was written to since it was bound to its view. Views are by slot.
 
-        On a GPU, an LSTM moves its weights elsewhere for cuDNN, with the same values; on the CPU nothing does.
+        Returns the names of those whose `requires_grad` is not as it was. On a GPU, an LSTM moves its weights elsewhere
+        for cuDNN, with the same values; on the CPU nothing does.
         """
+        is_on_cpu, switched = self.device.type == "cpu", []
         for (index, view), version in zip(views.items(), versions, strict=True):
             parameter = self.parameters[index]
             is_moved = parameter.data_ptr() != view.data_ptr()
-            if self.device.type == "cpu" if is_moved else parameter._version != version:
+            if is_on_cpu if is_moved else parameter._version != version:
                 raise LayerFault(f"a layer {writes(self.slot_names[index])}")
-
-    def switched(self, slots: Iterable[int]) -> list[tuple[str, str]]:
-        """Return names of parameters whose `requires_grad` is not as it was, each beside that word."""
-        found = (k for k in slots if self.parameters[k].requires_grad != self._requires_grad[k])
-        return [(self.slot_names[k], "requires_grad") for k in found]
+            if parameter.requires_grad != self._requires_grad[index]:
+                switched.append(self.slot_names[index])
+        return switched
 
     def check_shared(self) -> None:
         """Raises LayerFault for a buffer of several modules in whose place one of them has set another."""

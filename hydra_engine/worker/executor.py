@@ -272,15 +272,15 @@ class UnitRunning:
         if self._inspector is not None:
             self._inspector.ends(self._views, structure.parameters)
         self._executor.current = ""  # what is found from here on is not the last layer's
-        structure.check_unwritten(self._views, self._versions)
-        if spec.tried is not None:
-            for switched in structure.switched(self._views):
-                if self._inspector is None and switched not in spec.tried:
-                    raise LayerFault(
-                        f"a layer switches requires_grad of its parameter {switched[0]!r}, as it did not when batches "
-                        f"were tried, limit: as before training, since each device has a copy; detach in the forward"
-                    )
+        for name in structure.check_parameters(self._views, self._versions):
+            switched = name, "requires_grad"
+            if self._inspector is not None and spec.tried is not None:
                 spec.tried.add(switched)
+            elif spec.tried is not None and switched not in spec.tried:
+                raise LayerFault(
+                    f"a layer switches requires_grad of its parameter {name!r}, as it did not when batches were tried, "
+                    f"limit: as before training, since each device has a copy; detach in the forward"
+                )
         gradients: dict[int, Tensor | None] = {}
         updated = norms = None
         if spec.kind in (FUSED, BACKWARD) and not spec.in_pieces:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import add
+from operator import add, attrgetter
 from typing import TypeAlias, TypeVar
 
 from torch import Tensor
@@ -28,6 +28,7 @@ from hydra_engine.worker.kept_graphs import KeptGraphs
 from hydra_engine.worker.spiller import Arriving, Spiller, buffers_of
 from hydra_engine.worker.unit import Claim, MicroInput, MicroOutput, Sums, UnitOutput, UnitRun
 
+_VERSION = attrgetter("_version")
 T = TypeVar("T")
 Report: TypeAlias = "Callable[[Event], None]"
 Entered: TypeAlias = "Sequence[tuple[Tensor, int]]"  # tensors that a forward starts from, with their versions
@@ -131,6 +132,8 @@ class Runner:
             norm_groups=state.norm_groups,
             on_recomputed=state.check_repeated if layers not in state.measured.repeating else None,
         )
+        has_batch = claim.shard.is_first or state.cut.is_last(claim.shard)
+        watches = has_batch and kind != BACKWARD and executor.inspector is None and not state.observed.works_on_batch
         last: MicroOutput | None = None
         with executor.run(spec, claim.views, run.buffers, run.so_far, graphs.saved, graphs.graphs) as running:
             for m in micro_batches:
@@ -138,11 +141,12 @@ class Runner:
                     self._submit_input(run, m + 1)  # two are charged, this one and the next
                 micro = self._take_input(run, m)
                 entered = [] if has_gradients else [(tensor, tensor._version) for tensor in micro.value.tensors]
-                given = {} if kind == BACKWARD else micro.of_batch(claim.shard)
-                versions = {part: tensor._version for part, tensor in given.items()}
+                given = micro.of_batch(claim.shard) if watches else {}
+                versions = list(map(_VERSION, given.values()))
                 out = running.micro(m, micro)
-                written = [part for part, tensor in given.items() if tensor._version != versions[part]]
-                if written and executor.inspector is None:
+                if versions != list(map(_VERSION, given.values())):
+                    each = zip(given.items(), versions, strict=True)
+                    written = [part for (part, tensor), version in each if tensor._version != version]
                     state.check_batch_is_free(m, written, training=kind != EVALUATE)
                 del micro, given
                 if not has_gradients:
