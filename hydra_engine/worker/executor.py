@@ -225,8 +225,7 @@ class UnitRunning:
         if exc[0] is not None and self._thread_modes is not None:
             put_back(self._thread_modes)
         _set_grad_enabled(self._had_gradients)
-        for module, training in self._was_training:
-            module.training = training
+        self._train_again()
         try:
             if exc[0] is not None:  # what a layer has bound or set must not stay for the next run
                 self._structure.take_buffers(self._shard.first, self._end)
@@ -234,6 +233,12 @@ class UnitRunning:
                     self._executor.put_back(attributes)
         finally:
             self._structure.release(self._shard)
+
+    def _train_again(self) -> None:
+        """Switch modules back that evaluated, so that this is nothing which a forward has changed."""
+        for module, training in self._was_training:
+            module.training = training
+        self._was_training = []
 
     def micro(self, m: int, micro: MicroInput) -> MicroOutput:
         """Run the step's micro-batch m."""
@@ -292,6 +297,7 @@ class UnitRunning:
                 for index in shard.owned:  # a layer may have moved one elsewhere, as an LSTM does for cuDNN
                     if structure.parameters[index].data_ptr() != self._views[index].data_ptr():
                         self._views[index].copy_(structure.parameters[index].data)
+        self._train_again()
         structure.check_shared()
         taken = structure.take_buffers(shard.first, self._end)
         self._executor.settle_attributes(shard.first, self._end, spec.tried)

@@ -704,6 +704,11 @@ def late_write_in_evaluation():
 
 
 @recipe
+def late_evaluation_of_dropout_beside_validation():
+    return late(CHANGES["evaluates_dropout"]) | {"validation": batches()}
+
+
+@recipe
 def late_change_that_does_not_matter():
     def change(layer, x):
         layer.table, layer.longest = torch.ones(16), len(x)
