@@ -146,8 +146,9 @@ class Observed:
     runs_backward: bool = False  # a forward or the loss adds to gradients by a backward of its own
     index_limit: int | None  # of what the first layer looks up; None: nothing
     works_on_batch: bool = False  # one changed the batch that it was given, a copy, in place
-    # By layer and name: attributes that forwards were seen to change, without another result. Lanes add to it.
-    tried_attributes: set[tuple[str, str]] = field(default_factory=set)
+    # Attributes that forwards were seen to change, without another result, by layer, name and value, "" for any. Lanes
+    # add to it.
+    tried_attributes: set[tuple[str, str, str]] = field(default_factory=set)
 
     def copied(self) -> Observed:
         """Return the same, apart from what is observed from now on."""

@@ -142,7 +142,7 @@ def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: O
             checks.check_batch(evaluation, seen)
             checks.check_repeats(evaluation, seen)
             state.observed.draws |= not state.end_of_forward().same_as(evaluation.main)
-        state.observed.tried_attributes.update(each[:2] for each in rehearsal.onlooker.changed)
+        state.observed.tried_attributes.update(each[:3] for each in rehearsal.onlooker.changed)
         return seconds
 
 
@@ -400,7 +400,7 @@ class _Onlooker:
             self.left[layer] = left
 
     def because(self) -> str:
-        found = [f"{each.attribute!r} of layer {each.layer}" for each in self.changed]
+        found = list(dict.fromkeys(f"{each.attribute!r} of layer {each.layer}" for each in self.changed))
         named = ", ".join(found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
         return f" (Python attributes that forwards change: {named})" if found else ""
 
@@ -687,7 +687,7 @@ class _Checks:
                 for module in users.values():
                     put_back.append((vars(module), dict(vars(module))))
                     vars(module)["training"] = False
-            for name, attribute, _ in onlooker.changed:
+            for name, attribute in dict.fromkeys((each.layer, each.attribute) for each in onlooker.changed):
                 # A loss that reads the user's model gets to see what the copies' forwards have left.
                 if name in users and attribute in vars(copies[name]):
                     own = vars(users[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from types import MethodType
@@ -19,6 +19,7 @@ Contents: TypeAlias = "dict[Any, Any] | list[Any]"
 
 # Every module's own, hooks above all. Where empty, nobody looks into them again, but into these if there are new hooks.
 OWN = frozenset(vars(nn.Module()))
+PLAIN = (bool, int, float, str, type(None))
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -36,7 +37,12 @@ class Changed(NamedTuple):
 
     layer: str
     attribute: str
-    is_own: bool  # a parameter, buffer or child has come, gone, or is another
+    value: str = ""  # that it has now, where that is a number, a string or None
+    is_own: bool = False  # a parameter, buffer or child has come, gone, or is another
+
+    def is_among(self, tried: Collection[tuple[str, str, str]]) -> bool:
+        """Return True if this value is among them, or any of the attribute."""
+        return self[:3] in tried or (self.layer, self.attribute, "") in tried
 
 
 class Attributes:
@@ -89,8 +95,7 @@ class Attributes:
             yield child, f"{name}.{key}", ""
         self._hooks += [_Node(own[key], name, key, False) for key in HOOKS if not own[key]]
         for key, value in own.items():
-            is_plain = isinstance(value, (bool, int, float, str, type(None)))
-            if key not in IN_MODULES and not is_plain and (key not in OWN or value):
+            if key not in IN_MODULES and not isinstance(value, PLAIN) and (key not in OWN or value):
                 yield value, name, key
 
     def _add(self, container: Any, layer: str, attribute: str, *, is_own: bool = False) -> None:
@@ -121,11 +126,12 @@ class Attributes:
             if _is_same(now, saved):
                 continue
             if node.attribute and not node.is_own:
-                found[Changed(node.layer, node.attribute, False)] = None
+                found[Changed(node.layer, node.attribute)] = None
             elif isinstance(saved, dict) and isinstance(now, dict):
                 for key in {**saved, **now}:
                     if key not in saved or key not in now or not _equal(now[key], saved[key]):
-                        found[Changed(node.layer, str(key), node.is_own)] = None
+                        value = repr(now[key]) if isinstance(now.get(key, ()), PLAIN) else ""
+                        found[Changed(node.layer, str(key), value, node.is_own)] = None
         return list(found)
 
     def put_back(self) -> None:
@@ -164,7 +170,7 @@ def _equal(now: Any, saved: Any) -> bool:
     """Return True if a value is the same object, or an equal number or string."""
     if now is saved:
         return True
-    return type(now) is type(saved) and isinstance(now, (bool, int, float, str)) and now == saved
+    return type(now) is type(saved) and isinstance(now, PLAIN) and now == saved
 
 
 def _is_plain_object(value: Any) -> bool:

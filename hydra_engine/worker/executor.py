@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.data import RandomState, copy_of, identical, register_draws
 from hydra_engine.devices import DeviceGenerator
@@ -55,8 +56,8 @@ class UnitSpec(NamedTuple):
     in_pieces: bool = False  # gradients leave with each micro-batch's output, instead of as one sum
     is_last: bool = True  # no gradients of other micro-batches will be added to these: narrow ones are rounded
     written: Collection[int] = ()  # buffers that a backward is known to write to
-    # Attributes, by owner and name, that were seen to change, without another result; None: none is looked for.
-    tried: set[tuple[str, str]] | None = None
+    # Attributes that were seen to change, without another result, by owner, name and value ("": any); None: all.
+    tried: set[tuple[str, str, str]] | None = None
     on_recomputed: OnRecomputed | None = None
     norm_groups: NormGroups | None = None  # of parameters, whose gradients are measured by micro-batch
 
@@ -130,7 +131,7 @@ class Executor:
         """
         return UnitRunning(self, spec, views, buffers, so_far or {}, saved, graphs)
 
-    def settle_attributes(self, first: int, end: int, tried: set[tuple[str, str]] | None) -> None:
+    def settle_attributes(self, first: int, end: int, tried: set[tuple[str, str, str]] | None) -> None:
         """Put back what a unit has changed of its layers' attributes, and note those that were not `tried`.
 
         Raises LayerFault for parameters and buffers.
@@ -149,7 +150,7 @@ class Executor:
                 )
             if changed and self.inspector is not None:
                 self.inspector.leaves(k, attributes)
-            elif tried is not None and any(each[:2] not in tried for each in changed):
+            elif tried is not None and not all(each.is_among(tried) for each in changed):
                 self.untried[k] = attributes.capture() or (), changed
             self.put_back(attributes)
 
@@ -252,7 +253,8 @@ class UnitRunning:
                 if inspector is not None:
                     inspector.enters(self._shard, m, micro)
                 elif executor.untried and spec.kind != BACKWARD:
-                    self._check_untried(micro)
+                    with _disable_current_modes():  # no unit after it takes as much
+                        self._check_untried(micro)
                 with self._drawing(micro) as drawing:
                     out = self._through_layers(m, micro, drawing)
                 if drawing.drew_in_backward and inspector is not None:
@@ -278,7 +280,7 @@ class UnitRunning:
             self._inspector.ends(self._views, structure.parameters)
         self._executor.current = ""  # what is found from here on is not the last layer's
         for name in structure.check_parameters(self._views, self._versions):
-            switched = name, "requires_grad"
+            switched = name, "requires_grad", ""
             if self._inspector is not None and spec.tried is not None:
                 spec.tried.add(switched)
             elif spec.tried is not None and switched not in spec.tried:
@@ -336,7 +338,7 @@ class UnitRunning:
                 f"keep it in a buffer"
             )
         if self._spec.tried is not None:
-            self._spec.tried.update(each[:2] for each in changed)
+            self._spec.tried.update((each.layer, each.attribute, "") for each in changed)
 
     def _forward_only(self, micro: MicroInput, left: Mapping[int, tuple[Sequence[Contents], Any]]) -> list[Any]:
         """Return what a forward gives that begins with these attributes, and that leaves nothing."""

@@ -709,6 +709,22 @@ def late_evaluation_of_dropout_beside_validation():
 
 
 @recipe
+def late_scale_of_the_longest_so_far():
+    """As a rotary embedding that is rescaled; one of twice the length of the first is tried."""
+
+    class Layer(Base):
+        longest = 12
+
+        def forward(self, x):
+            self.longest = max(self.longest, len(x))
+            return self.linear(x) * (12 / self.longest)
+
+    short, longer = batches(), torch.randn(30, 8, generator=torch.Generator().manual_seed(3))
+    loader = [*short, (longer, torch.arange(30) % 3), *short]
+    return {"layers": [Layer(), nn.Linear(8, 3)], "loader": loader, "expect": "refused"}
+
+
+@recipe
 def late_change_that_does_not_matter():
     def change(layer, x):
         layer.table, layer.longest = torch.ones(16), len(x)
