@@ -21,6 +21,7 @@ from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
 
 _VERSION = attrgetter("_version")
+PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,11 +424,13 @@ class Structure:
         """Numbers that change when a parameter is written to, other than through `.data`."""
         return list(map(_VERSION, map(self.parameters.__getitem__, slots)))
 
-    def check_parameters(self, views: Mapping[int, Tensor], versions: Sequence[int]) -> list[str]:
-        """Raises LayerFault for one that was written to since it was bound to its view. Views are by slot.
+    def check_parameters(
+        self, views: Mapping[int, Tensor], versions: Sequence[int], *, has_hooks: bool = False
+    ) -> list[str]:
+        """Raises LayerFault for one that was written to since it was bound to its view, or that `has_hooks` now.
 
-        Returns the names of those whose `requires_grad` is not as it was. On a GPU, an LSTM moves its weights elsewhere
-        for cuDNN, with the same values; on the CPU nothing does.
+        Views are by slot. Returns the names of those whose `requires_grad` is not as it was. An LSTM on a GPU moves its
+        weights elsewhere for cuDNN, with the same values; on the CPU nothing does.
         """
         is_on_cpu, switched = self.device.type == "cpu", []
         for (index, view), version in zip(views.items(), versions, strict=True):
@@ -435,6 +438,11 @@ class Structure:
             is_moved = parameter.data_ptr() != view.data_ptr()
             if is_on_cpu if is_moved else parameter._version != version:
                 raise LayerFault(f"a layer {writes(self.slot_names[index])}")
+            if has_hooks and any(map(parameter.__getattribute__, PARAMETER_HOOKS)):
+                raise LayerFault(
+                    f"a layer registers a hook on its parameter {self.slot_names[index]!r} in its forward, limit: "
+                    f"before training, since such hooks act on the host, once per step; register it there"
+                )
             if parameter.requires_grad != self._requires_grad[index]:
                 switched.append(self.slot_names[index])
         return switched

@@ -131,6 +131,29 @@ def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES) -> ModelL
     return ModelLayout(layers, names, loss, task.precision, trains=trains, alignment_bytes=alignment_bytes, order=order)
 
 
+@dataclass(eq=False)
+class AttributeChanges:
+    """Python attributes that a task's forwards change. Devices put them back after each unit, plain PyTorch never."""
+
+    # Seen on trial, without another result: by owner, name and value, "" for any.
+    tried: set[tuple[str, str, str]] = field(default_factory=set)
+    untried: dict[tuple[str, str], None] = field(default_factory=dict)  # seen later, by layer and name; lanes add to it
+
+    def note(self, layer: str, attribute: str, value: str) -> None:
+        if (layer, attribute, value) not in self.tried and (layer, attribute, "") not in self.tried:
+            self.untried[layer, attribute] = None
+
+    def doubts(self) -> list[str]:
+        """Say what may matter, for the report."""
+        if not self.untried:
+            return []
+        named = ", ".join(f"{attribute!r} of layer {layer}" for layer, attribute in self.untried)
+        return [
+            f"{named} changed in a forward, and not when batches were tried: each device went on from what was before, "
+            f"and plain PyTorch goes on from what is left; if that is no cache, results differ: keep it in a buffer"
+        ]
+
+
 @dataclass(kw_only=True)
 class Observed:
     """Behaviour of a task's layers, as it was seen in the rehearsal and in the run."""
@@ -146,14 +169,12 @@ class Observed:
     runs_backward: bool = False  # a forward or the loss adds to gradients by a backward of its own
     index_limit: int | None  # of what the first layer looks up; None: nothing
     works_on_batch: bool = False  # one changed the batch that it was given, a copy, in place
-    # Attributes that forwards were seen to change, without another result, by layer, name and value, "" for any. Lanes
-    # add to it.
-    tried_attributes: set[tuple[str, str, str]] = field(default_factory=set)
+    attributes: AttributeChanges = field(default_factory=lambda: AttributeChanges())
 
     def copied(self) -> Observed:
         """Return the same, apart from what is observed from now on."""
-        tried = set(self.tried_attributes)
-        return replace(self, written_buffers=set(self.written_buffers), tried_attributes=tried)
+        attributes = AttributeChanges(set(self.attributes.tried))
+        return replace(self, written_buffers=set(self.written_buffers), attributes=attributes)
 
 
 class TaskState:

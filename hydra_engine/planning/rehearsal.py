@@ -17,6 +17,7 @@ import random
 import sys
 import weakref
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -142,7 +143,7 @@ def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: O
             checks.check_batch(evaluation, seen)
             checks.check_repeats(evaluation, seen)
             state.observed.draws |= not state.end_of_forward().same_as(evaluation.main)
-        state.observed.tried_attributes.update(each[:3] for each in rehearsal.onlooker.changed)
+        state.observed.attributes.tried.update(rehearsal.onlooker.tried())
         return seconds
 
 
@@ -398,6 +399,14 @@ class _Onlooker:
         left = attributes.capture()
         if left is not None:
             self.left[layer] = left
+
+    def tried(self) -> Iterator[tuple[str, str, str]]:
+        """Name attributes that were changed: with the value that one took in all runs, if there is such a one."""
+        values: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for each in self.changed:
+            values[each.layer, each.attribute].add(each.value)
+        for (layer, attribute), found in values.items():
+            yield layer, attribute, found.pop() if len(found) == 1 else ""
 
     def because(self) -> str:
         found = list(dict.fromkeys(f"{each.attribute!r} of layer {each.layer}" for each in self.changed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from types import MethodType
@@ -37,12 +37,8 @@ class Changed(NamedTuple):
 
     layer: str
     attribute: str
-    value: str = ""  # that it has now, where that is a number, a string or None
+    value: str = ""  # that it has now, where that is an integer, a string or None: others are of one batch
     is_own: bool = False  # a parameter, buffer or child has come, gone, or is another
-
-    def is_among(self, tried: Collection[tuple[str, str, str]]) -> bool:
-        """Return True if this value is among them, or any of the attribute."""
-        return self[:3] in tried or (self.layer, self.attribute, "") in tried
 
 
 class Attributes:
@@ -130,7 +126,7 @@ class Attributes:
             elif isinstance(saved, dict) and isinstance(now, dict):
                 for key in {**saved, **now}:
                     if key not in saved or key not in now or not _equal(now[key], saved[key]):
-                        value = repr(now[key]) if isinstance(now.get(key, ()), PLAIN) else ""
+                        value = repr(now[key]) if isinstance(now.get(key, 0.0), (int, str, type(None))) else ""
                         found[Changed(node.layer, str(key), value, node.is_own)] = None
         return list(found)
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
-from hydra_engine.data import RandomState, copy_of, identical, register_draws
+from hydra_engine.data import RandomState, register_draws
 from hydra_engine.devices import DeviceGenerator
-from hydra_engine.host import LayerFault, NormGroups, Shard, Structure
+from hydra_engine.host import AttributeChanges, LayerFault, NormGroups, Shard, Structure
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
-from hydra_engine.worker.attributes import Attributes, Changed, Contents
+from hydra_engine.worker.attributes import Attributes
 from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.drawing import Drawing
 from hydra_engine.worker.graphs import Arrival, GradientSums, Graph, SavedTensors, arrive
@@ -56,8 +55,7 @@ class UnitSpec(NamedTuple):
     in_pieces: bool = False  # gradients leave with each micro-batch's output, instead of as one sum
     is_last: bool = True  # no gradients of other micro-batches will be added to these: narrow ones are rounded
     written: Collection[int] = ()  # buffers that a backward is known to write to
-    # Attributes that were seen to change, without another result, by owner, name and value ("": any); None: all.
-    tried: set[tuple[str, str, str]] | None = None
+    changes: AttributeChanges | None = None  # of Python attributes, that were tried; None: all were
     on_recomputed: OnRecomputed | None = None
     norm_groups: NormGroups | None = None  # of parameters, whose gradients are measured by micro-batch
 
@@ -99,8 +97,6 @@ class Executor:
     compiled: CompiledLayers | None = None
     inspector: Inspector | None = field(default=None, init=False)
     current: str = field(default="", init=False)  # the layer that runs, for messages
-    # By layer: what a unit has left on it in attributes that no unit on trial changed, and which these are.
-    untried: dict[int, tuple[Sequence[Contents], Sequence[Changed]]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         structure = self.structure
@@ -131,8 +127,8 @@ class Executor:
         """
         return UnitRunning(self, spec, views, buffers, so_far or {}, saved, graphs)
 
-    def settle_attributes(self, first: int, end: int, tried: set[tuple[str, str, str]] | None) -> None:
-        """Put back what a unit has changed of its layers' attributes, and note those that were not `tried`.
+    def settle_attributes(self, first: int, end: int, changes: AttributeChanges | None) -> None:
+        """Put back what a unit has changed of its layers' attributes, and note in `changes` what was not tried.
 
         Raises LayerFault for parameters and buffers.
         """
@@ -150,8 +146,9 @@ class Executor:
                 )
             if changed and self.inspector is not None:
                 self.inspector.leaves(k, attributes)
-            elif tried is not None and not all(each.is_among(tried) for each in changed):
-                self.untried[k] = attributes.capture() or (), changed
+            elif changes is not None:
+                for each in changed:
+                    changes.note(each.layer, each.attribute, each.value)
             self.put_back(attributes)
 
     def put_back(self, attributes: Attributes) -> None:
@@ -193,6 +190,7 @@ class UnitRunning:
         bound = (*views.values(), *buffers.values())
         self._gradients = GradientSums(executor.structure, spec.shard, bound, spec.norm_groups)
         self._versions: list[int] = []  # of its parameters, as it began
+        self._num_hooks = 0  # that there had been in the process, as it began
         self._written = set(spec.written) & set(spec.shard.buffers)
         self._was_training: list[tuple[nn.Module, bool]] = []  # modules, while they evaluate
         self._had_gradients = True  # in the caller's thread
@@ -201,6 +199,7 @@ class UnitRunning:
     def __enter__(self) -> UnitRunning:
         self._structure.bind(self._views, self._buffers)
         self._versions = self._structure.parameter_versions(self._views)
+        self._num_hooks = RemovableHandle.next_id
         self._had_gradients = torch.is_grad_enabled()
         try:
             if self._saved is not None:
@@ -252,10 +251,15 @@ class UnitRunning:
             else:
                 if inspector is not None:
                     inspector.enters(self._shard, m, micro)
-                elif executor.untried and spec.kind != BACKWARD:
-                    with _disable_current_modes():  # no unit after it takes as much
-                        self._check_untried(micro)
-                with self._drawing(micro) as drawing:
+                drawing = Drawing(
+                    state=micro.random,
+                    generator=executor.generator,
+                    locked=spec.locked,
+                    redirects=spec.draws or executor.generator is None,
+                    is_compiled=executor.compiled is not None,
+                    in_backward=None if inspector is None else inspector.in_backward,
+                )
+                with drawing:
                     out = self._through_layers(m, micro, drawing)
                 if drawing.drew_in_backward and inspector is not None:
                     inspector.drew_in_backward()
@@ -279,11 +283,11 @@ class UnitRunning:
         if self._inspector is not None:
             self._inspector.ends(self._views, structure.parameters)
         self._executor.current = ""  # what is found from here on is not the last layer's
-        for name in structure.check_parameters(self._views, self._versions):
-            switched = name, "requires_grad", ""
-            if self._inspector is not None and spec.tried is not None:
-                spec.tried.add(switched)
-            elif spec.tried is not None and switched not in spec.tried:
+        has_hooks = self._num_hooks != RemovableHandle.next_id  # anywhere in the process
+        for name in structure.check_parameters(self._views, self._versions, has_hooks=has_hooks):
+            if self._inspector is not None and spec.changes is not None:
+                spec.changes.tried.add((name, "requires_grad", ""))
+            elif spec.changes is not None and (name, "requires_grad", "") not in spec.changes.tried:
                 raise LayerFault(
                     f"a layer switches requires_grad of its parameter {name!r}, as it did not when batches were tried, "
                     f"limit: as before training, since each device has a copy; detach in the forward"
@@ -302,71 +306,10 @@ class UnitRunning:
         self._train_again()
         structure.check_shared()
         taken = structure.take_buffers(shard.first, self._end)
-        self._executor.settle_attributes(shard.first, self._end, spec.tried)
+        self._executor.settle_attributes(shard.first, self._end, spec.changes)
         if spec.kind == BACKWARD:  # the rest is what the forward left
             taken = {index: taken[index] for index in self._written}
         return UnitOutput(gradients=gradients, buffers=taken, updated=updated, norms=norms)
-
-    def _drawing(self, micro: MicroInput) -> Drawing:
-        executor, spec, inspector = self._executor, self._spec, self._executor.inspector
-        return Drawing(
-            state=micro.random,
-            generator=executor.generator,
-            locked=spec.locked,
-            redirects=spec.draws or executor.generator is None,
-            is_compiled=executor.compiled is not None,
-            in_backward=None if inspector is None else inspector.in_backward,
-        )
-
-    def _check_untried(self, micro: MicroInput) -> None:
-        """Refuse a layer that gives something else when it goes on from what an earlier batch has left on it.
-
-        Plain PyTorch would go on from there. As it was, it runs twice: on a GPU, results may differ by themselves.
-        """
-        executor, own = self._executor, range(self._shard.first, self._end)
-        left = {k: executor.untried.pop(k) for k in own if k in executor.untried}
-        if not left:
-            return
-        before, after, again = (self._forward_only(micro, contents) for contents in ({}, left, {}))
-        changed = [each for _, found in left.values() for each in found]
-        if _are_alike(before, again) and not _are_alike(before, after):
-            executor.current = self._structure.names[min(left)]
-            named = ", ".join(f"{each.attribute!r} of layer {each.layer}" for each in changed)
-            raise LayerFault(
-                f"{named} changed on an earlier batch, which was not so when batches were tried, and the result is "
-                f"another one since, limit: what is the same for all batches, since each device has a copy of its own; "
-                f"keep it in a buffer"
-            )
-        if self._spec.tried is not None:
-            self._spec.tried.update((each.layer, each.attribute, "") for each in changed)
-
-    def _forward_only(self, micro: MicroInput, left: Mapping[int, tuple[Sequence[Contents], Any]]) -> list[Any]:
-        """Return what a forward gives that begins with these attributes, and that leaves nothing."""
-        executor, structure, shard = self._executor, self._structure, self._shard
-
-        def copied(value: Boundary) -> Boundary:
-            return value.around(list(map(copy_of, value.tensors)))
-
-        skips = {name: copied(skip) for name, skip in micro.skips.items()}
-        target = None if micro.target is None else copied(micro.target)
-        micro = replace(micro, value=copied(micro.value), target=target, skips=skips)
-        arriving = {name: skip.build(self._arrive(skip)[1]) for name, skip in skips.items()}
-        saved = NOTHING if self._spec.keep_saved else saved_tensors_hooks(_drop, _drop)
-        structure.bind({}, {index: copy_of(buffer) for index, buffer in self._buffers.items()})
-        try:
-            for k, (contents, _) in left.items():
-                executor.attributes[k].install(contents)
-            with self._drawing(micro) as drawing, saved, drawing.forward(), Frame(arriving) as frame:
-                value = self._layers(micro.value.build(self._arrive(micro.value)[1]), frame, as_written=True)
-                found = pytree.tree_leaves((value, frame.values))
-                if target is not None:
-                    found.append(self._loss(value, micro))
-            return [each.detach() if isinstance(each, Tensor) else each for each in found]
-        finally:
-            structure.take_buffers(shard.first, self._end)
-            structure.bind({}, self._buffers)
-            for attributes in executor.attributes[shard.first : self._end]:
-                attributes.put_back()
 
     def _through_layers(self, m: int, micro: MicroInput, drawing: Drawing) -> MicroOutput:
         """Run the layers forward, and backward where the unit has a backward."""
@@ -492,11 +435,10 @@ class UnitRunning:
         ]
         return arrivals, tensors
 
-    def _layers(self, value: Any, frame: Frame, *, as_written: bool = False) -> Any:
-        """as_written: not as they were compiled."""
+    def _layers(self, value: Any, frame: Frame) -> Any:
         executor, structure, inspector = self._executor, self._structure, self._inspector
         compiled = executor.compiled
-        if as_written or self._spec.locked or self._spec.keep_saved or self._spec.kind == EVALUATE:
+        if self._spec.locked or self._spec.keep_saved or self._spec.kind == EVALUATE:
             compiled = None
         for k in range(self._shard.first, self._shard.last):
             executor.current = structure.names[k]
@@ -546,14 +488,6 @@ class UnitRunning:
             outputs, gradients = zip(*roots, strict=True)
             with frame.replayed():
                 torch.autograd.backward(outputs, gradients)
-
-
-def _are_alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Return True if both are the same values: tensors by their bits."""
-    return len(a) == len(b) and all(
-        identical(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y) and x == y
-        for x, y in zip(a, b, strict=True)
-    )
 
 
 def _set_grad_enabled(is_enabled: bool) -> None:

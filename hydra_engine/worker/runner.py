@@ -128,7 +128,7 @@ class Runner:
             in_pieces=run.sums is Sums.IN_PIECES,
             is_last=micro_batches.stop == state.staging.num_micro_batches,
             written=state.observed.written_buffers,
-            tried=state.observed.tried_attributes,
+            changes=state.observed.attributes,
             norm_groups=state.norm_groups,
             on_recomputed=state.check_repeated if layers not in state.measured.repeating else None,
         )

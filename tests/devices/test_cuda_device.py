@@ -420,7 +420,7 @@ class EachStep(Callback):
 
 
 def is_locked(cuda, tensor):
-    return any(start <= tensor.data_ptr() < start + size for start, (size, _) in cuda.registered.items())
+    return any(start <= tensor.data_ptr() < start + size for start, (size, _) in list(cuda.registered.items()))
 
 
 class TestPlaces:

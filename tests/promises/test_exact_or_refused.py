@@ -681,16 +681,23 @@ CHANGES = {
     ),
     "freezes_its_weight": lambda layer, x: layer.linear.weight.requires_grad_(False),
     "replaces_its_weight": lambda layer, x: setattr(layer.linear, "weight", nn.Parameter(torch.ones(8, 8))),
+    "registers_a_hook_on_its_weight": lambda layer, x: layer.linear.weight.register_hook(lambda gradient: gradient * 2),
+    "works_in_place_on_the_batch": lambda layer, x: x.mul_(2),
+}
+ATTRIBUTES = {
     "scales": lambda layer, x: setattr(layer, "scale", layer.scale * 0.5),
     "sets_a_scale": lambda layer, x: setattr(layer, "scale", 0.5),
     "appends_to_a_list": lambda layer, x: layer.factors.append(0.5),
     "sets_another_dropout": lambda layer, x: setattr(layer.dropout, "p", 0.5),
     "evaluates_dropout": lambda layer, x: layer.dropout.eval(),
     "registers_a_hook": lambda layer, x: layer.linear.register_forward_hook(lambda module, args, out: out * 2),
-    "works_in_place_on_the_batch": lambda layer, x: x.mul_(2),
+    "registers_a_hook_on_gradients": lambda layer, x: layer.dropout.register_full_backward_hook(
+        lambda module, inputs, outputs: (inputs[0] * 2,)
+    ),
 }
-for changes, change in CHANGES.items():
-    RECIPES[f"late_{changes}"] = partial(late, change)
+for expected, changes in (("refused", CHANGES), ("doubted", ATTRIBUTES)):
+    for named, change in changes.items():
+        RECIPES[f"late_{named}"] = partial(late, change, expected)
 
 
 @recipe
@@ -705,7 +712,7 @@ def late_write_in_evaluation():
 
 @recipe
 def late_evaluation_of_dropout_beside_validation():
-    return late(CHANGES["evaluates_dropout"]) | {"validation": batches()}
+    return late(ATTRIBUTES["evaluates_dropout"], "doubted") | {"validation": batches()}
 
 
 @recipe
@@ -721,15 +728,22 @@ def late_scale_of_the_longest_so_far():
 
     short, longer = batches(), torch.randn(30, 8, generator=torch.Generator().manual_seed(3))
     loader = [*short, (longer, torch.arange(30) % 3), *short]
-    return {"layers": [Layer(), nn.Linear(8, 3)], "loader": loader, "expect": "refused"}
+    return {"layers": [Layer(), nn.Linear(8, 3)], "loader": loader, "expect": "doubted"}
 
 
 @recipe
-def late_change_that_does_not_matter():
-    def change(layer, x):
-        layer.table, layer.longest = torch.ones(16), len(x)
+def statistics_of_each_batch():
+    class Layer(Base):
+        def odd(self, x):
+            self.kept, self.mean, self.length = x.detach(), float(x.detach().mean()), len(x)
+            return x
 
-    return late(change, "exact")
+    return around(Layer(), expect="exact")
+
+
+@recipe
+def late_write_in_a_retry():
+    return late(CHANGES["writes_to_its_weight"]) | {"max_retries": 2}
 
 
 @recipe
@@ -1865,7 +1879,10 @@ def test_exact_or_refused(name, where):
     ends = None if size is None else [*range(size, num_layers, size), num_layers]
     with spread(built["spread"], in_sums=False) if "spread" in built else nullcontext():
         model, stage, error, report = run(built | {"model": model}, ends, built.get("spread", num_devices))
-    assert built.get("expect") in (None, "exact" if error is None else "refused"), error
+    assert built.get("expect") in (None, "refused" if error else "doubted" if report.messages else "exact"), error
+    if built.get("expect") == "doubted":
+        assert all("changed in a forward, and not when batches were tried" in each for each in report.messages)
+        return
     if error is None:
         assert wanted is not None, "trained what plain PyTorch does not"
         assert report.tasks[NAME].losses == wanted[0]
