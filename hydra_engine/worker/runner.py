@@ -94,8 +94,7 @@ class Runner:
             self._struck = self._struck or claim.unit
             claim.fail(error, "a kernel")
         if claim.error is not None and executing:
-            for load in claim.slabs.values():
-                load.is_spoiled = True
+            claim.spoil()
         if claim.error is not None and self._struck is None and isinstance(device.explained(claim.error), DeviceLost):
             self._struck = claim.unit
         run.so_far = {}  # what became of them is in the output

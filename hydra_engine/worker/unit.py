@@ -166,6 +166,11 @@ class Claim:
         if self.error is None:
             self.error, self.where = error, where
 
+    def spoil(self) -> None:
+        """Have its slabs filled again: its unit may have written to parameters."""
+        for load in self.slabs.values():
+            load.is_spoiled = True
+
     def do(self, lane: str, device: OpenDevice, job: Callable[[], T]) -> T:
         """Do part of the unit in a lane, to the end. Where the unit has failed, raise why instead."""
         try:
