@@ -1879,9 +1879,9 @@ def test_exact_or_refused(name, where):
     ends = None if size is None else [*range(size, num_layers, size), num_layers]
     with spread(built["spread"], in_sums=False) if "spread" in built else nullcontext():
         model, stage, error, report = run(built | {"model": model}, ends, built.get("spread", num_devices))
-    assert built.get("expect") in (None, "refused" if error else "doubted" if report.messages else "exact"), error
-    if built.get("expect") == "doubted":
-        assert all("changed in a forward, and not when batches were tried" in each for each in report.messages)
+    found = "refused" if error else "doubted" if "changed in a forward" in str(report.messages) else "exact"
+    assert built.get("expect") in (None, found), error
+    if found == "doubted":
         return
     if error is None:
         assert wanted is not None, "trained what plain PyTorch does not"
