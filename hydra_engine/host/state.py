@@ -169,7 +169,7 @@ class Observed:
     runs_backward: bool = False  # a forward or the loss adds to gradients by a backward of its own
     index_limit: int | None  # of what the first layer looks up; None: nothing
     works_on_batch: bool = False  # one changed the batch that it was given, a copy, in place
-    attributes: AttributeChanges = field(default_factory=lambda: AttributeChanges())
+    attributes: AttributeChanges = field(default_factory=AttributeChanges)
 
     def copied(self) -> Observed:
         """Return the same, apart from what is observed from now on."""
