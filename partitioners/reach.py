@@ -115,11 +115,11 @@ def _each(where: str, found: Iterator[tuple[str, object]], ends: tuple[type, ...
 def _copied_by(value: Any) -> Iterator[tuple[str, object]]:
     """Yield the values that a deepcopy goes on to."""
     if isinstance(value, dict):
-        for key, each in value.items():
+        for key, each in list(value.items()):  # a loader's thread may add to it meanwhile
             yield f"[{key!r}]" if isinstance(key, PLAIN) else "[...]", each
             yield ".keys()", key
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from ((f"[{k}]", each) for k, each in enumerate(value))
+        yield from ((f"[{k}]", each) for k, each in enumerate(list(value)))
     elif isinstance(value, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif isinstance(value, MethodType):

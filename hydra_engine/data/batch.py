@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -43,6 +43,9 @@ class Batch:
     training: bool
     evaluation: int  # evaluations before it; an evaluation batch is part of the next one
     micro_batches: list[MicroBatch]
+    users: list[
+        tuple[Any, Any]
+    ]  # inputs and target as the loader gave them: of each, or of what it was split anew from
     boundaries: list[tuple[Boundary, Boundary]]  # the same, taken apart
     read: RandomState  # the task's main stream after the read
     main: RandomState  # the same after the batch was split, which may draw as well
@@ -98,7 +101,7 @@ class Splitter:
                 f"{number} micro-batches, while it is trained on; set accumulation_steps to that number, "
                 f"or draw from a generator that split= makes for itself"
             )
-        return found
+        return replace(found, users=batch.users)
 
     def split(self, item: Item, stream: Stream, number: int, *, for_plan: bool) -> Batch:
         """A batch of `number` micro-batches, which may move the stream; for_plan: it will be split anew to train."""
@@ -136,6 +139,7 @@ class Splitter:
             training=training,
             evaluation=evaluation,
             micro_batches=micro_batches,
+            users=[(x, y) for x, y, _ in micro_batches],
             boundaries=pairs,
             read=read,
             main=main,

@@ -119,7 +119,7 @@ class Ledger:
             assert self._used[kind] >= 0, self._used
             assert self._num_active >= 0, self._num_active
             if num_bytes or deactivates:
-                self._count()
+                self._tell()
             if self._waiting:
                 self._pump()
 
@@ -161,11 +161,12 @@ class Ledger:
 
     def _count(self) -> None:
         """Count what is in use now for the peak, and tell it."""
-        used = self._used[SLABS] + self._used[WORK]
-        if used > self.peak_bytes:
-            self.peak_bytes = used
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._tell()
+
+    def _tell(self) -> None:
         if not self._is_unsettled:
-            self.noted(used)
+            self.noted(self.used_bytes)
 
     def _pump(self) -> None:
         if self._is_pumping or not self._waiting:  # what a callback asks for or gives back is looked at after it

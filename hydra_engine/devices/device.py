@@ -92,15 +92,19 @@ class OpenDevice(ABC):
         self.name = name
         self.torch_device = spec.torch_device
         self.ledger = Ledger(name, spec.memory_bytes, arena_bytes)
-        self.ledger.noted = partial(trace.note_memory, name)
         self.arena = Arena(storage, spec.alignment_bytes)
         self._lanes = lanes
-        self.trace = trace  # of its copies
+        self.trace_in(trace)
 
     @property
     def is_here(self) -> bool:
         """The caller is one of the units that it computes."""
         return self._lanes[COMPUTE].is_here
+
+    def trace_in(self, trace: Trace) -> None:
+        """Have this trace told of copies and memory from here on."""
+        self.trace = trace
+        self.ledger.noted = partial(trace.note_memory, self.name)
 
     def submit(self, lane: str, label: str, job: Callable[[], None], *, at_once: bool = False) -> None:
         """Queue a job in a lane, or do it `at_once` in the caller's thread; traced as `label`, unless it computes."""

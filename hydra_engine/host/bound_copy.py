@@ -13,7 +13,7 @@ Whatever keeps this from being so is a `LayerFault`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -270,6 +270,16 @@ def kept_by(tensor: Tensor, *roots: tuple[str, object]) -> str | None:
     """Return the path to what shares memory with a tensor, in what these objects hold; None: nothing does."""
     memory = _Memory([Registered("", tensor, True)])
     return next((path for path, value, _ in reach(*roots) if memory.shared_with(value) is not None), None)
+
+
+def seen_by(own: Iterable[Tensor], batch: Collection[Tensor], loader: Any) -> str:
+    """Say who else sees what is written to one of these tensors of a batch, or nothing."""
+    for tensor in own:
+        if sum(kept_by(tensor, ("", each)) is not None for each in batch) > 1:
+            return "shares memory with another part of the batch"
+        if (path := kept_by(tensor, ("loader", loader))) is not None:
+            return f"{path} keeps"
+    return ""
 
 
 def _array(tensor: Tensor) -> np.ndarray[Any, Any] | None:

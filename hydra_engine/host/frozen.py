@@ -218,7 +218,7 @@ class FrozenBlocks:
             alone: dict[int, bool] = {}
             for block in blocks:
                 block.num_users -= 1
-            over = [block for block in blocks if not block.num_users]
+            over = list({id(block): block for block in blocks if not block.num_users}.values())  # slots may share one
             for block in over:
                 if id(block.storage) not in alone:
                     inside = [b for b in self._blocks.values() if b.storage is block.storage]

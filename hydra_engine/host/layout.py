@@ -370,6 +370,7 @@ class Structure:
             empty = self._placeholder(slot.link_dtype if casts else slot.dtype).data
             self.parameters.append(nn.Parameter(empty, requires_grad=slot.parameter.requires_grad))
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters]
+        self._switched: set[int] = set()  # of which a forward has left it otherwise
         self.buffers = [self._placeholder(buffer.dtype).data for buffer in layout.buffers]
         self._registered = layout.originals.registered
         self.layers, self.stale = layout.originals.copy([*self.parameters, *self.buffers])
@@ -429,8 +430,8 @@ class Structure:
     ) -> list[str]:
         """Raises LayerFault for one that was written to since it was bound to its view, or that `has_hooks` now.
 
-        Views are by slot. Returns the names of those whose `requires_grad` is not as it was. An LSTM on a GPU moves its
-        weights elsewhere for cuDNN, with the same values; on the CPU nothing does.
+        Views are by slot. Returns the names of those whose `requires_grad` is not as it was, until `switch_back`. An
+        LSTM on a GPU moves its weights elsewhere for cuDNN, with the same values; on the CPU nothing does.
         """
         is_on_cpu, switched = self.device.type == "cpu", []
         for (index, view), version in zip(views.items(), versions, strict=True):
@@ -445,7 +446,14 @@ class Structure:
                 )
             if parameter.requires_grad != self._requires_grad[index]:
                 switched.append(self.slot_names[index])
+                self._switched.add(index)
         return switched
+
+    def switch_back(self, slots: Iterable[int]) -> None:
+        """Make `requires_grad` of these parameters as it was."""
+        for index in self._switched.intersection(slots):
+            self.parameters[index].requires_grad_(self._requires_grad[index])
+            self._switched.remove(index)
 
     def check_shared(self) -> None:
         """Raises LayerFault for a buffer of several modules in whose place one of them has set another."""

@@ -60,7 +60,9 @@ class BeforeUpdate:
         whole = [slot.parameter.data for slot in slots if slot.index not in masters]
         self._tensors = [(tensor, tensor.clone()) for tensor in (*whole, *others)]
         states = [(slot.parameter, optimizer.state.get(slot.parameter)) for slot in slots]  # None: it has none yet
-        self._states = [(p, state and {name: (v, copied(v)) for name, v in state.items()}) for p, state in states]
+        self._states = [
+            (p, None if state is None else {name: (v, copied(v)) for name, v in state.items()}) for p, state in states
+        ]
 
     @torch.no_grad()
     def put_back(self) -> None:

@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hydra_engine.data import ALIGNMENT_BYTES, RandomState, Signature, direct_limit, identical, residue
-from hydra_engine.host.bound_copy import LayerFault, kept_by
+from hydra_engine.host.bound_copy import LayerFault, seen_by
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.measured import Count, Measured, UnitBytes
@@ -26,6 +27,7 @@ from partitioners import forward_unit_bytes, unit_bytes
 from partitioners.boundary import Boundary
 from partitioners.cost import Skip
 
+MOST_NAMED = 4  # attributes in a message
 # Of the largest value: what adding in another order may change, and a layer that gives something else exceeds.
 ORDER_TOLERANCE = 1e-2
 
@@ -147,9 +149,10 @@ class AttributeChanges:
         """Say what may matter, for the report."""
         if not self.untried:
             return []
-        named = ", ".join(f"{attribute!r} of layer {layer}" for layer, attribute in self.untried)
+        found = [f"{attribute!r} of layer {layer}" for layer, attribute in self.untried]
+        named = ", ".join(found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
         return [
-            f"{named} changed in a forward, and not when batches were tried: each device went on from what was before, "
+            f"{named} changed in a forward as on no batch that was tried: each device went on from what was before, "
             f"and plain PyTorch goes on from what is left; if that is no cache, results differ: keep it in a buffer"
         ]
 
@@ -168,13 +171,16 @@ class Observed:
     resized: frozenset[int] = frozenset()
     runs_backward: bool = False  # a forward or the loss adds to gradients by a backward of its own
     index_limit: int | None  # of what the first layer looks up; None: nothing
-    works_on_batch: bool = False  # one changed the batch that it was given, a copy, in place
+    works_on_batch: bool = False  # on trial, one changed the batch that it was given, a copy, in place
+    # (of training, inputs or target, which tensor): of batches, where that changes nothing else. Lanes add to it.
+    free_parts: set[tuple[bool, int, int]] = field(default_factory=set)
     attributes: AttributeChanges = field(default_factory=AttributeChanges)
 
     def copied(self) -> Observed:
         """Return the same, apart from what is observed from now on."""
         attributes = AttributeChanges(set(self.attributes.tried))
-        return replace(self, written_buffers=set(self.written_buffers), attributes=attributes)
+        written, free = set(self.written_buffers), set(self.free_parts)
+        return replace(self, written_buffers=written, free_parts=free, attributes=attributes)
 
 
 class TaskState:
@@ -204,26 +210,36 @@ class TaskState:
         # Of an adaptive task: groups of parameters whose gradients are measured. One, before there is an optimizer.
         self.norm_groups = NormGroups({slot.index: 0 for slot in layout.trainable_slots()}, 1) if task.adapts else None
 
-    def check_batch_is_free(self, m: int, written: Iterable[tuple[int, int]], *, training: bool) -> None:
-        """Refuse layers that work in place on a batch which the loader keeps, and did not when batches were tried.
+    def check_batch_is_free(self, m: int, written: Iterable[tuple[tuple[int, int], Tensor]], *, training: bool) -> None:
+        """Refuse layers that work in place on a batch that others see, and did not when batches were tried.
 
-        written: which tensors of micro-batch m, by (inputs or target, which tensor). Raises LayerFault.
+        written: tensors of micro-batch m, with (inputs or target, which tensor of the batch). Raises LayerFault.
         """
-        if self.observed.works_on_batch or self.task.purpose is not Purpose.TRAIN:
-            return
-        loader = self.task.dataloader if training else self.task.validation
         given = self.staging.given
-        for side, k in written:
-            tensor = Boundary.of(given.users[m][side], "a batch").tensors[k]
-            if tensor.dtype != (given.inputs, given.targets)[side][m].tensors[k].dtype:
-                continue  # a cast of it, in plain PyTorch, too
-            if (path := kept_by(tensor, ("loader", loader))) is not None:
+        for (side, k), tensor in written:
+            before = (given.inputs, given.targets)[side][m].tensors[k]
+            if (training, side, k) in self.observed.free_parts or identical(tensor.cpu(), before):
+                continue
+            others = [Boundary.of(value, "a batch").tensors for pair in given.users for value in pair]
+            # One that was split again, into other micro-batches, is any of them.
+            is_known = len(given.users) == len(given.inputs)
+            found = chain(*([others[2 * m + side][k : k + 1]] if is_known else others[side::2]))
+            own = [each for each in found if each.dtype == before.dtype]  # else it is a cast, in plain PyTorch, too
+            where = seen_by(own, list(chain(*others)), self.loader(training=training))
+            if where:
                 raise LayerFault(
-                    f"a layer or the loss works in place on a batch that {path} keeps, as it did not when batches were "
+                    f"a layer or the loss works in place on a batch that {where}, as it did not when batches were "
                     f"tried, limit: what nobody else sees, since a device has a copy, and plain PyTorch would go on "
                     f"from what is left there; clone it first, or let the loader give a copy"
                 )
-        self.observed.works_on_batch = True
+            if own:
+                self.observed.free_parts.add((training, side, k))
+
+    def loader(self, *, training: bool) -> Any:
+        """The loader whose batches come again; None: they are read once."""
+        if self.task.purpose is not Purpose.TRAIN:
+            return None
+        return self.task.dataloader if training else self.task.validation
 
     def may_keep_graph(self, shard: Shard) -> bool:
         """Return True if a shard's backward can go on from its forward's graph, and need not run the forward again."""

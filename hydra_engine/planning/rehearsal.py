@@ -50,7 +50,7 @@ from hydra_engine.data import (
 )
 from hydra_engine.devices import COMPUTE, DeviceSpec, OpenDevice, Promise
 from hydra_engine.errors import DeviceOutOfMemory
-from hydra_engine.host import LayerFault, Shard, Stale, TaskOptimizer, TaskState, kept_by, writes
+from hydra_engine.host import MOST_NAMED, LayerFault, Shard, Stale, TaskOptimizer, TaskState, kept_by, writes
 from hydra_engine.planning.trial import GENERATORS, frozen
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
 from hydra_engine.tasks import Purpose, drop_tracebacks
@@ -80,7 +80,6 @@ _BACKWARDS = (Tensor.backward, torch.autograd.backward)
 BYTES = "bytes "  # before a digest
 PASSING = "out of date as soon as its unit is over"
 # Attributes that a message names.
-MOST_NAMED = 4
 REMEDY = (
     "keep what changes from call to call in buffers, draw from torch's own generator instead of one of the layer, and "
     "hand what other layers or the loss need on in the output (or with Skips), and in the target what the loss needs "
@@ -171,8 +170,9 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         self._shard = 0
         self._made: dict[int, tuple[int, str, StorageWeakRef]] = {}  # by address: in which shard, by which layer
         self._entered: set[int] = set()  # what a layer takes as its input
-        self.batch: dict[int, tuple[Part, Tensor]] = {}  # by address: copies of the batch that a unit has
-        self.written: dict[Part, tuple[str, Tensor]] = {}  # those that were worked on in place, and by which layer
+        # By address: copies of the batch that a unit has; without the tensor, what a shard below passed on of it.
+        self.batch: dict[int, tuple[Part, Tensor | None]] = {}
+        self.written: dict[Part, tuple[str, Tensor | None]] = {}  # that were worked on in place, and by which layer
 
     def forget(self) -> None:
         """A step begins: what was made before it is everybody's."""
@@ -251,7 +251,8 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
             for tensor in _tensors(value):
                 if (found := self.batch.get(_address(tensor))) is not None:
                     part, copied = found
-                    self.written.setdefault(part, (self.executor.current, copied))
+                    if copied is None or part not in self.written:
+                        self.written[part] = self.executor.current, copied
                 if _address(tensor) in self._slabs and tensor.numel():
                     starts = ((view.data_ptr(), index) for index, view in self._views.items())
                     _, index = max(each for each in starts if each[0] <= tensor.data_ptr())
@@ -265,15 +266,16 @@ class _NoGradients(TorchFunctionMode):
     do sums of gradients, where a forward or the loss adds to them by a backward of its own: that is noted.
     """
 
-    def __init__(self, state: TaskState) -> None:
+    def __init__(self, state: TaskState, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
         self._state = state
+        self._parameters = {id(each) for each in (*parameters, *(slot.parameter for slot in state.layout.slots))}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         is_set = func == _SET_GRADIENT and args[1] is not None
-        if (is_set or (func == _GRADIENT and self._state.is_split)) and isinstance(args[0], nn.Parameter):
+        if (is_set or (func == _GRADIENT and self._state.is_split)) and id(args[0]) in self._parameters:
             user = _package(sys._getframe(1))
             if user not in ("torch", "hydra_engine") and torch._C._current_graph_task_id() == -1:
                 if is_set:
@@ -343,11 +345,9 @@ class _Onlooker:
         self._note_rearranged()
         self._given, self._m, self._starts = [], m, shard.is_first
         self._guard.enter(micro.tensors())
-        parts = [micro.value.tensors if shard.is_first else (), micro.target.tensors if micro.target else ()]
         self._guard.batch = {
-            _address(tensor): ((side, m, k), tensor)
-            for side, tensors in enumerate(parts)
-            for k, tensor in enumerate(tensors)
+            _address(tensor): ((side, m, k), tensor if side or shard.is_first else None)
+            for (side, k), tensor in micro.of_batch()
             if tensor.numel()
         }
 
@@ -441,7 +441,7 @@ class _Rehearsal:
             for attributes in self.executor.attributes:
                 attributes.ignore_hooks()
             self.guard = _Guard(state, weakref.proxy(self.executor))  # which holds it
-            self.modes += [self.guard, _NoGradients(state)]
+            self.modes += [self.guard, _NoGradients(state, self.executor.structure.parameters)]
             self.onlooker = self.executor.inspector = _Onlooker(state, self.guard)
             self._limit = IndexLimit(self.executor.structure.layers[0])
         except BaseException:
@@ -595,10 +595,7 @@ class _Checks:
         """
         state, written = self._state, self._guard.written
         state.observed.works_on_batch |= bool(written or self._onlooker.rearranged)
-        if state.task.purpose is not Purpose.TRAIN:
-            return
-        loader = state.task.dataloader if batch.training else state.task.validation
-        found = None
+        loader, found = state.loader(training=batch.training), None
         for (side, m), layer in self._onlooker.rearranged.items():
             given = batch.micro_batches[m][side]
             held = {id(each) for _, each, _ in reach(("", given), copied_only=True) if isinstance(each, CONTAINERS)}
@@ -610,14 +607,14 @@ class _Checks:
                     f"{path} keeps, limit: what nobody else sees, since a device has a copy, and plain PyTorch would "
                     f"go on from what is left there; change a copy of it (dict(batch), list(batch))"
                 )
+        given = [[Boundary.of(value, "a batch").tensors for value in each[:2]] for each in batch.micro_batches]
         for (side, m, k), (layer, _) in written.items():
-            given = [Boundary.of(value, "a batch").tensors for value in batch.micro_batches[m][:2]]
-            own = given[side][k]
+            own = given[m][side][k]
             if own.dtype != batch.boundaries[m][side].tensors[k].dtype:
                 continue  # a cast of it, in plain PyTorch, too
             named = layer if side and layer not in state.layout.names else f"layer {layer}"
             where = f"{named} works in place on the {('inputs', 'target')[side]} of a batch"
-            if sum(kept_by(own, ("", tensor)) is not None for tensor in chain(*given)) > 1:
+            if sum(kept_by(own, ("", tensor)) is not None for tensor in chain(*chain(*given))) > 1:
                 raise ValueError(
                     f"{state.name}: {where} that shares memory with another part of the batch, limit: memory of its "
                     f"own, since a device has a copy of each; clone it first"
@@ -625,22 +622,36 @@ class _Checks:
             path = kept_by(own, ("loader", loader))
             if path is not None and found is None:
                 found = f"{where} that {path} keeps"
-        if found is None:
-            return
-        left = {part: copy_in_dram(tensor) for part, (_, tensor) in written.items()}
+        is_asked = written and (found is not None or state.task.validation is not None)
+        if not is_asked or not self._finds_as_good(batch, seen, written):
+            if found is not None:
+                raise ValueError(
+                    f"{state.name}: {found}, limit: what nobody else sees, since a device has a copy, and plain "
+                    f"PyTorch would go on from what is left there; clone it first, or let the loader give a copy"
+                )
+            state.observed.free_parts |= {(batch.training, side, k) for side, _, k in written if batch.training}
+        else:  # whoever keeps it
+            state.observed.free_parts |= {(training, side, k) for side, _, k in written for training in (True, False)}
+
+    def _finds_as_good(self, batch: Batch, seen: Seen, written: Mapping[Part, tuple[str, Tensor | None]]) -> bool:
+        """Run a batch again on what layers have left of it in place, and tell whether that changes nothing."""
+        left = {part: copy_in_dram(tensor) for part, (_, tensor) in written.items() if tensor is not None}
+        if len(left) < len(written):
+            return False
 
         def left_of(m: int, side: int) -> Boundary:
             value = batch.boundaries[m][side]
             return value.around([left.get((side, m, k), tensor) for k, tensor in enumerate(value.tensors)])
 
         again = [(left_of(m, 0), left_of(m, 1)) for m in range(len(batch.boundaries))]
-        _, other = self._rehearsal.run(replace(batch, boundaries=again))
-        stays = all(identical(tensor.cpu(), left[part]) for part, (_, tensor) in self._guard.written.items())
-        if not stays or (self._rehearsal.repeats_bits and other != seen):
-            raise ValueError(
-                f"{state.name}: {found}, limit: what nobody else sees, since a device has a copy, and plain PyTorch "
-                f"would go on from what is left there; clone it first, or let the loader give a copy"
-            )
+        try:
+            _, other = self._rehearsal.run(replace(batch, boundaries=again))
+        except Exception as error:  # the layers take no such batch
+            drop_tracebacks(error)
+            return False
+        now = {part: tensor for part, (_, tensor) in self._guard.written.items()}
+        stays = all(each is not None and identical(each.cpu(), left[part]) for part, each in now.items())
+        return stays and (not self._rehearsal.repeats_bits or other == seen)
 
     def check_repeats(self, batch: Batch, seen: Seen) -> None:
         """Refuse shards that give something else when they go on from what they have left.
@@ -771,7 +782,7 @@ class _Checks:
     def _check_after_another(self, batch: Batch, seen: Seen) -> None:
         """Refuse layers in which something depends on what other batches have left: turned round, larger, longer."""
         state, index_limit = self._state, self._state.observed.index_limit
-        others = [_with(batch, change) for change in (_turned_tensor, _larger, _longer)]
+        others = [_with(batch, change) for change in (_turned_tensor, _larger, _longer, _fewer)]
         found = None
         while others and found is None:
             keep_saved = state.cut.keep_saved
@@ -846,6 +857,11 @@ def _larger(tensor: Tensor) -> Tensor:
 def _longer(tensor: Tensor) -> Tensor:
     """Sequences of twice the length, where it may be one of sequences."""
     return torch.cat([tensor, tensor], 1) if tensor.dim() > 1 else tensor
+
+
+def _fewer(tensor: Tensor) -> Tensor:
+    """A sample less, as in the last batch of many loaders."""
+    return tensor[:-1].clone() if tensor.dim() and len(tensor) > 1 else tensor
 
 
 def _is_of_one(value: Any, copies: Collection[int], *, is_own: bool) -> bool:

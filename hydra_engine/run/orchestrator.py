@@ -462,6 +462,8 @@ class ModelOrchestrator:
             planned = site.plan_apart(self._tasks.apart(apart, name, "evaluate"))
             with self._run([planned], site, signals) as run:
                 run.train().raise_failures()
+            for doubt in planned.doubts:
+                warnings.warn(doubt, stacklevel=2)
             return run.evaluation(name)
 
     def predict(
@@ -530,6 +532,8 @@ class ModelOrchestrator:
                 with signals, torch.inference_mode(False), at_work():
                     outputs.close()
             run.report().raise_failures()
+            for doubt in planned.doubts[num_told:]:
+                warnings.warn(doubt, stacklevel=2)
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:

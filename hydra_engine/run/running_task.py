@@ -583,8 +583,8 @@ class RunningTask:
             self.clock.begin()
         staging, pool = self.state.staging, self.state.pool
         self.state.progress.begin_parts(num_parts, batch.training)
-        weights, users = [w for _, _, w in batch.micro_batches], [each[:2] for each in batch.micro_batches]
-        staging.begin(batch.boundaries, weights, batch.start, batch.signature, users)
+        weights = [w for _, _, w in batch.micro_batches]
+        staging.begin(batch.boundaries, weights, batch.start, batch.signature, batch.users)
         if num_parts > 1:
             slots = self.state.layout.slots
             staging.parts = StepParts(

@@ -230,11 +230,11 @@ class Workers:
         worker = self._open[index]
         worker.vacate()
         device, trace = worker.device, worker.device.trace
-        device.trace = Trace()
+        device.trace_in(Trace())
         try:
             yield device
         finally:
-            device.trace = trace
+            device.trace_in(trace)
 
     def can_hold(self, work_bytes: int, slab_bytes: int) -> bool:
         """Return True if each has these bytes for a unit, and for its shard's parameters."""

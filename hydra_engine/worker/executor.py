@@ -198,6 +198,9 @@ class UnitRunning:
 
     def __enter__(self) -> UnitRunning:
         self._structure.bind(self._views, self._buffers)
+        # A graph's backward goes by what its forward has left, and so does what a trial runs again.
+        if not self._graphs and (self._inspector is None or not self._inspector.carries):
+            self._structure.switch_back(self._views)
         self._versions = self._structure.parameter_versions(self._views)
         self._num_hooks = RemovableHandle.next_id
         self._had_gradients = torch.is_grad_enabled()
@@ -273,7 +276,8 @@ class UnitRunning:
         """Return what the unit leaves, once all its micro-batches are through; `update`: the optimizer's, in place."""
         spec, structure, shard = self._spec, self._structure, self._shard
         assert self._thread_modes is not None
-        changed = put_back(self._thread_modes)
+        # In a run other tasks' layers may be at work, inside a change of the process that they undo.
+        changed = put_back(self._thread_modes, of_process=self._inspector is not None)
         if changed:
             raise LayerFault(
                 f"one of layers {', '.join(structure.names[shard.first : self._end])} leaves {changed} changed when it "
@@ -284,13 +288,16 @@ class UnitRunning:
             self._inspector.ends(self._views, structure.parameters)
         self._executor.current = ""  # what is found from here on is not the last layer's
         has_hooks = self._num_hooks != RemovableHandle.next_id  # anywhere in the process
+        trial = self._inspector
         for name in structure.check_parameters(self._views, self._versions, has_hooks=has_hooks):
-            if self._inspector is not None and spec.changes is not None:
-                spec.changes.tried.add((name, "requires_grad", ""))
-            elif spec.changes is not None and (name, "requires_grad", "") not in spec.changes.tried:
+            switch = name, "requires_grad", ""
+            if trial is not None and spec.changes is not None and spec.kind != EVALUATE:
+                spec.changes.tried.add(switch)
+            elif spec.changes is not None and (trial is not None or switch not in spec.changes.tried):
+                when = "in eval()" if trial is not None else "as it did not when batches were tried"
                 raise LayerFault(
-                    f"a layer switches requires_grad of its parameter {name!r}, as it did not when batches were tried, "
-                    f"limit: as before training, since each device has a copy; detach in the forward"
+                    f"a layer switches requires_grad of its parameter {name!r}, {when}, limit: as before training, "
+                    f"since each device has a copy; detach in the forward"
                 )
         gradients: dict[int, Tensor | None] = {}
         updated = norms = None

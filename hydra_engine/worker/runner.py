@@ -7,10 +7,10 @@ so there is one way out for good and bad.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import add, attrgetter
+from operator import add
 from typing import TypeAlias, TypeVar
 
 from torch import Tensor
@@ -28,7 +28,6 @@ from hydra_engine.worker.kept_graphs import KeptGraphs
 from hydra_engine.worker.spiller import Arriving, Spiller, buffers_of
 from hydra_engine.worker.unit import Claim, MicroInput, MicroOutput, Sums, UnitOutput, UnitRun
 
-_VERSION = attrgetter("_version")
 T = TypeVar("T")
 Report: TypeAlias = "Callable[[Event], None]"
 Entered: TypeAlias = "Sequence[tuple[Tensor, int]]"  # tensors that a forward starts from, with their versions
@@ -131,8 +130,6 @@ class Runner:
             norm_groups=state.norm_groups,
             on_recomputed=state.check_repeated if layers not in state.measured.repeating else None,
         )
-        has_batch = claim.shard.is_first or state.cut.is_last(claim.shard)
-        watches = has_batch and kind != BACKWARD and executor.inspector is None and not state.observed.works_on_batch
         last: MicroOutput | None = None
         with executor.run(spec, claim.views, run.buffers, run.so_far, graphs.saved, graphs.graphs) as running:
             for m in micro_batches:
@@ -140,16 +137,15 @@ class Runner:
                     self._submit_input(run, m + 1)  # two are charged, this one and the next
                 micro = self._take_input(run, m)
                 entered = [] if has_gradients else [(tensor, tensor._version) for tensor in micro.value.tensors]
-                given = micro.of_batch(claim.shard) if watches else {}
-                versions = list(map(_VERSION, given.values()))
+                given = [] if kind == BACKWARD else [(*each, each[1]._version) for each in micro.of_batch()]
                 out = running.micro(m, micro)
-                if versions != list(map(_VERSION, given.values())):
-                    each = zip(given.items(), versions, strict=True)
-                    written = [part for (part, tensor), version in each if tensor._version != version]
+                written = [(part, tensor) for part, tensor, version in given if tensor._version != version]
+                if written and executor.inspector is None:
+                    executor.current = ""  # any of its layers
                     state.check_batch_is_free(m, written, training=kind != EVALUATE)
-                del micro, given
                 if not has_gradients:
-                    self._note_shared(run, entered, out)
+                    self._note_shared(run, entered, out, micro.from_batch)
+                del micro, given, written
                 if is_forward:
                     self._keep_input(run, m, entered, out)
                 last = self._emit(run, m, out)
@@ -283,10 +279,14 @@ class Runner:
 
     # -- what a unit leaves
 
-    def _note_shared(self, run: UnitRun, entered: Entered, out: MicroOutput) -> None:
+    def _note_shared(self, run: UnitRun, entered: Entered, out: MicroOutput, from_batch: Mapping[int, int]) -> None:
         """Note which tensors of a forward's output are one of its input, as it came, and whose memory others hold."""
         if out.value is None:
             return
+        if from_batch:
+            places = {entered[k][0].untyped_storage().data_ptr(): number for k, number in from_batch.items()}
+            leaving = ((i, places.get(t.untyped_storage().data_ptr())) for i, t in enumerate(out.value.tensors))
+            out.from_batch = {i: number for i, number in leaving if number is not None}
         intact = {tensor.data_ptr(): k for k, (tensor, version) in enumerate(entered) if tensor._version == version}
         found = ((i, tensor, intact.get(tensor.data_ptr())) for i, tensor in enumerate(out.value.tensors))
         out.passed = {i: k for i, tensor, k in found if k is not None and _is_alike(tensor, entered[k][0])}

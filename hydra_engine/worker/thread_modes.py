@@ -18,28 +18,31 @@ _SMALLEST = sys.float_info.min * sys.float_info.epsilon  # a zero where such num
 _SETTERS: tuple[tuple[str, Any], ...] = (
     ("torch.set_grad_enabled", torch.set_grad_enabled),
     ("torch.autocast", lambda is_enabled: torch.set_autocast_enabled("cpu", is_enabled)),
-    ("torch.set_default_dtype", torch.set_default_dtype),
-    ("torch.use_deterministic_algorithms", torch.use_deterministic_algorithms),
     ("torch.set_num_threads", torch.set_num_threads),
     ("torch.set_flush_denormal", torch.set_flush_denormal),
+    ("torch.set_default_dtype", torch.set_default_dtype),
+    ("torch.use_deterministic_algorithms", torch.use_deterministic_algorithms),
 )
+_NUM_OF_PROCESS = 2  # the last ones; the others are the thread's
 
 
 def thread_modes() -> ThreadModes:
-    """Return the modes of this thread. A microsecond."""
+    """Return the modes of this thread and of the process. A microsecond."""
     return (
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cpu"),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
         torch.get_num_threads(),
         _SMALLEST * 1.0 == 0.0,
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
     )
 
 
-def put_back(before: ThreadModes) -> str:
-    """Set the modes of this thread as they were; return what set the first that was not, or nothing."""
+def put_back(before: ThreadModes, *, of_process: bool = True) -> str:
+    """Set the modes as they were, those of the process too; return what set the first that was not, or nothing."""
     now = thread_modes()
+    if not of_process:
+        now = (*now[:-_NUM_OF_PROCESS], *before[-_NUM_OF_PROCESS:])
     if now == before:
         return ""
     changed = [(setter, old) for setter, old, new in zip(_SETTERS, before, now, strict=True) if new != old]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hydra_engine.data import RandomState, Signature
 from hydra_engine.devices import Ledger, OpenDevice, Promise, Slab
-from hydra_engine.host import DeviceUpdate, Region, Shard, TaskOptimizer, TaskState, UnitBytes
+from hydra_engine.host import DeviceUpdate, Region, TaskOptimizer, TaskState, UnitBytes
 from hydra_engine.schedule import BACKWARD, FUSED, Unit
 from hydra_engine.worker.graphs import GraphUse, SavedTensors
 from partitioners import MemoryMeter
@@ -38,13 +38,12 @@ class MicroInput:
     tied: dict[int, Tensor] = field(default_factory=dict)  # slot -> gradient from the shards above
     skips: dict[str, Boundary] = field(default_factory=dict)  # values that skip layers and are gotten here
     skip_gradients: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)  # from the shards above
+    from_batch: Mapping[int, int] = field(default_factory=dict)  # which of the batch's inputs a tensor of `value` is
 
-    def of_batch(self, shard: Shard) -> dict[tuple[int, int], Tensor]:
-        """Those that are copies of the batch's, by (inputs or target, which tensor)."""
-        values = (self.value if shard.is_first else None, self.target)
-        return {
-            (side, k): tensor for side, value in enumerate(values) if value for k, tensor in enumerate(value.tensors)
-        }
+    def of_batch(self) -> list[tuple[tuple[int, int], Tensor]]:
+        """Those that in plain PyTorch share memory with the batch's, with (inputs or target, which tensor)."""
+        found = [((0, number), self.value.tensors[k]) for k, number in self.from_batch.items()]
+        return found + [((1, k), tensor) for k, tensor in enumerate(self.target.tensors if self.target else ())]
 
     def tensors(self) -> list[Tensor]:
         values = [value for value in (self.value, self.target, *self.skips.values()) if value]
@@ -71,8 +70,9 @@ class MicroOutput:
     # Read by whoever stores them: the lane that computes must not wait for the device.
     loss: float | Tensor | None = None
     metrics: dict[str, float | Tensor] = field(default_factory=dict)  # of an evaluation
-    # Of the tensors of `value`: those that are a tensor of the input as it came, by its number there; and those whose
-    # memory something else that stays on the device holds, too.
+    # Of the tensors of `value`: those that lie in the memory of one of the batch's inputs, by its number there; those
+    # that are a tensor of the input as it came; and those whose memory something else that stays on the device holds.
+    from_batch: Mapping[int, int] = field(default_factory=dict)
     passed: Mapping[int, int] = field(default_factory=dict)
     held: Collection[int] = ()
 

@@ -56,6 +56,17 @@ class TestLedger:
         assert ask(ledger, 40).grants == [40]
         assert (ledger.used_bytes, ledger.free_bytes()) == (100, 0)
 
+    def test_what_a_unit_of_unknown_size_is_granted_for_a_while_is_no_peak(self, ledger):
+        told = []
+        ledger.noted = told.append
+        ask(ledger, 10)
+        metered = ask(ledger, None, activates=True)
+        assert metered.grants == [90]
+        ledger.release(10)  # of another unit, meanwhile
+        assert (ledger.used_bytes, ledger.peak_bytes, told) == (90, 10, [10])
+        ledger.settle(90, 40)
+        assert (ledger.peak_bytes, told) == (40, [10, 40])
+
     def test_request_waits_until_a_release_makes_room(self, ledger):
         busy(ledger, 80)
         waiting = ask(ledger, 30)

@@ -752,6 +752,121 @@ def late_work_in_place_on_copies_of_the_batch():
 
 
 @recipe
+def statistics_of_a_shorter_last_batch():
+    x, target = batches(1)[0]
+    return statistics_of_each_batch() | {"loader": [*batches(), (x[:4].clone(), target[:4].clone())]}
+
+
+class Beside(Base):
+    """Passes a part of its input on, beside what it computes."""
+
+    def __init__(self, part=lambda x: x):
+        super().__init__()
+        self.part = part
+
+    def forward(self, pair):
+        x, mask = pair
+        return self.linear(x), self.part(mask)
+
+
+class ScalesBy(Base):
+    """Changes what the layer below has passed on."""
+
+    def __init__(self, change, is_late):
+        super().__init__()
+        self.change, self.is_late = change, is_late
+
+    def forward(self, pair):
+        x, mask = pair
+        if not self.is_late or mask.max() > 1:
+            self.change(mask)
+        return self.linear(x * mask.mean())
+
+
+def with_masks(num=4):
+    found = [((x, torch.ones(6, 8)), target) for x, target in batches(num)]
+    found[2][0][1].add_(1)
+    return found
+
+
+class FreshMasks(list):
+    """Gives copies."""
+
+    def __iter__(self):
+        return iter([((x.clone(), mask.clone()), target) for (x, mask), target in super().__iter__()])
+
+
+for part_name, part in {"whole": lambda mask: mask, "view": lambda mask: mask[:, 2:]}.items():
+    for is_late in (False, True):
+        for loader_of, expected in ((list, "refused"), (FreshMasks, "exact")):
+            RECIPES[
+                f"{'late_' * is_late}layer_above_works_in_place_on_{part_name}_part_of_{loader_of.__name__}_batches"
+            ] = lambda part=part, is_late=is_late, loader_of=loader_of, expected=expected: {
+                "layers": [Beside(part), ScalesBy(lambda mask: mask.mul_(0.5), is_late), nn.Linear(8, 3)],
+                "loader": loader_of(with_masks()),
+                "expect": expected,
+            }
+
+
+@recipe
+def late_work_in_place_on_what_is_also_the_target():
+    def fresh(batch):
+        x = batch[0].clone()
+        return x, x
+
+    found = late(lambda layer, x: x.mul_(0.5), "refused", FreshBatches)
+    return found | {"layers": [*found["layers"], nn.Linear(3, 8)], "loss_fn": F.mse_loss, "unpack": fresh}
+
+
+@recipe
+def late_work_in_place_on_validation_after_copies_in_training():
+    found = late(lambda layer, x: x.mul_(2), "refused", FreshBatches)
+    return found | {"validation": list(found["loader"])}
+
+
+@recipe
+def late_work_in_place_that_changes_no_bit():
+    return late(lambda layer, x: x.clamp_(-100, 100), "exact")
+
+
+@recipe
+def masked_targets_beside_a_list_of_validation():
+    return loss_masks_the_target_in_place() | {"validation": batches(2)}
+
+
+class FreezesInEval(Base):
+    def train(self, mode=True):
+        super().train(mode)
+        if not mode:
+            self.linear.weight.requires_grad_(False)
+        return self
+
+
+class FreezesWhatItHasUsed(Base):
+    def odd(self, x):
+        self.linear.weight.requires_grad_(False)
+        return x
+
+
+RECIPES |= {
+    "freezes_in_eval": lambda: around(FreezesInEval(), validation=batches(2), expect="refused"),
+    "freezes_what_it_has_used": lambda: around(FreezesWhatItHasUsed(), expect="exact"),
+}
+
+
+@recipe
+def inner_loop_on_a_parameter_of_its_own():
+    class Layer(Base):
+        def odd(self, x):
+            weight = nn.Parameter(torch.full((8,), 2.0))
+            weight.grad = torch.ones(8)
+            torch.optim.SGD([weight], 0.1).step()
+            return x * weight.detach()
+
+    return around(Layer(), expect="exact")
+
+
+@recipe
 def forward_that_sets_a_gradient():
     class Layer(Base):
         def odd(self, x):
@@ -1062,6 +1177,20 @@ def loss_masks_the_target_in_place():
         return F.cross_entropy(output, target)
 
     return around(loss_fn=loss_fn, expect="exact")
+
+
+@recipe
+def masks_a_target_that_every_micro_batch_has():
+    """In plain PyTorch the second micro-batch finds what the first has left."""
+    table = torch.arange(3)
+
+    def loss_fn(output, target):
+        labels, allowed = target
+        allowed.clamp_(max=1)
+        return F.cross_entropy(output, labels) * allowed.sum()
+
+    loader = [(x, (target, table.clone())) for x, target in batches()]
+    return around(loss_fn=loss_fn, loader=loader, accumulation_steps=2, expect="refused")
 
 
 @recipe

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.planning.cuts import Kept
+from hydra_engine.worker.executor import UnitRunning
 from hydra_engine.worker.kept_graphs import KeptGraphs
 from hydra_engine.worker.spiller import Spiller
 from hydra_engine.worker.worker import Worker
@@ -451,3 +452,53 @@ class NormInCheckpoint(nn.Module):
 @pytest.mark.parametrize("keeps_from", [0, 1, 4])
 def test_buffers_that_a_backward_writes_to_are_those_of_plain_pytorch(keeps_from):
     assert_as_plain(around(NormInCheckpoint, NormInCheckpoint), keeps_from=keeps_from)
+
+
+# -- what belongs to the process, and what only later batches show
+
+
+def test_what_others_set_for_the_process_is_laid_to_no_unit(monkeypatch):
+    """Another task's layer, on another device, may set it for an operation of its own."""
+    micro = UnitRunning.micro
+
+    def meanwhile(running, *args):
+        out = micro(running, *args)
+        if running._inspector is None:  # or each unit would be tried again
+            torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
+        return out
+
+    monkeypatch.setattr(UnitRunning, "micro", meanwhile)
+    try:
+        assert_as_plain(around(nn.Tanh))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class ScalesByLongest(nn.Module):
+    longest = 4
+
+    def forward(self, x):
+        self.longest = max(self.longest, len(x))
+        return x * (4 / self.longest)
+
+
+NAMED = r"'longest' of layer 0 changed in a forward as on no batch that was tried"
+
+
+def test_evaluations_name_attributes_that_change_only_later():
+    loader = [(torch.ones(size, 8), torch.zeros(size, dtype=torch.int64)) for size in (4, 30, 4)]
+    model = nn.Sequential(ScalesByLongest(), nn.Linear(8, 3))
+    task = ModelTask(model, F.cross_entropy, loader, 0.1, name="task")
+    with pytest.warns(UserWarning, match=NAMED):
+        orchestra_of([task]).evaluate(task, loader)
+
+
+def test_predictions_name_attributes_that_change_only_later():
+    model = nn.Sequential(ScalesByLongest(), nn.Linear(8, 3))
+    with pytest.warns(UserWarning, match=NAMED):
+        outputs = list(
+            orchestra_of([task_of(nn.Sequential(nn.Linear(WIDTH, 5)))]).predict(
+                model, [torch.ones(size, 8) for size in (4, 30, 4)]
+            )
+        )
+    assert [len(output) for output in outputs] == [4, 30, 4]

@@ -14,6 +14,7 @@ from hydra_engine import Callback, CudaDevice, EmulatedDevice, ModelOrchestrator
 from hydra_engine.devices.lanes import Promise
 from hydra_engine.errors import DeviceLost, ShardDoesNotFit
 from hydra_engine.run.feeds import Loans
+from hydra_engine.run.workers import Workers
 from partitioners import Presharded
 from tests import exact, reference
 from tests.fake_cuda import MIB, FakeCuda
@@ -112,6 +113,27 @@ def loans(monkeypatch):
 
     monkeypatch.setattr(Loans, "borrowed", noted)
     return found
+
+
+def test_what_a_rehearsal_takes_of_a_lent_device_is_not_in_the_runs_curve(devices_of, monkeypatch):
+    seen, vacated = [], Workers.vacated
+
+    @contextmanager
+    def noted(workers, index):
+        trace = workers._open[index].device.trace
+        with vacated(workers, index) as device:
+            before = trace.memory()
+            yield device
+            seen.append((before, trace.memory(), device.trace.memory()))
+
+    monkeypatch.setattr(Workers, "vacated", noted)
+    first = task_of("first", at := At({2: lambda: orchestra.add_task(task_of("second", seed=5, width=16))}))
+    orchestra = orchestra_of([first], devices_of(1))
+    orchestra.train_models().raise_failures()
+    assert at.errors == []
+    ((before, after, of_rehearsal),) = seen
+    assert before == after
+    assert of_rehearsal
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

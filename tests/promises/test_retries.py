@@ -368,15 +368,18 @@ def test_state_is_put_back_in_its_own_memory():
     assert torch.equal(parameter.grad, torch.ones(3))
 
 
-def test_what_had_no_state_has_none_again():
-    parameter = nn.Parameter(torch.ones(3))
+@pytest.mark.parametrize("states", [{}, {"empty": {}}], ids=["none", "empty"])
+def test_what_had_no_state_has_none_again(states):
+    parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([parameter], 0.1)
-    parameter.grad = torch.ones(3)
+    optimizer.state.update(zip([parameter], states.values(), strict=False))
+    parameter.grad = torch.ones(2)
     before = BeforeUpdate(optimizer, [mock.Mock(parameter=parameter)], [])
     optimizer.step()
+    assert optimizer.state[parameter]
     before.put_back()
-    assert parameter not in optimizer.state
-    assert torch.equal(parameter, torch.ones(3))
+    assert list(optimizer.state.values()) == [{} for _ in states]
+    assert torch.equal(parameter, torch.ones(2))
 
 
 # Loaders
