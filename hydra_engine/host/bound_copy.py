@@ -272,11 +272,14 @@ def kept_by(tensor: Tensor, *roots: tuple[str, object]) -> str | None:
     return next((path for path, value, _ in reach(*roots) if memory.shared_with(value) is not None), None)
 
 
+SHARED = "shares memory with another part of the batch"
+
+
 def seen_by(own: Iterable[Tensor], batch: Collection[Tensor], loader: Any) -> str:
     """Say who else sees what is written to one of these tensors of a batch, or nothing."""
     for tensor in own:
         if sum(kept_by(tensor, ("", each)) is not None for each in batch) > 1:
-            return "shares memory with another part of the batch"
+            return SHARED
         if (path := kept_by(tensor, ("loader", loader))) is not None:
             return f"{path} keeps"
     return ""

@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -133,9 +134,22 @@ class Given(NamedTuple):
     weights: tuple[float, ...] = ()  # of their losses
     start: tuple[RandomState, ...] = ()  # before each forward
     signature: Signature = NO_BATCH  # which decides the memory of every unit of the step
-    users: tuple[
-        tuple[Any, Any], ...
-    ] = ()  # inputs and target of each as the loader gave them, of which these are copies
+    users: Sequence[tuple[Any, Any]] = ()  # inputs and target as the loader gave them, of which these are copies
+
+    def own(self, m: int, side: int, k: int) -> list[Tensor]:
+        """The loader's tensor that one of micro-batch m's inputs or targets copies; none: it is a cast of that.
+
+        All that it may be, where the batch was split again.
+        """
+        found = [Boundary.of(pair[side], "a batch").tensors for pair in self.users]
+        if len(found) == len(self.inputs):
+            found = [found[m][k : k + 1]]
+        dtype = (self.inputs, self.targets)[side][m].tensors[k].dtype
+        return [tensor for tensor in chain(*found) if tensor.dtype == dtype]
+
+    def all_own(self) -> list[Tensor]:
+        """All tensors of the batch as the loader gave it."""
+        return [tensor for pair in self.users for each in pair for tensor in Boundary.of(each, "a batch").tensors]
 
 
 class StepStaging:

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Flow, Unit
 from hydra_engine.system import HostMemory
 from hydra_engine.tasks import ModelTask, Purpose
 from partitioners import forward_unit_bytes, unit_bytes
-from partitioners.boundary import Boundary
 from partitioners.cost import Skip
 
 MOST_NAMED = 4  # attributes in a message
@@ -220,13 +218,8 @@ class TaskState:
             before = (given.inputs, given.targets)[side][m].tensors[k]
             if (training, side, k) in self.observed.free_parts or identical(tensor.cpu(), before):
                 continue
-            others = [Boundary.of(value, "a batch").tensors for pair in given.users for value in pair]
-            # One that was split again, into other micro-batches, is any of them.
-            is_known = len(given.users) == len(given.inputs)
-            found = chain(*([others[2 * m + side][k : k + 1]] if is_known else others[side::2]))
-            own = [each for each in found if each.dtype == before.dtype]  # else it is a cast, in plain PyTorch, too
-            where = seen_by(own, list(chain(*others)), self.loader(training=training))
-            if where:
+            own = given.own(m, side, k)
+            if where := seen_by(own, given.all_own(), self.loader(training=training)):
                 raise LayerFault(
                     f"a layer or the loss works in place on a batch that {where}, as it did not when batches were "
                     f"tried, limit: what nobody else sees, since a device has a copy, and plain PyTorch would go on "

@@ -50,7 +50,7 @@ from hydra_engine.data import (
 )
 from hydra_engine.devices import COMPUTE, DeviceSpec, OpenDevice, Promise
 from hydra_engine.errors import DeviceOutOfMemory
-from hydra_engine.host import MOST_NAMED, LayerFault, Shard, Stale, TaskOptimizer, TaskState, kept_by, writes
+from hydra_engine.host import MOST_NAMED, SHARED, LayerFault, Shard, Stale, TaskOptimizer, TaskState, seen_by, writes
 from hydra_engine.planning.trial import GENERATORS, frozen
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
 from hydra_engine.tasks import Purpose, drop_tracebacks
@@ -466,7 +466,7 @@ class _Rehearsal:
         state = self.state
         self.guard.written, self.onlooker.rearranged = {}, {}
         weights = [weight for _, _, weight in batch.micro_batches]
-        state.staging.begin(batch.boundaries, weights, batch.start, batch.signature)
+        state.staging.begin(batch.boundaries, weights, batch.start, batch.signature, batch.users)
         seconds: dict[tuple[str, int], float] = {}
         seen: Seen = {}
         for kind, shard in state.cut.chains[batch.training]:
@@ -597,8 +597,9 @@ class _Checks:
         state.observed.works_on_batch |= bool(written or self._onlooker.rearranged)
         loader, found = state.loader(training=batch.training), None
         for (side, m), layer in self._onlooker.rearranged.items():
-            given = batch.micro_batches[m][side]
-            held = {id(each) for _, each, _ in reach(("", given), copied_only=True) if isinstance(each, CONTAINERS)}
+            users = [batch.users[m]] if len(batch.users) == len(batch.boundaries) else batch.users
+            values = [pair[side] for pair in users]
+            held = {id(each) for _, each, _ in reach(("", values), copied_only=True) if isinstance(each, CONTAINERS)}
             path = next((path for path, each, _ in reach(("loader", loader)) if id(each) in held), None)
             if path is not None:
                 named = layer if layer == LOSS else f"layer {layer}"
@@ -607,21 +608,18 @@ class _Checks:
                     f"{path} keeps, limit: what nobody else sees, since a device has a copy, and plain PyTorch would "
                     f"go on from what is left there; change a copy of it (dict(batch), list(batch))"
                 )
-        given = [[Boundary.of(value, "a batch").tensors for value in each[:2]] for each in batch.micro_batches]
+        given = state.staging.given
         for (side, m, k), (layer, _) in written.items():
-            own = given[m][side][k]
-            if own.dtype != batch.boundaries[m][side].tensors[k].dtype:
-                continue  # a cast of it, in plain PyTorch, too
             named = layer if side and layer not in state.layout.names else f"layer {layer}"
-            where = f"{named} works in place on the {('inputs', 'target')[side]} of a batch"
-            if sum(kept_by(own, ("", tensor)) is not None for tensor in chain(*chain(*given))) > 1:
+            where = seen_by(given.own(m, side, k), given.all_own(), loader)
+            named = f"{named} works in place on the {('inputs', 'target')[side]} of a batch that {where}"
+            if where == SHARED:
                 raise ValueError(
-                    f"{state.name}: {where} that shares memory with another part of the batch, limit: memory of its "
-                    f"own, since a device has a copy of each; clone it first"
+                    f"{state.name}: {named}, limit: memory of its own, since a device has a copy of each; clone it "
+                    f"first"
                 )
-            path = kept_by(own, ("loader", loader))
-            if path is not None and found is None:
-                found = f"{where} that {path} keeps"
+            if where and found is None:
+                found = named
         is_asked = written and (found is not None or state.task.validation is not None)
         if not is_asked or not self._finds_as_good(batch, seen, written):
             if found is not None:
