@@ -19,7 +19,7 @@ import weakref
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
@@ -780,7 +780,7 @@ class _Checks:
     def _check_after_another(self, batch: Batch, seen: Seen) -> None:
         """Refuse layers in which something depends on what other batches have left: turned round, larger, longer."""
         state, index_limit = self._state, self._state.observed.index_limit
-        others = [_with(batch, change) for change in (_turned_tensor, _larger, _longer, _fewer)]
+        others = [_with(batch, change) for change in (_turned_tensor, _larger, _longer)]
         found = None
         while others and found is None:
             keep_saved = state.cut.keep_saved
@@ -796,9 +796,13 @@ class _Checks:
                         break
                 else:
                     _, found = self._rehearsal.run(batch, apart=False)
-        state.observed.index_limit = index_limit
         if found is not None and (different := _differences(seen, found)):
             self._refuse(different[0], " after other batches")
+        keep_saved = state.cut.keep_saved
+        with suppress(Exception), self._carrying(training=batch.training, afresh=True):
+            self._guard.is_carrying = False
+            self._rehearsal.run(_with(batch, _fewer), apart=False)  # notes which attributes that changes
+        state.cut, state.observed.index_limit = replace(state.cut, keep_saved=keep_saved), index_limit
 
     def _refuse(self, different: tuple[int, str], when: str = "") -> None:
         (j, what), state = different, self._state
