@@ -13,7 +13,7 @@ Whatever keeps this from being so is a `LayerFault`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -275,14 +275,10 @@ def kept_by(tensor: Tensor, *roots: tuple[str, object]) -> str | None:
 SHARED = "shares memory with another part of the batch"
 
 
-def seen_by(own: Iterable[Tensor], batch: Collection[Tensor], loader: Any) -> str:
-    """Say who else sees what is written to one of these tensors of a batch, or nothing."""
-    for tensor in own:
-        if sum(kept_by(tensor, ("", each)) is not None for each in batch) > 1:
-            return SHARED
-        if (path := kept_by(tensor, ("loader", loader))) is not None:
-            return f"{path} keeps"
-    return ""
+def shared_with(own: Iterable[Tensor], batch: Iterable[Tensor]) -> bool:
+    """Return True if one of these tensors of a batch shares memory with another of it."""
+    every = list(batch)
+    return any(sum(kept_by(tensor, ("", each)) is not None for each in every) > 1 for tensor in own)
 
 
 def _array(tensor: Tensor) -> np.ndarray[Any, Any] | None:

@@ -370,7 +370,7 @@ class Structure:
             empty = self._placeholder(slot.link_dtype if casts else slot.dtype).data
             self.parameters.append(nn.Parameter(empty, requires_grad=slot.parameter.requires_grad))
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters]
-        self._switched: set[int] = set()  # of which a forward has left it otherwise
+        self._trains = any(slot.trainable for slot in layout.slots)
         self.buffers = [self._placeholder(buffer.dtype).data for buffer in layout.buffers]
         self._registered = layout.originals.registered
         self.layers, self.stale = layout.originals.copy([*self.parameters, *self.buffers])
@@ -427,13 +427,13 @@ class Structure:
 
     def check_parameters(
         self, views: Mapping[int, Tensor], versions: Sequence[int], *, has_hooks: bool = False
-    ) -> list[str]:
-        """Raises LayerFault for one that was written to since it was bound to its view, or that `has_hooks` now.
+    ) -> None:
+        """Refuse what was written to since it was bound to its view, is switched, or `has_hooks` now.
 
-        Views are by slot. Returns the names of those whose `requires_grad` is not as it was, until `switch_back`. An
-        LSTM on a GPU moves its weights elsewhere for cuDNN, with the same values; on the CPU nothing does.
+        Views are by slot. An LSTM on a GPU moves its weights elsewhere for cuDNN, with the same values; on the CPU
+        nothing does. Raises LayerFault.
         """
-        is_on_cpu, switched = self.device.type == "cpu", []
+        is_on_cpu = self.device.type == "cpu"
         for (index, view), version in zip(views.items(), versions, strict=True):
             parameter = self.parameters[index]
             is_moved = parameter.data_ptr() != view.data_ptr()
@@ -444,16 +444,11 @@ class Structure:
                     f"a layer registers a hook on its parameter {self.slot_names[index]!r} in its forward, limit: "
                     f"before training, since such hooks act on the host, once per step; register it there"
                 )
-            if parameter.requires_grad != self._requires_grad[index]:
-                switched.append(self.slot_names[index])
-                self._switched.add(index)
-        return switched
-
-    def switch_back(self, slots: Iterable[int]) -> None:
-        """Make `requires_grad` of these parameters as it was."""
-        for index in self._switched.intersection(slots):
-            self.parameters[index].requires_grad_(self._requires_grad[index])
-            self._switched.remove(index)
+            if parameter.requires_grad != self._requires_grad[index] and self._trains:
+                raise LayerFault(
+                    f"a layer switches requires_grad of its parameter {self.slot_names[index]!r}, limit: as before "
+                    f"training, since each device has a copy; set it before, or detach in the forward"
+                )
 
     def check_shared(self) -> None:
         """Raises LayerFault for a buffer of several modules in whose place one of them has set another."""

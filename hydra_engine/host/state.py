@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.data import ALIGNMENT_BYTES, RandomState, Signature, direct_limit, identical, residue
-from hydra_engine.host.bound_copy import LayerFault, seen_by
+from hydra_engine.host.bound_copy import LayerFault
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.measured import Count, Measured, UnitBytes
@@ -218,15 +218,13 @@ class TaskState:
             before = (given.inputs, given.targets)[side][m].tensors[k]
             if (training, side, k) in self.observed.free_parts or identical(tensor.cpu(), before):
                 continue
-            own = given.own(m, side, k)
-            if where := seen_by(own, given.all_own(), self.loader(training=training)):
+            if where := given.seen_by(m, side, k, self.loader(training=training)):
                 raise LayerFault(
                     f"a layer or the loss works in place on a batch that {where}, as it did not when batches were "
                     f"tried, limit: what nobody else sees, since a device has a copy, and plain PyTorch would go on "
                     f"from what is left there; clone it first, or let the loader give a copy"
                 )
-            if own:
-                self.observed.free_parts.add((training, side, k))
+            self.observed.free_parts.add((training, side, k))
 
     def loader(self, *, training: bool) -> Any:
         """The loader whose batches come again; None: they are read once."""
@@ -373,6 +371,7 @@ class TaskState:
     def split_into(self, num_micro_batches: int) -> None:
         """Set the number of micro-batches of a step, with which differs what units take."""
         self.cut = replace(self.cut, num_micro_batches=num_micro_batches)
+        self.observed.free_parts = set()  # of which several may have one
         self.measured.known.forget_units()
 
     def unit_bytes(self, kind: str, shard: Shard, signature: Signature) -> UnitBytes | None:

@@ -19,7 +19,7 @@ import weakref
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
@@ -49,8 +49,8 @@ from hydra_engine.data import (
     seeded,
 )
 from hydra_engine.devices import COMPUTE, DeviceSpec, OpenDevice, Promise
-from hydra_engine.errors import DeviceOutOfMemory
-from hydra_engine.host import MOST_NAMED, SHARED, LayerFault, Shard, Stale, TaskOptimizer, TaskState, seen_by, writes
+from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
+from hydra_engine.host import MOST_NAMED, SHARED, LayerFault, Shard, Stale, TaskOptimizer, TaskState, writes
 from hydra_engine.planning.trial import GENERATORS, frozen
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
 from hydra_engine.tasks import Purpose, drop_tracebacks
@@ -122,7 +122,7 @@ def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: O
     with opened(slab_bytes) as device, closing(_Rehearsal(state, device)) as rehearsal:
         checks = _Checks(rehearsal)
         seconds, seen = rehearsal.run(batch)
-        checks.check_batch(batch, seen)
+        checks.check_batch(batch)
         state.observed.changed_buffers = frozenset(state.staging.buffers)
         state.measured.staging_bytes = state.staging.num_bytes
         state.check_buffers()
@@ -139,9 +139,11 @@ def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: O
             seconds, _ = rehearsal.run(batch)
         if evaluation is not None:
             _, seen = rehearsal.run(evaluation)
-            checks.check_batch(evaluation, seen)
+            checks.check_batch(evaluation)
             checks.check_repeats(evaluation, seen)
             state.observed.draws |= not state.end_of_forward().same_as(evaluation.main)
+        checks.settle()
+        checks.try_shorter(batch)
         state.observed.attributes.tried.update(rehearsal.onlooker.tried())
         return seconds
 
@@ -466,7 +468,7 @@ class _Rehearsal:
         state = self.state
         self.guard.written, self.onlooker.rearranged = {}, {}
         weights = [weight for _, _, weight in batch.micro_batches]
-        state.staging.begin(batch.boundaries, weights, batch.start, batch.signature, batch.users)
+        state.staging.begin(batch.boundaries, weights, batch.start, batch.signature, batch.micro_batches, batch.users)
         seconds: dict[tuple[str, int], float] = {}
         seen: Seen = {}
         for kind, shard in state.cut.chains[batch.training]:
@@ -587,11 +589,13 @@ class _Checks:
             if not isinstance(value, (Tensor, np.ndarray, nn.Module)) and hasattr(type(value), "__deepcopy__")
         }
         self._begun = self._plain_state()
+        # Batches that were worked on in place: in which parts, and the reason to refuse that.
+        self._written: list[tuple[Batch, list[tuple[int, int]], str | None]] = []
 
-    def check_batch(self, batch: Batch, seen: Seen) -> None:
+    def check_batch(self, batch: Batch) -> None:
         """Refuse layers that work in place on what the loader keeps, and gives again: what they change is a copy.
 
-        Unless they find what they have left as good as what was there.
+        Unless they find what they have left as good as what was there: `settle` asks.
         """
         state, written = self._state, self._guard.written
         state.observed.works_on_batch |= bool(written or self._onlooker.rearranged)
@@ -608,10 +612,9 @@ class _Checks:
                     f"{path} keeps, limit: what nobody else sees, since a device has a copy, and plain PyTorch would "
                     f"go on from what is left there; change a copy of it (dict(batch), list(batch))"
                 )
-        given = state.staging.given
         for (side, m, k), (layer, _) in written.items():
             named = layer if side and layer not in state.layout.names else f"layer {layer}"
-            where = seen_by(given.own(m, side, k), given.all_own(), loader)
+            where = state.staging.given.seen_by(m, side, k, loader)
             named = f"{named} works in place on the {('inputs', 'target')[side]} of a batch that {where}"
             if where == SHARED:
                 raise ValueError(
@@ -620,21 +623,36 @@ class _Checks:
                 )
             if where and found is None:
                 found = named
-        is_asked = written and (found is not None or state.task.validation is not None)
-        if not is_asked or not self._finds_as_good(batch, seen, written):
-            if found is not None:
+        if written:
+            self._written.append((batch, [(side, k) for side, _, k in written], found))
+
+    def settle(self) -> None:
+        """Refuse layers that change what others see of a batch, unless they find what they have left as good.
+
+        Last of all: staging then has what is left of other batches.
+        """
+        state = self._state
+        for batch, parts, found in self._written:
+            is_asked = found is not None or (batch.training and state.task.validation is not None)
+            is_as_good = is_asked and self._finds_as_good(batch)
+            if found is not None and not is_as_good:
                 raise ValueError(
                     f"{state.name}: {found}, limit: what nobody else sees, since a device has a copy, and plain "
                     f"PyTorch would go on from what is left there; clone it first, or let the loader give a copy"
                 )
-            state.observed.free_parts |= {(batch.training, side, k) for side, _, k in written if batch.training}
-        else:  # whoever keeps it
-            state.observed.free_parts |= {(training, side, k) for side, _, k in written for training in (True, False)}
+            whose = (True, False) if is_as_good else (True,) * batch.training  # whoever keeps it
+            state.observed.free_parts |= {(training, *part) for part in parts for training in whose}
 
-    def _finds_as_good(self, batch: Batch, seen: Seen, written: Mapping[Part, tuple[str, Tensor | None]]) -> bool:
-        """Run a batch again on what layers have left of it in place, and tell whether that changes nothing."""
-        left = {part: copy_in_dram(tensor) for part, (_, tensor) in written.items() if tensor is not None}
-        if len(left) < len(written):
+    def _finds_as_good(self, batch: Batch) -> bool:
+        """Run a batch, and again on what layers have left of it in place; tell whether that changes nothing."""
+        _, seen = self._rehearsal.run(batch)
+        written = {part: tensor for part, (_, tensor) in self._guard.written.items()}
+        left = {part: copy_in_dram(tensor) for part, tensor in written.items() if tensor is not None}
+        may_be_taken = (
+            self._rehearsal.repeats_bits or _within_range(tensor, batch.boundaries[m][side].tensors[k])
+            for (side, m, k), tensor in left.items()
+        )
+        if len(left) < len(written) or not all(may_be_taken):
             return False
 
         def left_of(m: int, side: int) -> Boundary:
@@ -642,14 +660,32 @@ class _Checks:
             return value.around([left.get((side, m, k), tensor) for k, tensor in enumerate(value.tensors)])
 
         again = [(left_of(m, 0), left_of(m, 1)) for m in range(len(batch.boundaries))]
-        try:
+        with self._trying():
             _, other = self._rehearsal.run(replace(batch, boundaries=again))
-        except Exception as error:  # the layers take no such batch
+            now = {part: tensor for part, (_, tensor) in self._guard.written.items()}
+            stays = all(each is not None and identical(each.cpu(), left[part]) for part, each in now.items())
+            return stays and (not self._rehearsal.repeats_bits or other == seen)
+        return False
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Run a batch that the layers may not take: then nothing is told by it."""
+        keep_saved, index_limit = self._state.cut.keep_saved, self._state.observed.index_limit
+        try:
+            yield
+        except DeviceLost:
+            raise
+        except Exception as error:
             drop_tracebacks(error)
-            return False
-        now = {part: tensor for part, (_, tensor) in self._guard.written.items()}
-        stays = all(each is not None and identical(each.cpu(), left[part]) for part, each in now.items())
-        return stays and (not self._rehearsal.repeats_bits or other == seen)
+        self._state.cut = replace(self._state.cut, keep_saved=keep_saved)
+        self._state.observed.index_limit = index_limit
+
+    def try_shorter(self, batch: Batch) -> None:
+        """Run a batch of a sample less, as the last one of many loaders, to see which attributes that changes."""
+        if self._rehearsal.repeats_bits and self._onlooker.changed:
+            with self._trying(), self._carrying(training=batch.training, afresh=True):
+                self._guard.is_carrying = False
+                self._rehearsal.run(_with(batch, _fewer), apart=False)
 
     def check_repeats(self, batch: Batch, seen: Seen) -> None:
         """Refuse shards that give something else when they go on from what they have left.
@@ -796,13 +832,9 @@ class _Checks:
                         break
                 else:
                     _, found = self._rehearsal.run(batch, apart=False)
+        state.observed.index_limit = index_limit
         if found is not None and (different := _differences(seen, found)):
             self._refuse(different[0], " after other batches")
-        keep_saved = state.cut.keep_saved
-        with suppress(Exception), self._carrying(training=batch.training, afresh=True):
-            self._guard.is_carrying = False
-            self._rehearsal.run(_with(batch, _fewer), apart=False)  # notes which attributes that changes
-        state.cut, state.observed.index_limit = replace(state.cut, keep_saved=keep_saved), index_limit
 
     def _refuse(self, different: tuple[int, str], when: str = "") -> None:
         (j, what), state = different, self._state
@@ -864,6 +896,13 @@ def _longer(tensor: Tensor) -> Tensor:
 def _fewer(tensor: Tensor) -> Tensor:
     """A sample less, as in the last batch of many loaders."""
     return tensor[:-1].clone() if tensor.dim() and len(tensor) > 1 else tensor
+
+
+def _within_range(left: Tensor, given: Tensor) -> bool:
+    """Return True if these are no indices that may be out of range, with which a GPU ends; losses ignore -100."""
+    if left.is_floating_point() or left.is_complex() or left.dtype == torch.bool or not given.numel():
+        return True
+    return bool((((left >= given.min()) & (left <= given.max())) | (left == -100)).all())
 
 
 def _is_of_one(value: Any, copies: Collection[int], *, is_own: bool) -> bool:

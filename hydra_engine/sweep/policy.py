@@ -28,6 +28,10 @@ class SweepPolicy:
     def longest_first(self) -> bool:
         return getattr(self._policy, "longest_first", False)
 
+    @property
+    def has_affinity(self) -> bool:
+        return getattr(self._policy, "has_affinity", False)
+
     def key(self, candidate: Candidate) -> Any:
         return self._policy.key(candidate)
 

@@ -198,9 +198,6 @@ class UnitRunning:
 
     def __enter__(self) -> UnitRunning:
         self._structure.bind(self._views, self._buffers)
-        # A graph's backward goes by what its forward has left, and so does what a trial runs again.
-        if not self._graphs and (self._inspector is None or not self._inspector.carries):
-            self._structure.switch_back(self._views)
         self._versions = self._structure.parameter_versions(self._views)
         self._num_hooks = RemovableHandle.next_id
         self._had_gradients = torch.is_grad_enabled()
@@ -226,7 +223,7 @@ class UnitRunning:
 
     def __exit__(self, *exc: Any) -> None:
         if exc[0] is not None and self._thread_modes is not None:
-            put_back(self._thread_modes)
+            put_back(self._thread_modes, of_process=self._inspector is not None)
         _set_grad_enabled(self._had_gradients)
         self._train_again()
         try:
@@ -288,17 +285,7 @@ class UnitRunning:
             self._inspector.ends(self._views, structure.parameters)
         self._executor.current = ""  # what is found from here on is not the last layer's
         has_hooks = self._num_hooks != RemovableHandle.next_id  # anywhere in the process
-        trial = self._inspector
-        for name in structure.check_parameters(self._views, self._versions, has_hooks=has_hooks):
-            switch = name, "requires_grad", ""
-            if trial is not None and spec.changes is not None and spec.kind != EVALUATE:
-                spec.changes.tried.add(switch)
-            elif spec.changes is not None and (trial is not None or switch not in spec.changes.tried):
-                when = "in eval()" if trial is not None else "as it did not when batches were tried"
-                raise LayerFault(
-                    f"a layer switches requires_grad of its parameter {name!r}, {when}, limit: as before training, "
-                    f"since each device has a copy; detach in the forward"
-                )
+        structure.check_parameters(self._views, self._versions, has_hooks=has_hooks)
         gradients: dict[int, Tensor | None] = {}
         updated = norms = None
         if spec.kind in (FUSED, BACKWARD) and not spec.in_pieces:

@@ -848,9 +848,73 @@ class FreezesWhatItHasUsed(Base):
         return x
 
 
+class FreezesAtItsFirstStep(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def odd(self, x):
+        if self.seen == 0:
+            self.linear.weight.requires_grad_(False)
+        self.seen += 1
+        return x
+
+
+class NotesSizes(Base):
+    """Takes no batch but of six."""
+
+    def odd(self, x):
+        self.size = len(x)
+        return x.view(6, 8)
+
+
+class ShiftsIndices(nn.Module):
+    """Out of range, if what it has left is given to it again."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(9, 8), nn.BatchNorm1d(8)
+
+    def forward(self, indices):
+        return self.norm(self.table(indices.add_(1)).mean(1))
+
+
+class Scales(Base):
+    def forward(self, x):
+        x.div_(255)
+        self.last = float(x.sum())
+        return self.linear(x)
+
+
+def indices_to_shift(num=16):
+    return DataLoader(TensorDataset(torch.arange(num * 3).reshape(num, 3) % 8, torch.arange(num) % 3), batch_size=8)
+
+
+def fresh_batches():
+    return DataLoader(TensorDataset(torch.rand(12, 8) * 255, torch.arange(12) % 3), batch_size=4)
+
+
+for num in (1, 2):
+    options = {"accumulation_steps": num, "expect": "exact"}
+    RECIPES |= {
+        f"shifts_indices_in_place_in_{num}_micro_batches": lambda options=options: {
+            "layers": [ShiftsIndices(), nn.Linear(8, 3)],
+            "loader": indices_to_shift(),
+            "validation": indices_to_shift(),
+            **options,
+        },
+        f"scales_in_place_and_notes_in_{num}_micro_batches": lambda options=options: {
+            "layers": [Scales(), nn.Linear(8, 3)],
+            "loader": fresh_batches(),
+            "validation": fresh_batches(),
+            **options,
+        },
+    }
 RECIPES |= {
+    "notes_sizes": lambda: around(NotesSizes(), expect="exact"),
     "freezes_in_eval": lambda: around(FreezesInEval(), validation=batches(2), expect="refused"),
-    "freezes_what_it_has_used": lambda: around(FreezesWhatItHasUsed(), expect="exact"),
+    "freezes_at_its_first_step": lambda: around(FreezesAtItsFirstStep(), expect="refused"),
+    "freezes_what_it_has_used": lambda: around(FreezesWhatItHasUsed(), expect="refused"),
 }
 
 
@@ -1182,15 +1246,22 @@ def loss_masks_the_target_in_place():
 @recipe
 def masks_a_target_that_every_micro_batch_has():
     """In plain PyTorch the second micro-batch finds what the first has left."""
-    table = torch.arange(3)
+    return with_a_common_table(lambda table: table.add_(1), "refused")
 
+
+@recipe
+def clamps_a_target_that_every_micro_batch_has():
+    return with_a_common_table(lambda table: table.clamp_(max=1), "exact")
+
+
+def with_a_common_table(change, expect):
     def loss_fn(output, target):
-        labels, allowed = target
-        allowed.clamp_(max=1)
-        return F.cross_entropy(output, labels) * allowed.sum()
+        labels, table = target
+        change(table)
+        return F.cross_entropy(output, labels) * table.sum()
 
-    loader = [(x, (target, table.clone())) for x, target in batches()]
-    return around(loss_fn=loss_fn, loader=loader, accumulation_steps=2, expect="refused")
+    loader = [(x, (target, torch.arange(3))) for x, target in batches()]
+    return around(loss_fn=loss_fn, loader=loader, accumulation_steps=2, expect=expect)
 
 
 @recipe
