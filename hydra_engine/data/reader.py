@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hydra_engine.adaptive import Adaptation
-from hydra_engine.data.batch import Batch, Item, Splitter, own_pair, pair_bytes
+from hydra_engine.data.batch import Batch, Item, Splitter, own_pair, pair_bytes, pair_tensors
 from hydra_engine.data.calls import UserCalls
 from hydra_engine.data.draws import beside_loaders
 from hydra_engine.data.epochs import Epochs
@@ -137,7 +137,8 @@ class Reader:
         for inputs, target in self._epochs.apart():
             if (size := pair_bytes(self._name, inputs, target)) > most:
                 kept = own_pair(self._name, inputs, target)  # the loader may read on into the same memory
-                largest, most = Item(kept[0].value(), kept[1].value(), choice=self._epochs.apart_choice()), size
+                choice, loaded = self._epochs.apart_choice(), pair_tensors(self._name, inputs, target)
+                largest, most = Item(kept[0].value(), kept[1].value(), choice=choice, loaded=loaded), size
         return largest
 
     def split_sample(self, num_micro_batches: int) -> None:

@@ -13,7 +13,7 @@ Whatever keeps this from being so is a `LayerFault`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -270,15 +270,6 @@ def kept_by(tensor: Tensor, *roots: tuple[str, object]) -> str | None:
     """Return the path to what shares memory with a tensor, in what these objects hold; None: nothing does."""
     memory = _Memory([Registered("", tensor, True)])
     return next((path for path, value, _ in reach(*roots) if memory.shared_with(value) is not None), None)
-
-
-SHARED = "shares memory with another part of the batch"
-
-
-def shared_with(own: Iterable[Tensor], batch: Iterable[Tensor]) -> bool:
-    """Return True if one of these tensors of a batch shares memory with another of it."""
-    every = list(batch)
-    return any(sum(kept_by(tensor, ("", each)) is not None for each in every) > 1 for tensor in own)
 
 
 def _array(tensor: Tensor) -> np.ndarray[Any, Any] | None:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from hydra_engine.adaptive import StepMeasures, square_norms
 from hydra_engine.data import NO_BATCH, RandomState, Signature, place_in_dram, residue, same_bits
-from hydra_engine.host.bound_copy import SHARED, kept_by, shared_with
+from hydra_engine.host.bound_copy import kept_by
 from hydra_engine.host.layout import Shard, Slot
 from hydra_engine.schedule import part_ranges
-from hydra_engine.tasks import MicroBatch
 from partitioners.boundary import Boundary
 
 Gradients: TypeAlias = "Mapping[int, Tensor | None]"  # by slot; None: it received none
@@ -136,31 +135,17 @@ class Given(NamedTuple):
     weights: tuple[float, ...] = ()  # of their losses
     start: tuple[RandomState, ...] = ()  # before each forward
     signature: Signature = NO_BATCH  # which decides the memory of every unit of the step
-    split: Sequence[MicroBatch] = ()  # what these are copies of
-    users: Sequence[tuple[Any, Any]] = ()  # the same, or, of a batch that was split again, what the loader gave
+    own: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]] = ()  # tensors that plain PyTorch computes on, likewise
 
     def seen_by(self, m: int, side: int, k: int, loader: Any) -> str:
         """Say who else sees, in plain PyTorch, what is written to one of micro-batch m's tensors; or nothing."""
-        copied = (self.inputs, self.targets)[side][m]
-
-        def same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            found = tensors[k : k + 1] if len(tensors) == len(copied.tensors) else tensors
-            return [tensor for tensor in found if tensor.dtype == copied.tensors[k].dtype]  # else it is a cast of that
-
-        is_again = len(self.users) != len(self.inputs)
-        users = [[_tensors(each) for each in pair] for pair in (self.users if is_again else [self.users[m]])]
-        own = [tensor for pair in users for tensor in same(pair[side])]
-        if shared_with(own, chain(*chain(*users))):
-            return SHARED
-        split = [_tensors(each[side]) for each in self.split]
-        if shared_with(same(split[m]), chain(*split)):
-            return "several micro-batches have"
-        paths = (kept_by(tensor, ("loader", loader)) for tensor in own)
-        return next((f"{path} keeps" for path in paths if path is not None), "")
-
-
-def _tensors(value: Any) -> Sequence[Tensor]:
-    return Boundary.of(value, "a batch").tensors
+        tensor = self.own[m][side][k]
+        if tensor.dtype != (self.inputs, self.targets)[side][m].tensors[k].dtype:
+            return ""  # a cast of it is written to
+        if sum(kept_by(tensor, ("", each)) is not None for pair in self.own for each in chain(*pair)) > 1:
+            return "shares memory with another part of the batch"
+        path = kept_by(tensor, ("loader", loader))
+        return "" if path is None else f"{path} keeps"
 
 
 class StepStaging:
@@ -209,14 +194,13 @@ class StepStaging:
         weights: Sequence[float],
         start: Sequence[RandomState],
         signature: Signature,
-        split: Sequence[MicroBatch] = (),
-        users: Sequence[tuple[Any, Any]] = (),
+        own: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]] = (),
     ) -> None:
         """Start a step on micro-batches (inputs, target); the others as in `Given`."""
         self.clear()
         self.serial += 1
         inputs, targets = tuple(inputs for inputs, _ in boundaries), tuple(target for _, target in boundaries)
-        self.given = Given(inputs, targets, tuple(weights), tuple(start), signature, tuple(split), tuple(users))
+        self.given = Given(inputs, targets, tuple(weights), tuple(start), signature, tuple(own))
         self.random = {(0, m): state for m, state in enumerate(start)}
 
     @property

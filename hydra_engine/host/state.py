@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -170,8 +170,8 @@ class Observed:
     runs_backward: bool = False  # a forward or the loss adds to gradients by a backward of its own
     index_limit: int | None  # of what the first layer looks up; None: nothing
     works_on_batch: bool = False  # on trial, one changed the batch that it was given, a copy, in place
-    # (of training, inputs or target, which tensor): of batches, where that changes nothing else. Lanes add to it.
-    free_parts: set[tuple[bool, int, int]] = field(default_factory=set)
+    # (of training, of several micro-batches, inputs or target, which tensor): parts of batches that nobody else sees.
+    free_parts: set[tuple[bool, bool, int, int]] = field(default_factory=set)  # lanes add to it
     attributes: AttributeChanges = field(default_factory=AttributeChanges)
 
     def copied(self) -> Observed:
@@ -208,23 +208,24 @@ class TaskState:
         # Of an adaptive task: groups of parameters whose gradients are measured. One, before there is an optimizer.
         self.norm_groups = NormGroups({slot.index: 0 for slot in layout.trainable_slots()}, 1) if task.adapts else None
 
-    def check_batch_is_free(self, m: int, written: Iterable[tuple[tuple[int, int], Tensor]], *, training: bool) -> None:
-        """Refuse layers that work in place on a batch that others see, and did not when batches were tried.
+    def has_changed(self, shard: Shard, m: int, part: tuple[int, int], k: int, tensor: Tensor) -> bool:
+        """Return True if a copy of the batch's, tensor k of what enters a shard, is not what entered."""
+        entered = self.staging.given.targets[m] if part[0] else self.staging.entering(shard.index, m)
+        return not identical(tensor.cpu(), entered.tensors[k])
 
-        written: tensors of micro-batch m, with (inputs or target, which tensor of the batch). Raises LayerFault.
-        """
+    def check_batch_is_free(self, m: int, part: tuple[int, int], *, training: bool) -> None:
+        """Refuse work in place on a batch that others see, (inputs or target, which tensor) of micro-batch m."""
         given = self.staging.given
-        for (side, k), tensor in written:
-            before = (given.inputs, given.targets)[side][m].tensors[k]
-            if (training, side, k) in self.observed.free_parts or identical(tensor.cpu(), before):
-                continue
-            if where := given.seen_by(m, side, k, self.loader(training=training)):
-                raise LayerFault(
-                    f"a layer or the loss works in place on a batch that {where}, as it did not when batches were "
-                    f"tried, limit: what nobody else sees, since a device has a copy, and plain PyTorch would go on "
-                    f"from what is left there; clone it first, or let the loader give a copy"
-                )
-            self.observed.free_parts.add((training, side, k))
+        known = training, len(given.inputs) > 1, *part
+        if known in self.observed.free_parts:
+            return
+        if where := given.seen_by(m, *part, self.loader(training=training)):
+            raise LayerFault(
+                f"a layer or the loss works in place on a batch that {where}, as it did not when batches were tried, "
+                f"limit: what nobody else sees, since a device has a copy, and plain PyTorch would go on from what is "
+                f"left there; clone it first, or let the loader give a copy"
+            )
+        self.observed.free_parts.add(known)
 
     def loader(self, *, training: bool) -> Any:
         """The loader whose batches come again; None: they are read once."""
@@ -371,7 +372,6 @@ class TaskState:
     def split_into(self, num_micro_batches: int) -> None:
         """Set the number of micro-batches of a step, with which differs what units take."""
         self.cut = replace(self.cut, num_micro_batches=num_micro_batches)
-        self.observed.free_parts = set()  # of which several may have one
         self.measured.known.forget_units()
 
     def unit_bytes(self, kind: str, shard: Shard, signature: Signature) -> UnitBytes | None:

@@ -43,14 +43,13 @@ from hydra_engine.data import (
     TaskGenerator,
     capture,
     copy_in_dram,
-    identical,
     installed,
     memory_of,
     seeded,
 )
 from hydra_engine.devices import COMPUTE, DeviceSpec, OpenDevice, Promise
-from hydra_engine.errors import DeviceLost, DeviceOutOfMemory
-from hydra_engine.host import MOST_NAMED, SHARED, LayerFault, Shard, Stale, TaskOptimizer, TaskState, writes
+from hydra_engine.errors import DeviceOutOfMemory
+from hydra_engine.host import MOST_NAMED, LayerFault, Shard, Stale, TaskOptimizer, TaskState, writes
 from hydra_engine.planning.trial import GENERATORS, frozen
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
 from hydra_engine.tasks import Purpose, drop_tracebacks
@@ -142,8 +141,6 @@ def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: O
             checks.check_batch(evaluation)
             checks.check_repeats(evaluation, seen)
             state.observed.draws |= not state.end_of_forward().same_as(evaluation.main)
-        checks.settle()
-        checks.try_shorter(batch)
         state.observed.attributes.tried.update(rehearsal.onlooker.tried())
         return seconds
 
@@ -172,9 +169,6 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         self._shard = 0
         self._made: dict[int, tuple[int, str, StorageWeakRef]] = {}  # by address: in which shard, by which layer
         self._entered: set[int] = set()  # what a layer takes as its input
-        # By address: copies of the batch that a unit has; without the tensor, what a shard below passed on of it.
-        self.batch: dict[int, tuple[Part, Tensor | None]] = {}
-        self.written: dict[Part, tuple[str, Tensor | None]] = {}  # that were worked on in place, and by which layer
 
     def forget(self) -> None:
         """A step begins: what was made before it is everybody's."""
@@ -196,7 +190,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
 
     def end(self) -> None:
         """What comes now may write to the parameters."""
-        self._views, self._slabs, self.batch = {}, set(), {}
+        self._views, self._slabs = {}, set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -251,10 +245,6 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
                 continue
             value = args[k] if k < len(args) else kwargs.get(argument.name)
             for tensor in _tensors(value):
-                if (found := self.batch.get(_address(tensor))) is not None:
-                    part, copied = found
-                    if copied is None or part not in self.written:
-                        self.written[part] = self.executor.current, copied
                 if _address(tensor) in self._slabs and tensor.numel():
                     starts = ((view.data_ptr(), index) for index, view in self._views.items())
                     _, index = max(each for each in starts if each[0] <= tensor.data_ptr())
@@ -330,6 +320,10 @@ class _Onlooker:
         self._layer = ""  # that runs
         # (inputs or target, micro-batch): containers of the batch that a layer has changed
         self.rearranged: dict[tuple[int, int], str] = {}
+        self.written: dict[Part, str] = {}  # what was worked on in place of the batch, and by which layer
+        # Copies of the batch that a micro-batch has: of which part, which of what enters a shard, and its version.
+        self._batch: list[tuple[Shard, tuple[int, int], int, Tensor, int]] = []
+        self._writers: dict[tuple[int, int], str] = {}  # by part, the layer that was seen to write to it
         self._state, self._guard = state, guard
 
     def begins(self, kind: str, shard: Shard, views: Mapping[int, Tensor]) -> None:
@@ -344,17 +338,16 @@ class _Onlooker:
         return isinstance(value, Tensor) and value.layout == torch.strided and _address(value) in self.places
 
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
-        self._note_rearranged()
+        self._note_batch()
         self._given, self._m, self._starts = [], m, shard.is_first
         self._guard.enter(micro.tensors())
-        self._guard.batch = {
-            _address(tensor): ((side, m, k), tensor if side or shard.is_first else None)
-            for (side, k), tensor in micro.of_batch()
-            if tensor.numel()
-        }
+        self._batch = [(shard, *each, each[2]._version) for each in micro.of_batch()]
 
     def enters_layer(self, value: Any, frame: Frame, target: Any = None) -> None:
         self._note_rearranged()
+        for _, part, _, tensor, version in self._batch:
+            if tensor._version != version:
+                self._writers.setdefault(part, self._layer)
         self._guard.enter_layer(_tensors((value, frame.values, frame.arriving)))
         self._layer = self._guard.executor.current
         if self._starts:
@@ -362,6 +355,14 @@ class _Onlooker:
             self._starts = False
         if target is not None:
             self._given.append((1, self._m, target, *pytree.tree_flatten(target)))
+
+    def _note_batch(self) -> None:
+        """Note what a micro-batch's layers and the loss have changed of the batch."""
+        self._note_rearranged()
+        for shard, part, k, tensor, _ in self._batch:
+            if self._state.has_changed(shard, self._m, part, k, tensor):
+                self.written.setdefault((part[0], self._m, part[1]), self._writers.get(part, self._layer))
+        self._batch, self._writers = [], {}
 
     def _note_rearranged(self) -> None:
         """Note containers of the batch that the layer before has changed: those of the copy that it was given."""
@@ -387,7 +388,7 @@ class _Onlooker:
 
     def ends(self, views: Mapping[int, Tensor], parameters: Sequence[nn.Parameter]) -> None:
         self._guard.end()
-        self._note_rearranged()
+        self._note_batch()
         self._given = []
         for index, view in views.items():
             slot, now = self._state.layout.slots[index], parameters[index].data
@@ -466,9 +467,9 @@ class _Rehearsal:
         apart: with the process-wide generators nobody's, so that nothing changes the user's.
         """
         state = self.state
-        self.guard.written, self.onlooker.rearranged = {}, {}
+        self.onlooker.written, self.onlooker.rearranged = {}, {}
         weights = [weight for _, _, weight in batch.micro_batches]
-        state.staging.begin(batch.boundaries, weights, batch.start, batch.signature, batch.micro_batches, batch.users)
+        state.staging.begin(batch.boundaries, weights, batch.start, batch.signature, batch.own)
         seconds: dict[tuple[str, int], float] = {}
         seen: Seen = {}
         for kind, shard in state.cut.chains[batch.training]:
@@ -589,21 +590,15 @@ class _Checks:
             if not isinstance(value, (Tensor, np.ndarray, nn.Module)) and hasattr(type(value), "__deepcopy__")
         }
         self._begun = self._plain_state()
-        # Batches that were worked on in place: in which parts, and the reason to refuse that.
-        self._written: list[tuple[Batch, list[tuple[int, int]], str | None]] = []
 
     def check_batch(self, batch: Batch) -> None:
-        """Refuse layers that work in place on what the loader keeps, and gives again: what they change is a copy.
-
-        Unless they find what they have left as good as what was there: `settle` asks.
-        """
-        state, written = self._state, self._guard.written
+        """Refuse layers that work in place on what the loader keeps, and gives again: what they change is a copy."""
+        state, written = self._state, self._onlooker.written
         state.observed.works_on_batch |= bool(written or self._onlooker.rearranged)
-        loader, found = state.loader(training=batch.training), None
+        loader = state.loader(training=batch.training)
         for (side, m), layer in self._onlooker.rearranged.items():
-            users = [batch.users[m]] if len(batch.users) == len(batch.boundaries) else batch.users
-            values = [pair[side] for pair in users]
-            held = {id(each) for _, each, _ in reach(("", values), copied_only=True) if isinstance(each, CONTAINERS)}
+            given = batch.micro_batches[m][side]
+            held = {id(each) for _, each, _ in reach(("", given), copied_only=True) if isinstance(each, CONTAINERS)}
             path = next((path for path, each, _ in reach(("loader", loader)) if id(each) in held), None)
             if path is not None:
                 named = layer if layer == LOSS else f"layer {layer}"
@@ -612,80 +607,19 @@ class _Checks:
                     f"{path} keeps, limit: what nobody else sees, since a device has a copy, and plain PyTorch would "
                     f"go on from what is left there; change a copy of it (dict(batch), list(batch))"
                 )
-        for (side, m, k), (layer, _) in written.items():
-            named = layer if side and layer not in state.layout.names else f"layer {layer}"
+        is_listed = state.task.purpose is Purpose.TRAIN and isinstance(state.task.validation, (list, tuple))
+        for (side, m, k), layer in written.items():
             where = state.staging.given.seen_by(m, side, k, loader)
-            named = f"{named} works in place on the {('inputs', 'target')[side]} of a batch that {where}"
-            if where == SHARED:
+            if not where and not batch.training and is_listed:
+                where = "the list of validation= keeps"
+            if where:
+                named = layer if side and layer not in state.layout.names else f"layer {layer}"
                 raise ValueError(
-                    f"{state.name}: {named}, limit: memory of its own, since a device has a copy of each; clone it "
-                    f"first"
+                    f"{state.name}: {named} works in place on the {('inputs', 'target')[side]} of a batch that "
+                    f"{where}, limit: what nobody else sees, since a device has a copy, and plain PyTorch would go on "
+                    f"from what is left there; clone it first, or let the loader give a copy"
                 )
-            if where and found is None:
-                found = named
-        if written:
-            self._written.append((batch, [(side, k) for side, _, k in written], found))
-
-    def settle(self) -> None:
-        """Refuse layers that change what others see of a batch, unless they find what they have left as good.
-
-        Last of all: staging then has what is left of other batches.
-        """
-        state = self._state
-        for batch, parts, found in self._written:
-            is_asked = found is not None or (batch.training and state.task.validation is not None)
-            is_as_good = is_asked and self._finds_as_good(batch)
-            if found is not None and not is_as_good:
-                raise ValueError(
-                    f"{state.name}: {found}, limit: what nobody else sees, since a device has a copy, and plain "
-                    f"PyTorch would go on from what is left there; clone it first, or let the loader give a copy"
-                )
-            whose = (True, False) if is_as_good else (True,) * batch.training  # whoever keeps it
-            state.observed.free_parts |= {(training, *part) for part in parts for training in whose}
-
-    def _finds_as_good(self, batch: Batch) -> bool:
-        """Run a batch, and again on what layers have left of it in place; tell whether that changes nothing."""
-        _, seen = self._rehearsal.run(batch)
-        written = {part: tensor for part, (_, tensor) in self._guard.written.items()}
-        left = {part: copy_in_dram(tensor) for part, tensor in written.items() if tensor is not None}
-        may_be_taken = (
-            self._rehearsal.repeats_bits or _within_range(tensor, batch.boundaries[m][side].tensors[k])
-            for (side, m, k), tensor in left.items()
-        )
-        if len(left) < len(written) or not all(may_be_taken):
-            return False
-
-        def left_of(m: int, side: int) -> Boundary:
-            value = batch.boundaries[m][side]
-            return value.around([left.get((side, m, k), tensor) for k, tensor in enumerate(value.tensors)])
-
-        again = [(left_of(m, 0), left_of(m, 1)) for m in range(len(batch.boundaries))]
-        with self._trying():
-            _, other = self._rehearsal.run(replace(batch, boundaries=again))
-            now = {part: tensor for part, (_, tensor) in self._guard.written.items()}
-            stays = all(each is not None and identical(each.cpu(), left[part]) for part, each in now.items())
-            return stays and (not self._rehearsal.repeats_bits or other == seen)
-        return False
-
-    @contextmanager
-    def _trying(self) -> Iterator[None]:
-        """Run a batch that the layers may not take: then nothing is told by it."""
-        keep_saved, index_limit = self._state.cut.keep_saved, self._state.observed.index_limit
-        try:
-            yield
-        except DeviceLost:
-            raise
-        except Exception as error:
-            drop_tracebacks(error)
-        self._state.cut = replace(self._state.cut, keep_saved=keep_saved)
-        self._state.observed.index_limit = index_limit
-
-    def try_shorter(self, batch: Batch) -> None:
-        """Run a batch of a sample less, as the last one of many loaders, to see which attributes that changes."""
-        if self._rehearsal.repeats_bits and self._onlooker.changed:
-            with self._trying(), self._carrying(training=batch.training, afresh=True):
-                self._guard.is_carrying = False
-                self._rehearsal.run(_with(batch, _fewer), apart=False)
+            state.observed.free_parts.add((batch.training, len(batch.own) > 1, side, k))
 
     def check_repeats(self, batch: Batch, seen: Seen) -> None:
         """Refuse shards that give something else when they go on from what they have left.
@@ -891,18 +825,6 @@ def _larger(tensor: Tensor) -> Tensor:
 def _longer(tensor: Tensor) -> Tensor:
     """Sequences of twice the length, where it may be one of sequences."""
     return torch.cat([tensor, tensor], 1) if tensor.dim() > 1 else tensor
-
-
-def _fewer(tensor: Tensor) -> Tensor:
-    """A sample less, as in the last batch of many loaders."""
-    return tensor[:-1].clone() if tensor.dim() and len(tensor) > 1 else tensor
-
-
-def _within_range(left: Tensor, given: Tensor) -> bool:
-    """Return True if these are no indices that may be out of range, with which a GPU ends; losses ignore -100."""
-    if left.is_floating_point() or left.is_complex() or left.dtype == torch.bool or not given.numel():
-        return True
-    return bool((((left >= given.min()) & (left <= given.max())) | (left == -100)).all())
 
 
 def _is_of_one(value: Any, copies: Collection[int], *, is_own: bool) -> bool:

@@ -223,7 +223,7 @@ class UnitRunning:
 
     def __exit__(self, *exc: Any) -> None:
         if exc[0] is not None and self._thread_modes is not None:
-            put_back(self._thread_modes, of_process=self._inspector is not None)
+            put_back(self._thread_modes)
         _set_grad_enabled(self._had_gradients)
         self._train_again()
         try:

@@ -137,12 +137,13 @@ class Runner:
                     self._submit_input(run, m + 1)  # two are charged, this one and the next
                 micro = self._take_input(run, m)
                 entered = [] if has_gradients else [(tensor, tensor._version) for tensor in micro.value.tensors]
-                given = [] if kind == BACKWARD else [(*each, each[1]._version) for each in micro.of_batch()]
+                given = [] if kind == BACKWARD else [(*each, each[2]._version) for each in micro.of_batch()]
                 out = running.micro(m, micro)
-                written = [(part, tensor) for part, tensor, version in given if tensor._version != version]
-                if written and executor.inspector is None:
+                written = [each[:3] for each in given if each[2]._version != each[3]]
+                changed = [part for part, k, tensor in written if state.has_changed(claim.shard, m, part, k, tensor)]
+                for part in changed if executor.inspector is None else ():
                     executor.current = ""  # any of its layers
-                    state.check_batch_is_free(m, written, training=kind != EVALUATE)
+                    state.check_batch_is_free(m, part, training=kind != EVALUATE)
                 if not has_gradients:
                     self._note_shared(run, entered, out, micro.from_batch)
                 del micro, given, written

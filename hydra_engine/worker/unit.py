@@ -40,10 +40,10 @@ class MicroInput:
     skip_gradients: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)  # from the shards above
     from_batch: Mapping[int, int] = field(default_factory=dict)  # which of the batch's inputs a tensor of `value` is
 
-    def of_batch(self) -> list[tuple[tuple[int, int], Tensor]]:
-        """Those that in plain PyTorch share memory with the batch's, with (inputs or target, which tensor)."""
-        found = [((0, number), self.value.tensors[k]) for k, number in self.from_batch.items()]
-        return found + [((1, k), tensor) for k, tensor in enumerate(self.target.tensors if self.target else ())]
+    def of_batch(self) -> list[tuple[tuple[int, int], int, Tensor]]:
+        """Those that lie, in plain PyTorch, in the batch's memory: (inputs or target, which of these), which here."""
+        found = [((0, number), k, self.value.tensors[k]) for k, number in self.from_batch.items()]
+        return found + [((1, k), k, tensor) for k, tensor in enumerate(self.target.tensors if self.target else ())]
 
     def tensors(self) -> list[Tensor]:
         values = [value for value in (self.value, self.target, *self.skips.values()) if value]
