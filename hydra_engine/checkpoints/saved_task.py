@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from hydra_engine.adaptive import Adaptation, choices_from_state
 from hydra_engine.checkpoints.checkpoint import Checkpoint
 from hydra_engine.checkpoints.snapshot import BEST, FROZEN, OPTIMIZER, STATE, WEIGHTS
-from hydra_engine.data import TaskPosition, copy_of, residue, seeded
+from hydra_engine.data import TaskPosition, copy_of, identical, residue, seeded
 from hydra_engine.errors import CheckpointError
 from hydra_engine.host import BestWeights, ModelLayout, TaskOptimizer, with_averages
 from hydra_engine.tasks import FAILED, FINISHED, Best, ModelTask, Retry, Revision, TaskReport
@@ -57,8 +58,11 @@ class SavedTask:
             return task.epochs > self.position.epoch + 1 and not has_waited
         return self.over in (None, FAILED)
 
-    def put_weights(self, task: ModelTask, layout: ModelLayout) -> None:
-        """Put the saved weights and buffers into the user's model, for a new layout; ValueError if it is another."""
+    def put_weights(self, task: ModelTask, layout: ModelLayout, held: Collection[int] = ()) -> None:
+        """Put the saved weights and buffers into the user's model, for a new layout; ValueError if it is another.
+
+        held: addresses of frozen weights that tasks which train have, too. They are compared, and not written to.
+        """
         self._check_best(task)
         self.check_adapts(task)
         trainable: dict[str, Tensor] = {}
@@ -75,7 +79,14 @@ class SavedTask:
             own = {name: torch.empty_like(buffers[number]) for name, number in layout.persistent_buffers().items()}
             self._checkpoint.read_tensors(self._name, WEIGHTS, into={**trainable, **own})
             if frozen or FROZEN in self._checkpoint.files(self._name):
-                self._checkpoint.read_tensors(self._name, FROZEN, into=frozen)
+                apart = {name: torch.empty_like(each) for name, each in frozen.items() if each.data_ptr() in held}
+                self._checkpoint.read_tensors(self._name, FROZEN, into={**frozen, **apart})
+                for name, saved in apart.items():
+                    if not identical(saved, frozen[name]):
+                        raise ValueError(
+                            f"its frozen parameter {name}, which a task that trains has, too, has other values than "
+                            f"were saved; give it one of its own"
+                        )
         except ValueError as error:
             raise ValueError(f"{self._name}: the model is not the one that was saved: {error}") from error
         for name, parameter in other.items():

@@ -239,6 +239,7 @@ class HostWork:
         if task.end.ending is None and not self._common.is_interrupted:
             try:
                 if task.optimizer is not None:
+                    task.optimizer.secure(())  # a snapshot may be reading groups and schedule
                     task.optimizer.reach_epoch(task.planned.task.epochs)
                 task.end.finish()
             except BaseException as error:

@@ -282,8 +282,10 @@ class TaskList:
     def put_back(self, planned: PlannedTask, *, while_training: bool) -> PlannedTask | None:
         """A task as it goes on from what was saved of it, if something was; None where it is over."""
         name, task = planned.name, planned.task
+        others = self.at(Station.JOINING, Station.TRAINING) if while_training else []
+        held = {slot.parameter.data_ptr() for other in others for slot in other.layout.slots} - {0}
         saved = self._store.saved(
-            name, lambda found: found.put_weights(task, planned.layout), while_training=while_training
+            name, lambda found: found.put_weights(task, planned.layout, held), while_training=while_training
         )
         is_new = saved is None and self._store.over(name) is None
         seed = self._store.paused.get(name, task.seed)

@@ -1,8 +1,11 @@
 """A task that goes on from another run's directory has the bits of one that stayed where it was."""
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
-from hydra_engine import Callback, HostOutOfMemory, StopTask
+from hydra_engine import Callback, HostOutOfMemory, ModelTask, StopTask
 from hydra_engine.checkpoints.checkpoint import furthest, load_newest
 from tests.promises.test_paused import Pauses, assert_as_expected, drawing
 from tests.promises.test_resumed import NUM_STEPS, orchestra_of
@@ -58,6 +61,35 @@ def test_there_and_back_again(tmp_path):
     assert_as_expected(here.train_models().tasks["task"], task)
     assert told.told == [*range(8, NUM_STEPS + 1), "finished"]
     assert furthest(places, "task") == tmp_path / "a"
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_frozen_base_that_another_task_trains_on_is_not_written_to(tmp_path, is_other):
+    def task_of(base, name, *callbacks):
+        head = nn.Linear(8, 3)
+        return ModelTask(nn.Sequential(base, head), F.cross_entropy, data, 0.1, name=name, seed=0, callbacks=callbacks)
+
+    torch.manual_seed(0)
+    data = [(torch.randn(4, 8), torch.arange(4) % 3) for _ in range(6)]
+    base, other = (nn.Linear(8, 8).requires_grad_(False) for _ in range(2))
+    before = base.weight.clone()
+    saved = orchestra_of([task_of(other if is_other else base, "b", Pauses(2))], tmp_path / "b")
+    assert saved.train_models().tasks["b"].status == "paused"
+    errors = []
+
+    class Adds(Callback):
+        def on_step(self, report):
+            if report.steps == 2:
+                there.resume_task("b", tmp_path / "b")
+                try:
+                    there.add_task(task_of(base, "b"))
+                except ValueError as error:
+                    errors.append(str(error))
+
+    there = orchestra_of([task_of(base, "a", Adds())], tmp_path / "a")
+    assert there.train_models().tasks["a"].status == "finished"
+    assert torch.equal(base.weight, before)
+    assert ["0.weight, which a task that trains has, too" in error for error in errors] == [True] * is_other
 
 
 def test_a_directory_that_knows_nothing_of_the_task(tmp_path):
