@@ -321,9 +321,9 @@ class _Onlooker:
         # (inputs or target, micro-batch): containers of the batch that a layer has changed
         self.rearranged: dict[tuple[int, int], str] = {}
         self.written: dict[Part, str] = {}  # what was worked on in place of the batch, and by which layer
-        # Copies of the batch that a micro-batch has: of which part, which of what enters a shard, and its version.
-        self._batch: list[tuple[Shard, tuple[int, int], int, Tensor, int]] = []
-        self._writers: dict[tuple[int, int], str] = {}  # by part, the layer that was seen to write to it
+        # Copies of the batch that a micro-batch has: of which part, which of what enters a shard, its version, and the
+        # layer that was seen to write to it.
+        self._batch: list[tuple[Shard, tuple[int, int], int, Tensor, int, str]] = []
         self._state, self._guard = state, guard
 
     def begins(self, kind: str, shard: Shard, views: Mapping[int, Tensor]) -> None:
@@ -341,13 +341,13 @@ class _Onlooker:
         self._note_batch()
         self._given, self._m, self._starts = [], m, shard.is_first
         self._guard.enter(micro.tensors())
-        self._batch = [(shard, *each, each[2]._version) for each in micro.of_batch()]
+        self._batch = [(shard, *each, each[2]._version, "") for each in micro.of_batch()]
 
     def enters_layer(self, value: Any, frame: Frame, target: Any = None) -> None:
         self._note_rearranged()
-        for _, part, _, tensor, version in self._batch:
-            if tensor._version != version:
-                self._writers.setdefault(part, self._layer)
+        for n, (shard, part, k, tensor, version, writer) in enumerate(self._batch):
+            if not writer and tensor._version != version:
+                self._batch[n] = shard, part, k, tensor, version, self._layer
         self._guard.enter_layer(_tensors((value, frame.values, frame.arriving)))
         self._layer = self._guard.executor.current
         if self._starts:
@@ -359,10 +359,10 @@ class _Onlooker:
     def _note_batch(self) -> None:
         """Note what a micro-batch's layers and the loss have changed of the batch."""
         self._note_rearranged()
-        for shard, part, k, tensor, _ in self._batch:
-            if self._state.has_changed(shard, self._m, part, k, tensor):
-                self.written.setdefault((part[0], self._m, part[1]), self._writers.get(part, self._layer))
-        self._batch, self._writers = [], {}
+        for shard, (side, number), k, tensor, _, writer in self._batch:
+            if self._state.has_changed(shard, self._m, (side, number), k, tensor):
+                self.written.setdefault((side, self._m, number), writer or self._layer)
+        self._batch = []
 
     def _note_rearranged(self) -> None:
         """Note containers of the batch that the layer before has changed: those of the copy that it was given."""
