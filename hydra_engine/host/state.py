@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -213,19 +213,23 @@ class TaskState:
         entered = self.staging.given.targets[m] if part[0] else self.staging.entering(shard.index, m)
         return not identical(tensor.cpu(), entered.tensors[k])
 
-    def check_batch_is_free(self, m: int, part: tuple[int, int], *, training: bool) -> None:
-        """Refuse work in place on a batch that others see, (inputs or target, which tensor) of micro-batch m."""
+    def check_batch_is_free(
+        self, shard: Shard, m: int, written: Iterable[tuple[tuple[int, int], int, Tensor]], *, training: bool
+    ) -> None:
+        """Refuse work in place that changes a batch which others see; `written`: as of `MicroInput.of_batch`."""
         given = self.staging.given
-        known = training, len(given.inputs) > 1, *part
-        if known in self.observed.free_parts:
-            return
-        if where := given.seen_by(m, *part, self.loader(training=training)):
-            raise LayerFault(
-                f"a layer or the loss works in place on a batch that {where}, as it did not when batches were tried, "
-                f"limit: what nobody else sees, since a device has a copy, and plain PyTorch would go on from what is "
-                f"left there; clone it first, or let the loader give a copy"
-            )
-        self.observed.free_parts.add(known)
+        for part, k, tensor in written:
+            known = training, len(given.inputs) > 1, *part
+            # What is known comes first: a look at the bits would wait for a GPU.
+            if known in self.observed.free_parts or not self.has_changed(shard, m, part, k, tensor):
+                continue
+            if where := given.seen_by(m, *part, self.loader(training=training)):
+                raise LayerFault(
+                    f"a layer or the loss works in place on a batch that {where}, as it did not when batches were "
+                    f"tried, limit: what nobody else sees, since a device has a copy, and plain PyTorch would go on "
+                    f"from what is left there; clone it first, or let the loader give a copy"
+                )
+            self.observed.free_parts.add(known)
 
     def loader(self, *, training: bool) -> Any:
         """The loader whose batches come again; None: they are read once."""

@@ -140,10 +140,9 @@ class Runner:
                 given = [] if kind == BACKWARD else [(*each, each[2]._version) for each in micro.of_batch()]
                 out = running.micro(m, micro)
                 written = [each[:3] for each in given if each[2]._version != each[3]]
-                changed = [part for part, k, tensor in written if state.has_changed(claim.shard, m, part, k, tensor)]
-                for part in changed if executor.inspector is None else ():
+                if written and executor.inspector is None:
                     executor.current = ""  # any of its layers
-                    state.check_batch_is_free(m, part, training=kind != EVALUATE)
+                    state.check_batch_is_free(claim.shard, m, written, training=kind != EVALUATE)
                 if not has_gradients:
                     self._note_shared(run, entered, out, micro.from_batch)
                 del micro, given, written
