@@ -441,6 +441,13 @@ class TestChanges:
         assert found.makespan_s == pytest.approx(3.0 + 4.5 + 6.0 + 3.0, abs=1.0)
         assert found.bound_s <= found.makespan_s
 
+    def test_steps_are_spread_only_once_tasks_are_fewer_than_devices(self):
+        tasks = [task(str(k), 1.0, 2.0, num_steps=n, num_micro_batches=6) for k, n in enumerate([1, 2, 2, 8])]
+        found = simulate(tasks, 3, record=True)
+        parts = {step: {each.unit.part for each in found.schedule if each.unit.step == step} for step in range(8)}
+        assert parts[0] == {0}
+        assert parts[7] == {0, 1, 2}
+
     def test_what_was_on_a_device_is_gone_when_it_comes_back(self):
         """Shard 0, and shard 1 that was loaded while shard 0 computed."""
         cost = task(num_steps=2, load_bytes=10)
