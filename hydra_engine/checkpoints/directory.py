@@ -214,11 +214,25 @@ class CheckpointDirectory:
         for each in new or [self.directory]:  # or another run made it, a moment ago
             with suppress(PermissionError):  # a user who may not list it still may write below it
                 self.disk.sync_folder(each.parent)
-        attempt = self._files / self._stem(0)  # so that it fails now, and not after a day's work
-        self.disk.close(self.disk.create(attempt))
-        self.disk.remove_file(attempt)
+        self._try()
         self._remove_unnamed()
         self._number = max((checkpoint.number(path) for path in checkpoint.newest_first(self.directory)), default=0)
+
+    def _try(self) -> None:
+        """Create a file, and rename it as a manifest is, so that it fails now, and not after a day's work."""
+        attempt, renamed = (folder / self._stem(0) for folder in (self._files, self.directory))
+        self.disk.close(self.disk.create(attempt))
+        try:
+            self.disk.rename(attempt, renamed)
+        except OSError as error:
+            self.disk.remove_file(attempt)
+            if error.errno != errno.EXDEV:
+                raise
+            raise CheckpointError(
+                f"{self.directory} cannot be used for checkpoints: {error}; {FILES}/ is on another file system than "
+                f"the directory, into which each manifest is renamed; move it there, or give another directory"
+            ) from error
+        self.disk.remove_file(renamed)
 
     def __enter__(self) -> CheckpointDirectory:
         return self
