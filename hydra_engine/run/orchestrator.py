@@ -604,11 +604,12 @@ class ModelOrchestrator:
                     raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
                 site = replace(site, devices=self._devices.present)  # those that come from now on are let into the run
                 stack.enter_context(self._settings.store)
+                found = self._settings.store.open(resume=resume)
                 with signals.deferred():  # a model is put back whole
-                    found = self._settings.store.open(resume=resume)
                     if found is not None or self._settings.store.has_going_on:
                         self.plan = None
                         messages = tasks.go_on(found)
+                signals.raise_first()  # not after planning, which may take as long again
                 waiting = tasks.at(Station.WAITING)
                 if waiting and self.plan is None:
                     self._plan_all(site, waiting)
