@@ -253,9 +253,12 @@ class Trials:
             return True
 
     def is_at_rung(self, trial: Any, num_validations: int) -> bool:
-        """Return True if a trial has come to the rung that it trains for."""
+        """Return True if a trial has come to the rung that it trains for.
+
+        Or past it: one that was killed as it paused may go on from a later step.
+        """
         with self._lock:
-            return self._rungs is not None and num_validations == self._rungs.num_validations(rung_of(trial))
+            return self._rungs is not None and num_validations >= self._rungs.num_validations(rung_of(trial))
 
     def rest(self, trial: Any) -> None:
         """A trial is saved at its rung, and waits there."""

@@ -9,7 +9,7 @@ from hydra_engine import Callback, EmulatedDevice, PauseTask
 from hydra_engine.sweep import Rungs, Sweep
 from hydra_engine.sweep.rungs import RUNG, mark
 from hydra_engine.sweep.study import Trials
-from tests.sweep.space import DEVICES, EPOCHS, build, plain, study_in
+from tests.sweep.space import DEVICES, EPOCHS, STEPS, First, Interrupt, build, plain, study_in
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -43,6 +43,30 @@ def assert_halved(study):
         assert list(trial.intermediate_values.values()) == losses[number][:num_validations]
         assert trial.state.name == ("COMPLETE" if number in second else "PRUNED")
         assert trial.value == losses[number][num_validations - 1]
+
+
+def test_a_trial_that_goes_on_past_its_rung_rests_at_its_next_validation(tmp_path):
+    """So does one that was killed as it paused with early release, which commits one more step."""
+    interrupt = Interrupt(STEPS + 2)
+    sweep = sweep_in(
+        tmp_path,
+        lambda trial: build(trial, *([interrupt] if trial.number == 0 else [])),
+        rungs=Rungs(min_resource=2, reduction_factor=2),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run()
+    assert len(study_in(tmp_path).trials[0].intermediate_values) == 1
+    steps = {}
+    study = sweep_in(tmp_path, lambda trial: build(trial, First(trial.number, steps))).run()
+    losses = {trial.number: plain(trial)[0].validation_losses for trial in study.trials}
+    first = sorted(losses, key=lambda number: losses[number][0])[:4]
+    second = sorted(first, key=lambda number: losses[number][1])[:2]
+    for trial in study.trials:
+        assert trial.state.name == ("COMPLETE" if trial.number in second else "PRUNED")
+        found = trial.intermediate_values
+        assert found == dict(enumerate(losses[trial.number][: len(found)]))
+    assert steps[0] > STEPS + 2
+    assert len(study.trials[0].intermediate_values) == 2
 
 
 class Count(Callback):
