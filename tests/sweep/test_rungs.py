@@ -8,6 +8,7 @@ import pytest
 from hydra_engine import Callback, EmulatedDevice, PauseTask
 from hydra_engine.sweep import Rungs, Sweep
 from hydra_engine.sweep.rungs import RUNG, mark
+from hydra_engine.sweep.search import Search
 from hydra_engine.sweep.study import Trials
 from tests.sweep.space import DEVICES, EPOCHS, STEPS, First, Interrupt, build, plain, study_in
 
@@ -101,6 +102,22 @@ def test_trials_wait_at_a_rung_where_devices_are_lent_for_rehearsals(tmp_path):
     device = EmulatedDevice("1MiB")
     device.has_room_for_planning = False
     assert_halved(sweep_in(tmp_path, devices=[device]).run())
+
+
+def test_a_device_that_was_removed_stays_out_and_one_that_came_stays_in(tmp_path, monkeypatch):
+    found, train = [], Search._train
+
+    def changing(search):
+        if not found:
+            search._orchestra.add_device(EmulatedDevice("1MiB"))
+            search._orchestra.remove_device("emulated:0")
+        train(search)
+        found.append(search._orchestra.devices)
+
+    monkeypatch.setattr(Search, "_train", changing)
+    assert_halved(sweep_in(tmp_path).run())
+    assert len(found) > 1
+    assert found == [{"emulated:0": "out", "emulated:1": "in"}] * len(found)
 
 
 @pytest.mark.parametrize("num_pruned", [0, 5])
