@@ -11,8 +11,8 @@ from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader, StepChoice
 from hydra_engine.data.batch import Item
 from hydra_engine.data.calls import UserCalls
 from hydra_engine.data.draws import LoaderDraws
-from hydra_engine.data.generators import putting_back, set_states, states_of
-from hydra_engine.data.position import EpochStart, TaskPosition, epoch_start, position_of, restore
+from hydra_engine.data.generators import putting_back, states_of
+from hydra_engine.data.position import EpochStart, TaskPosition, epoch_start, position_of, restore, restore_between
 from hydra_engine.data.streams import RandomState, Stream
 from hydra_engine.schedule import EpochAhead
 from hydra_engine.tasks import ModelTask
@@ -246,13 +246,15 @@ class Epochs:
 
     def _resumed(self, start: TaskPosition) -> tuple[EpochStart, Iterator[Any]]:
         """The iterator of an epoch in progress, and the states that it was opened with."""
-        if self._task.validation is not None:
-            set_states(self._task.validation, start.validation)
         self._training.calls.begin()
+        told, validation = [], self._task.validation
+        if validation is not None:
+            was_open = start.num_evaluations > 0
+            told = [restore_between(validation, self.stream, start.validation, was_open=was_open)]
         with nullcontext() if self.lead is None else self.lead.over(start.epoch, start.loader.own["passes"]):
             iterator, message = restore(self._training.loader, self.stream, start.loader)
         self._training.draws.resumed(start.loader.start.random, self.stream.state)
-        self.messages += [] if message is None else [f"{self._name}: {message}"]
+        self.messages += [f"{self._name}: {each}" for each in (*told, message) if each is not None]
         return start.loader.start, iterator
 
     def _note(self, began: EpochStart | None, num_batches: int, epoch: int, num_steps: int) -> None:

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
 from hydra_engine import Callback, CheckpointError, PauseTask
 from hydra_engine.checkpoints.checkpoint import load_newest
@@ -156,6 +157,46 @@ def test_paused_from_another_thread_its_callbacks_are_told_every_step_once(tmp_p
     assert steps == list(range(1, NUM_STEPS + 1))
     assert before.told[-1] in (f"paused at {step}" for step in (3, 4, 5))
     assert_as_expected(report.tasks["task"], again)
+
+
+class Noisy(Dataset):
+    """Draws in its loader's workers."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.randn(6), torch.full((3,), float(index))
+
+
+def persistent():
+    own = torch.Generator().manual_seed(6)
+    return DataLoader(Noisy(), 4, shuffle=True, generator=own, num_workers=1, persistent_workers=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("is_retried", [False, True])
+def test_persistent_workers_begin_anew_where_a_task_goes_on_with_its_loader(tmp_path, monkeypatch, is_retried):
+    monkeypatch.setitem(LOADERS, "persistent", persistent)
+    whole = task_of("persistent", epochs=1)
+    found = orchestra_of([whole]).train_models().tasks["task"]
+    seen = []
+
+    def fails_once(batch):
+        seen.append(batch)
+        if len(seen) == 4:
+            raise OSError
+        return batch
+
+    pauses = Pauses(3, then=lambda: orchestra.add_task(task))
+    options = {"unpack": fails_once, "max_retries": 1} if is_retried else {"callbacks": [pauses]}
+    task = task_of("persistent", epochs=1, **options)
+    orchestra = orchestra_of([task], tmp_path)
+    report = orchestra.train_models().tasks["task"]
+    assert pauses.errors == []
+    assert (report.status, report.losses) == ("finished", found.losses)
+    assert (pauses.told != [], len(report.retries)) == (not is_retried, int(is_retried))
+    exact.assert_same_state(zoo.state(task.model), zoo.state(whole.model))
 
 
 def test_a_task_that_waits_on_disk_goes_on_in_a_later_call_without_resume(tmp_path):
