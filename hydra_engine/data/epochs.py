@@ -133,6 +133,7 @@ class Epochs:
         self._num_evaluations = 0 if start is None else start.num_evaluations  # that ended
         self._num_evaluated = 0 if start is None else start.num_evaluated  # their batches, and of the one in progress
         self._last = start  # the last position, where they are kept
+        self._first = start  # the one before all, once its loader was read
         self._asked_at = stream.state  # the stream, when the last item was asked for
         self._goal: _Goal | None = None  # to go back to before the next item
         self._items = self._sequence(start)
@@ -140,6 +141,15 @@ class Epochs:
     @property
     def draws(self) -> tuple[LoaderDraws, LoaderDraws]:
         return self._training.draws, self._validation.draws
+
+    @property
+    def beginning(self) -> TaskPosition:
+        """The task's position before its loader was read, where positions are kept. Not for a loader that is read."""
+        if self._first is None:
+            self._note(self._epoch_start(0), 0, 0, 0)
+            self._first = self._last
+        assert self._first is not None, "positions are not kept"
+        return self._first
 
     def next(self) -> Item | EpochAhead | None:
         """Read the next batch; or say once that an epoch is about to begin; None at the end."""
@@ -237,12 +247,17 @@ class Epochs:
 
     def _begun(self, epoch: int, num_steps: int) -> tuple[EpochStart | None, Iterator[Any]]:
         """An epoch's iterator, and the states that it was opened with."""
-        if num_steps == 0 and isinstance(self._task.dataloader, AdaptiveDataLoader):
-            self._task.dataloader.begin_anew()  # wherever another task, or a plan, has left it
-        began = epoch_start(self._training.loader, self.stream) if self._keeps_positions else None
+        began = self._epoch_start(num_steps)
         self._note(began, 0, epoch, num_steps)
+        self._first = self._first or self._last
         with nullcontext() if self.lead is None else self.lead.over(epoch):
             return began, self._training.opened(self.stream)
+
+    def _epoch_start(self, num_steps: int) -> EpochStart | None:
+        """Return the states that an epoch is about to begin with, if positions are kept."""
+        if num_steps == 0 and isinstance(self._task.dataloader, AdaptiveDataLoader):
+            self._task.dataloader.begin_anew()  # wherever another task, or a plan, has left it
+        return epoch_start(self._training.loader, self.stream) if self._keeps_positions else None
 
     def _resumed(self, start: TaskPosition) -> tuple[EpochStart, Iterator[Any]]:
         """The iterator of an epoch in progress, and the states that it was opened with."""

@@ -313,3 +313,10 @@ class TaskPosition:
         choice = saved.get("choice")
         loader = LoaderPosition.from_state(saved["loader"])
         return cls(**{**saved, "loader": loader, "choice": None if choice is None else StepChoice.from_state(choice)})
+
+
+class Beginning(NamedTuple):
+    """Where a task began. One that was paused before its first commit begins there again, since its loader was read."""
+
+    seed: int
+    position: TaskPosition | None  # None: it went on from what was saved of it

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hydra_engine.checkpoints import Checkpoint, CheckpointStore, SavedTask, never_committed
+from hydra_engine.data import Beginning
 from hydra_engine.devices import DeviceSpec, EmulatedDevice, OpenDevice
 from hydra_engine.errors import ShardDoesNotFit
 from hydra_engine.host import FrozenBlocks
@@ -182,7 +183,7 @@ class TaskList:
             )
         del self._planned[name]
         if planned.is_paused:
-            self._store.paused[name] = planned.report.seed
+            self._store.paused[name] = planned.beginning
         if planned.is_paused or self._stations[name] is Station.DROPPED:
             del self._stations[name]
         else:
@@ -206,10 +207,12 @@ class TaskList:
             )
         if before is not None:
             self._stations[name] = Station.OVER
-            self._store.paused[name] = before.report.seed
-        return self._made(task, name)
+            self._store.paused[name] = before.beginning
+        return self._made(task, name, beginning=self._store.paused.get(name))
 
-    def _made(self, task: ModelTask, name: str, saved: SavedTask | None = None) -> PlannedTask:
+    def _made(
+        self, task: ModelTask, name: str, saved: SavedTask | None = None, beginning: Beginning | None = None
+    ) -> PlannedTask:
         return PlannedTask(
             task,
             name,
@@ -217,6 +220,7 @@ class TaskList:
             alignment_bytes=self._alignment_bytes,
             keeps_positions=self._store.may_save or self._may_be_lost or task.max_retries > 0,
             saved=saved,
+            beginning=beginning,
             limit=self._limit,
             rehearsals=self._rehearsals,
             max_devices=self._max_devices,
@@ -288,14 +292,14 @@ class TaskList:
             name, lambda found: found.put_weights(task, planned.layout, held), while_training=while_training
         )
         is_new = saved is None and self._store.over(name) is None
-        seed = self._store.paused.get(name, task.seed)
-        if is_new and seed == task.seed:
+        beginning = self._store.paused.get(name)
+        if is_new and beginning is None:
             return planned
         planned.leave()
         planned.reader.close()
-        if is_new:
-            task.seed = seed  # it was paused before its first step
-            return self._made(task, name)
+        if is_new and beginning is not None:  # it was paused before its first step
+            task.seed = beginning.seed
+            return self._made(task, name, beginning=beginning)
         if saved is not None and saved.goes_on(task):
             saved.begin(task)
             return self._made(task, name, saved)

@@ -281,10 +281,9 @@ def test_persistent_workers_are_found_in_a_loader_around_theirs(epoch):
 def test_a_loader_that_is_read_from_its_beginning_each_time(was_open):
     """Its own generator, too, is where the workers of the readings before have left it."""
 
-    def make(data=Plain):
-        return DataLoader(
-            data(), BATCH, shuffle=True, generator=own_generator(), num_workers=1, persistent_workers=True
-        )
+    def make():
+        options = {"generator": own_generator(), "num_workers": 1, "persistent_workers": True}
+        return DataLoader(Plain(), BATCH, shuffle=True, **options)
 
     loader, stream = make(), seeded_stream()
     loop(loader, stream, int(was_open))

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import random
 import threading
 from functools import lru_cache, partial
 
@@ -250,6 +251,47 @@ def test_paused_before_its_first_step_it_begins_with_the_seed_that_it_had(tmp_pa
     found = orchestra_of([whole]).train_models().tasks["late"]
     assert (report.tasks["late"].status, report.tasks["late"].losses) == ("finished", found.losses)
     exact.assert_same_state(zoo.state(again.model), zoo.state(whole.model))
+
+
+class PausesAtOnce(Callback):
+    """Pauses its task as the first epoch is about to be opened, each time but the last."""
+
+    def __init__(self, num_times):
+        self.num_times, self.num_pauses = num_times, 0
+
+    def on_epoch_begin(self, report, epoch):
+        if self.num_times > 0:
+            self.num_times -= 1
+            raise PauseTask
+
+    def on_task_pause(self, report):
+        self.num_pauses += 1
+
+
+@pytest.mark.parametrize("num_pauses", [0, 2])
+@pytest.mark.parametrize("loader", [name for name in LOADERS if name != "holes"])  # whose numbers are none
+def test_paused_before_its_first_commit_it_begins_where_its_loader_began(tmp_path, loader, num_pauses):
+    """Its loader was read for the plan, or was not; in a run, or before."""
+    whole = task_of(loader, draws=True)
+    expected = orchestra_of([whole]).train_models().tasks["task"]
+    task = task_of(loader, draws=True, callbacks=[pauses := PausesAtOnce(num_pauses)])
+    orchestra = orchestra_of([task], tmp_path)
+    if not num_pauses:
+        orchestra.pause_task("task")  # before anything was read
+        random.seed(9)
+        orchestra.add_task(task)
+        orchestra.generate()
+        orchestra.pause_task("task")
+        orchestra.add_task(task)
+    for _ in range(num_pauses):
+        assert orchestra.train_models().tasks["task"].status == "paused"
+        random.seed(9)
+        orchestra.add_task(task)
+    found = orchestra.train_models().tasks["task"]
+    assert pauses.num_pauses == num_pauses
+    assert found.status == "finished"
+    assert plain(found.losses) == plain(expected.losses)
+    exact.assert_same_state(zoo.state(task.model), zoo.state(whole.model))
 
 
 def test_paused_before_training_it_is_not_begun(tmp_path):
