@@ -439,6 +439,11 @@ class RunningTask:
         return not (self.is_torn or self.misses_update)
 
     @property
+    def updates_in_step(self) -> bool:
+        """True if units of a step may update shards before it is committed."""
+        return bool(self.state.pool.early_release) or self.state.steps_on_device
+
+    @property
     def is_ending(self) -> bool:
         """True if nothing of it is under way any more."""
         return self.life in (Life.ENDING, Life.ENDED)

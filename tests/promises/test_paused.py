@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hydra_engine import Callback, CheckpointError, PauseTask
 from hydra_engine.checkpoints.checkpoint import load_newest
+from hydra_engine.run.recovery import Recovery
 from hydra_engine.schedule.graph import validate
 from hydra_engine.schedule.units import training_chain
 from hydra_engine.system.files import Disk
@@ -314,6 +315,53 @@ def test_what_is_asked_of_a_task_right_after_it_was_added_again_is_done(tmp_path
     assert report.status == "stopped"
     assert report.losses == expected()[0][: report.steps]
     assert 5 <= report.steps < NUM_STEPS
+
+
+def marked():
+    batches = LOADERS["list"]()
+    batches[3][1].fill_(99.0)
+    return batches
+
+
+def fails_if_marked(output, target):
+    if bool((target == 99.0).any()):
+        raise OSError("a loss's")
+    return F.mse_loss(output, target)
+
+
+@pytest.mark.parametrize("early_release", [False, True])
+def test_an_error_in_a_step_that_a_pause_drops_fails_nothing(tmp_path, monkeypatch, early_release):
+    """With early release a pause drops no step: shards of it may be updated already."""
+    monkeypatch.setitem(LOADERS, "marked", marked)
+    failed, has_raised = Recovery.failed, threading.Event()
+
+    class Waits(Pauses):
+        def on_step(self, report):
+            assert report.steps < 3 or has_raised.wait(PATIENCE_S)
+            super().on_step(report)
+
+    def failed_once_it_is_paused(recovery, event):
+        has_raised.set()
+        told = threading.Event()
+        recovery._common.tasks["task"].notifier.when_told(told.set)
+        assert told.wait(PATIENCE_S)
+        return failed(recovery, event)
+
+    monkeypatch.setattr(Recovery, "failed", failed_once_it_is_paused)
+    whole, again = (task_of("marked", early_release=early_release) for _ in range(2))
+    found = orchestra_of([whole]).train_models().tasks["task"]
+    pauses = Waits(3, then=lambda: orchestra.add_task(again))
+    first = task_of("marked", loss=fails_if_marked, early_release=early_release, callbacks=[pauses])
+    orchestra = orchestra_of([first], tmp_path)
+    if early_release:
+        with pytest.raises(OSError, match="a loss's"):
+            orchestra.train_models()
+        return
+    report = orchestra.train_models().tasks["task"]
+    assert pauses.errors == []
+    assert pauses.told == [1, 2, 3, "paused at 3"]
+    assert (report.status, report.losses) == ("finished", found.losses)
+    exact.assert_same_state(zoo.state(again.model), zoo.state(whole.model))
 
 
 def test_a_name_is_free_once_the_pause_is_told(tmp_path):
