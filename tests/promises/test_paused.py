@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hydra_engine import Callback, CheckpointError, PauseTask
 from hydra_engine.checkpoints.checkpoint import load_newest
+from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.recovery import Recovery
 from hydra_engine.schedule.graph import validate
 from hydra_engine.schedule.units import training_chain
@@ -400,6 +401,25 @@ def test_a_task_that_is_refused_under_the_name_of_a_paused_one_leaves_that_as_it
     report = orchestra.train_models()
     assert pauses.errors == []
     assert_as_expected(report.tasks["task"], again)
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_in_its_place_another_is_refused_and_a_paused_task_is_told_of_and_let_go(tmp_path, monkeypatch, is_forgotten):
+    let_go = []
+    monkeypatch.setattr(EngineRun, "forget", lambda run, name: let_go.append(name))
+
+    def go_on():
+        orchestra._tasks.named("task", "here").doubts.append("a doubt")
+        with pytest.raises(ValueError, match="the model is not the one that was saved"):
+            orchestra.add_task(task_of(batch_norm=True))
+        if is_forgotten:
+            orchestra.forget_task("task")
+
+    orchestra = orchestra_of([drawing(callbacks=[pauses := Pauses(5, then=go_on)])], tmp_path)
+    report = orchestra.train_models()
+    assert pauses.errors == []
+    assert "a doubt" in report.messages
+    assert let_go == (["task"] if is_forgotten else [])
 
 
 def test_a_task_that_the_disk_does_not_take_fails_and_keeps_its_weights(tmp_path, monkeypatch):
