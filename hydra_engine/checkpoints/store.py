@@ -14,6 +14,7 @@ from hydra_engine.checkpoints.checkpoint import Checkpoint, newest_first
 from hydra_engine.checkpoints.directory import CheckpointDirectory
 from hydra_engine.checkpoints.saved_task import LOST, SavedTask
 from hydra_engine.checkpoints.saver import Every, Saver
+from hydra_engine.data import Beginning
 from hydra_engine.errors import CheckpointError
 from hydra_engine.system import process as restart
 from hydra_engine.system import warn
@@ -38,7 +39,7 @@ class CheckpointStore:
         self._open: CheckpointDirectory | None = None
         self._found: Checkpoint | None = None  # that is resumed
         self._is_own = False  # its checkpoints are of this object's calls
-        self.paused: dict[str, int] = {}  # tasks that were paused here, and their seeds: they go on in no resume, too
+        self.paused: dict[str, Beginning] = {}  # tasks that were paused here: they go on in no resume, too
         self._forks: dict[str, str] = {}  # tasks that begin as others are saved, by name
         self._saver: Saver | None = None  # of the last run
         self.elsewhere: dict[str, Checkpoint] = {}  # of other runs, from which tasks go on, by task

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hydra_engine.adaptive import Adaptation
 from hydra_engine.capture import Branch, check_call, layers_of
 from hydra_engine.checkpoints import SavedTask
-from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loaders, capture, installed
+from hydra_engine.data import ALIGNMENT_BYTES, Batch, Beginning, Reader, Stream, beside_loaders, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
 from hydra_engine.errors import HostOutOfMemory, PauseTask, ShardDoesNotFit, StopTask
 from hydra_engine.host import (
@@ -378,6 +378,7 @@ class PlannedTask:
         alignment_bytes: int = ALIGNMENT_BYTES,
         keeps_positions: bool = False,
         saved: SavedTask | None = None,
+        beginning: Beginning | None = None,
         limit: DramLimit | None = None,
         rehearsals: Rehearsals | None = None,
         max_devices: int = 1,
@@ -385,8 +386,9 @@ class PlannedTask:
         """`alignment_bytes`: that every parameter's place is a multiple of, on the devices that it may run on.
 
         keeps_positions: the reader says where the task stands. saved: what it goes on from; its weights have been put
-        back. limit: of DRAM, for all tasks. rehearsals: those of other tasks. max_devices: that batches are split for,
-        with `max_device_batch`; a saved task keeps those that it had, and with them its bits.
+        back. beginning: where it begins again, if not saved. limit: of DRAM, for all tasks. rehearsals: those of other
+        tasks. max_devices: that batches are split for, with `max_device_batch`; a saved task keeps those that it had,
+        and with them its bits.
         """
         self.task = task
         self.name = name
@@ -416,6 +418,8 @@ class PlannedTask:
                 f"before ModelTask(...)"
             )
         self.speedups: tuple[float, ...] = ()  # of an adaptive task, on 1, 2, ... devices, as measured
+        self._beginning = beginning
+        start = None if beginning is None else beginning.position
         # Not a method: the two would hold each other.
         begin_epoch = partial(_begin_epoch, task, self.report, self._stopping, self.callbacks_drew)
         self.reader = Reader(
@@ -423,7 +427,7 @@ class PlannedTask:
             name,
             adaptation=self.adaptation,
             keeps_positions=keeps_positions,
-            start=None if saved is None else saved.position,
+            start=start if saved is None else saved.position,
             begin_epoch=begin_epoch if begin_epochs(task.callbacks) else None,
             max_devices=max_devices,
         )
@@ -489,6 +493,13 @@ class PlannedTask:
     def _inputs(self) -> Any:
         with _noting(self.name, FIRST_READ):
             return self.reader.sample_inputs
+
+    @property
+    def beginning(self) -> Beginning:
+        """Where it began. To be asked once it is at rest."""
+        if self._beginning is not None:
+            return self._beginning
+        return Beginning(self.report.seed, None if self.saved is not None else self.reader.beginning)
 
     @property
     def stopping(self) -> StopTask | PauseTask | None:

@@ -245,7 +245,8 @@ class ModelOrchestrator:
         with self._quotas.coming(task, quota):
             with self._tasks.changed_by("add_task") as tasks:
                 planned, run = tasks.made(task), self._running
-                beside = tasks.at(Station.WAITING) if run is None else tasks.at(Station.JOINING, Station.TRAINING)
+                at = (Station.WAITING,) if run is None else (Station.JOINING, Station.TRAINING)
+                beside = tasks.beside(planned, *at)
                 check_sharing([*beside, planned])
                 if run is None:
                     self.plan = None  # it would lack the new one
