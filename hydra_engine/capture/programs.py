@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.capture.cuts import Lives, choose_cuts
 from hydra_engine.capture.piece import Piece
-from hydra_engine.capture.shadow import Shadow, caches_apart
+from hydra_engine.capture.shadow import Shadow, caches_apart, state_of
 from hydra_engine.capture.tape import (
     HERE,
     Asked,
@@ -40,15 +40,10 @@ from partitioners.reach import Shared
 # A number that the forward draws and compares: what holds for both ends of its range holds for it.
 _ENDS_OF_RANGE = (0.0, 1.0 - 2.0**-24)
 _RANDOM_NUMBERS = (torch.rand, torch.rand_like)
-_ASKS = "asks for"
 # Entries of the outputs of language models.
 _CACHES = frozenset(("past_key_values", "cache_params"))
 # A module with more of the model's weights than this, and modules with weights in it, is not kept as one layer.
 MOST_KEPT = 0.8
-
-
-class Branch(ValueError):
-    """The model's own forward decides by a value that it has computed."""
 
 
 class Form(NamedTuple):
@@ -107,6 +102,7 @@ class Programs(Shared):
         self._usual: list[Any] = []  # answers for the first batch: also where values are not to be had
         self._weights = _weights(model)
         self._dtypes = {name: each.dtype for name, each in model.named_parameters(remove_duplicate=False)}
+        self._state = _state(model)
         self.is_settled = False  # its layers are made, and hold what they hold
         self.holdings: list[set[str]] = []  # by layer, names of the parameters, buffers and modules that it needs
 
@@ -115,6 +111,10 @@ class Programs(Shared):
         made = copy.copy(self)
         made.model, made._named = model, dict(model.named_modules())
         return made
+
+    def are_of_now(self) -> bool:
+        """Return False if an attribute of the model, which a forward may read, was changed since it was recorded."""
+        return _state(self.model) == self._state
 
     def flags(self, forced: bool | None) -> tuple[bool, ...]:
         """Return which modules are in training mode; `forced`: all, or none."""
@@ -242,8 +242,7 @@ class Programs(Shared):
         is_split = any(next(child.parameters(), None) is not None for child in module.children())
         is_most = self._weights[path] > MOST_KEPT * self._weights[""]
         if not path or (is_split and is_most) or self._cuts is not None:
-            kind = Branch if not path and _ASKS in unknown.why else ValueError
-            raise kind(
+            raise ValueError(
                 f"the model's own forward ({type(self.model).__name__}) cannot be made layers: {unknown.line} "
                 f"{unknown.why}; compute it with tensors alone (torch.where), take it from the batch, or put that part "
                 f"into a module of its own, which is then one layer"
@@ -405,6 +404,15 @@ class _Batch:
                     if isinstance(ref, Value):
                         known[ref.number] = value
             return run(asked)
+
+
+def _state(model: nn.Module) -> dict[str, str]:
+    """Return all that a forward may read of the model beside its inputs, modes and weights."""
+    tensors = [*model.parameters(), *model.buffers()]
+    state = state_of(model, set(map(id, tensors)))
+    names = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    held = {f"{name} held": f"{tuple(each.shape)} {each.dtype} {each.requires_grad}" for name, each in names}
+    return {where: told for where, told in state.items() if where.rpartition(".")[2] != "training"} | held
 
 
 def _weights(model: nn.Module) -> dict[str, int]:

@@ -150,6 +150,8 @@ def _ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
 
 # By function that does not run on meta: one that gives a result of the same size.
 _STAND_INS: dict[Any, Callable[..., Any]] = {functional.ctc_loss: _ctc_loss}
+# Where the hooks of saved tensors come from that change no bit: checkpoint's, and those that keep them on the CPU.
+_KEEPING = ("torch.utils.checkpoint", "torch.autograd.graph")
 _CONSTRUCTORS = frozenset(_device_constructors())
 _DRAWING = (
     *("dropout", "rand", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson", "cauchy"),
@@ -267,7 +269,7 @@ class Tape(TorchFunctionMode):
         self._originals = shadow.originals
         self.modules = {id(module): path for path, module in shadow.model.named_modules()}
         self._is_whole = False
-        self._hooks = _hooks_of_saved()
+        self._hooks = saved_hooks()
         self._settings: dict[str, Any] = {}
         self.raised: Unknown | None = None  # the first; the forward may have caught it
 
@@ -303,7 +305,7 @@ class Tape(TorchFunctionMode):
     def recording(self) -> Iterator[None]:
         """Record what the body runs."""
         with torch.enable_grad(), torch.autocast(self.here.type, enabled=False), self:
-            self._settings = _settings(self.here)
+            self._settings = settings(self.here)
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -343,6 +345,8 @@ class Tape(TorchFunctionMode):
             if attribute in ("is_meta", "is_cpu", "is_cuda"):
                 return attribute == f"is_{self.here.type}"
         found = func(*args)
+        if attribute == "grad_fn" and found is not None and tensor.is_meta:
+            raise self._unknown("takes the grad_fn of a tensor, whose hooks its recorded calls would not have")
         if not isinstance(found, Tensor) or not tensor.is_meta:
             return found
         if attribute == "data":
@@ -388,9 +392,12 @@ class Tape(TorchFunctionMode):
         made = _tensors(found)
         if not made and not writes:
             return found
-        if (now := _settings(self.here)) != self._settings:
+        if (now := settings(self.here)) != self._settings:
             changed = next(name for name, value in now.items() if value != self._settings[name])
             raise self._unknown(f"runs with {changed} set otherwise than around the model")
+        inner = saved_hooks()
+        if any(pack.__module__ not in _KEEPING for pack, _ in inner[: len(inner) - len(self._hooks)]):
+            raise self._unknown("runs under saved_tensors_hooks, which its recorded calls would not")
         entering = _tensors((args, kwargs))
         written = frozenset(_storage(each) for each in entering if id(each) in writes)
         described_args, described_kwargs = replaced((args, kwargs), self._describe)
@@ -476,7 +483,7 @@ class Tape(TorchFunctionMode):
 
         What such a part does to buffers, it does twice. Recorded calls are not under it, and would do that once.
         """
-        if _hooks_of_saved() != self._hooks:
+        if saved_hooks() != self._hooks:
             raise self._unknown("may change a buffer in a part of the forward that torch.utils.checkpoint runs twice")
 
     # Values that Python asks for
@@ -554,7 +561,7 @@ def is_leaf(module: nn.Module) -> bool:
     return own.__module__.startswith("torch.nn.") or is_norm(module)
 
 
-def _settings(here: torch.device) -> dict[str, Any]:
+def settings(here: torch.device) -> dict[str, Any]:
     """Return what decides how torch computes and a forward may change around some of its calls."""
     return {
         "autocast": (torch.is_autocast_enabled(here.type), torch.get_autocast_dtype(here.type)),
@@ -621,9 +628,15 @@ def name_of(func: Any) -> str:
     return func.name if isinstance(func, Held) else getattr(func, "__name__", str(func))
 
 
-def _hooks_of_saved() -> Any:
-    """Return the innermost hooks of what autograd saves, which no public function tells."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+def saved_hooks() -> list[Any]:
+    """Return the hooks of what autograd saves, the innermost first, for which torch has no public function."""
+    own, found = torch._C._autograd, []
+    while (hooks := own._top_saved_tensors_default_hooks(False)) is not None:
+        own._pop_saved_tensors_default_hooks()
+        found.append(hooks)
+    for hooks in reversed(found):
+        own._push_saved_tensors_default_hooks(*hooks)
+    return found
 
 
 def _moves_averages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
