@@ -127,7 +127,7 @@ def state_of(model: nn.Module, besides: Collection[int]) -> dict[str, str]:
     found: dict[str, str] = {}
     for where, value, _ in reach(("", model), plain=True, besides=besides):
         if isinstance(value, Tensor):
-            found[where] = "a tensor" if value.is_meta else f"a tensor {_told(value)}"
+            found[where] = "a tensor" if value.is_meta else f"a tensor {bytes_of(value)}"
         elif isinstance(value, np.ndarray):
             found[where] = f"an array {hash(value.tobytes())}"
         elif isinstance(value, PLAIN):
@@ -139,7 +139,7 @@ def state_of(model: nn.Module, besides: Collection[int]) -> dict[str, str]:
     return found
 
 
-def _told(tensor: Tensor) -> str:
+def bytes_of(tensor: Tensor) -> str:
     """Return what tells a tensor from others: its bytes, where it has some."""
     try:
         own = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()

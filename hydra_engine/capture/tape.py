@@ -83,6 +83,7 @@ class Call:
     writes: frozenset[int]  # storages that it writes to
     held: frozenset[str]  # parameters, buffers and modules of the model
     with_grad: bool
+    is_kept: bool  # a module of the user's own that is called as a whole, on values that recording does not know
     site: Site
     frame: str  # path of the module whose forward makes it
     line: str  # of the model's code
@@ -163,6 +164,7 @@ class _Facts(NamedTuple):
     """Facts of a value."""
 
     num_bytes: int
+    shape: tuple[int, ...]
     storage: int  # views of one tensor lie in the same
     maker: tuple[str, str] | None  # frame and line that made it; None: it is an input
     is_custom: bool  # made by an autograd.Function, within a call that is kept whole
@@ -175,6 +177,8 @@ class Values:
         """`model`: on meta, whose parameters and buffers are called by their names."""
         self.constants: list[Tensor] = []
         self._refs: dict[int, Value | Held | Constant] = {}  # by id of a tensor
+        self._kept_in: dict[int, frozenset[int]] = {}  # by number: what kept modules gave that its sizes may come from
+        self.told: dict[int, tuple[tuple[int, ...], str]] = {}  # by number of such a value: its sizes, and who asked
         self._alive: list[Tensor] = []  # so that ids stay theirs
         self._facts: list[_Facts] = []  # by number of a value
         self.of_model: set[int] = set()  # storages of parameters and buffers
@@ -210,8 +214,22 @@ class Values:
         self._refs[id(tensor)] = Value(len(self))
         self._alive.append(tensor)
         is_custom = maker is not None and isinstance(tensor.grad_fn, BackwardCFunction)
-        self._facts.append(_Facts(tensor.numel() * tensor.element_size(), _storage(tensor), maker, is_custom))
+        num_bytes = tensor.numel() * tensor.element_size()
+        self._facts.append(_Facts(num_bytes, tuple(tensor.shape), _storage(tensor), maker, is_custom))
         return len(self) - 1
+
+    def come_from(self, entering: Iterable[int], makes: Iterable[int], *, is_kept: bool) -> None:
+        """Note of which kept modules the sizes of values may come."""
+        found = frozenset[int]().union(*(self._kept_in.get(number, ()) for number in entering))
+        for number in makes:
+            if among := found | {number} if is_kept else found:
+                self._kept_in[number] = among
+
+    def tell(self, entering: Iterable[Tensor], line: str) -> None:
+        """Note that a line of the model has got to know sizes of tensors, or what follows from them."""
+        for ref in map(self.ref, entering):
+            for number in self._kept_in.get(ref.number, ()) if isinstance(ref, Value) else ():
+                self.told.setdefault(number, (self._facts[number].shape, line))
 
     def num_bytes(self, number: int) -> int:
         return self._facts[number].num_bytes
@@ -348,6 +366,7 @@ class Tape(TorchFunctionMode):
         if attribute == "grad_fn" and found is not None and tensor.is_meta:
             raise self._unknown("takes the grad_fn of a tensor, whose hooks its recorded calls would not have")
         if not isinstance(found, Tensor) or not tensor.is_meta:
+            self._tell(found, [tensor])
             return found
         if attribute == "data":
             return self._noted(Tensor.detach, (tensor,), {}, tensor.detach())
@@ -390,6 +409,8 @@ class Tape(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any, writes: Collection[int] = ()
     ) -> Any:
         made = _tensors(found)
+        if not isinstance(func, Held):
+            self._tell(found, _tensors((args, kwargs)))
         if not made and not writes:
             return found
         if (now := settings(self.here)) != self._settings:
@@ -408,17 +429,21 @@ class Tape(TorchFunctionMode):
         frame, line = self._frames[-1], _line()
         numbers = [self.values.add(each, (frame.path, line)) for each in made]
         names = frozenset(ref.name for ref in refs if isinstance(ref, Held))
+        reads = frozenset(ref.number for ref in refs if isinstance(ref, Value))
+        is_kept = isinstance(func, Held) and func.name in self._kept
+        self.values.come_from(reads, numbers, is_kept=is_kept)
         self.calls.append(
             Call(
                 func=func,
                 args=described_args,
                 kwargs=described_kwargs,
                 result=replaced(found, self._describe),
-                reads=frozenset(ref.number for ref in refs if isinstance(ref, Value)),
+                reads=reads,
                 makes=tuple(numbers),
                 writes=written,
                 held=names | ({func.name} if isinstance(func, Held) else set()),
                 with_grad=torch.is_grad_enabled(),
+                is_kept=is_kept,
                 site=frame.site(),
                 frame=frame.path,
                 line=line,
@@ -426,6 +451,11 @@ class Tape(TorchFunctionMode):
             )
         )
         return found
+
+    def _tell(self, found: Any, entering: Iterable[Tensor]) -> None:
+        """Note that Python gets sizes: in numbers, or in how many tensors there are."""
+        if not isinstance(found, (Tensor, bool, str, torch.dtype, torch.device, torch.layout, type(None))):
+            self.values.tell(entering, _line())
 
     # Modules
 

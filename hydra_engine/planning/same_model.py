@@ -57,7 +57,7 @@ class _Trail:
         return fault
 
     def run(self, source: nn.Module) -> Any:
-        """Run the own forward; what a child raises is raised, and all else means that it does more than to call them."""
+        """Run the own forward. Raises what a child raises, and LayerFault where it does more than to call them."""
         try:
             with _Watch(self):
                 self._look_around()
@@ -203,12 +203,12 @@ def _looks(name: str) -> Callable[..., Any]:
 
 
 # Operators are looked up in the class, past __getattribute__.
-_BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or".split()
-_OTHERS = (
-    "getattribute setattr delattr repr str format hash bool len iter next reversed contains getitem setitem delitem "
-    "call enter exit eq ne lt le gt ge neg pos abs invert int float complex index round array"
-).split()
-for _each in (*_OTHERS, *(f"{side}{each}" for side in ("", "r", "i") for each in _BINARY)):
+_BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
+_OTHERS = """
+    getattribute setattr delattr repr str format hash bool len iter next reversed contains getitem setitem delitem call
+    enter exit eq ne lt le gt ge neg pos abs invert int float complex index round array
+"""
+for _each in (*_OTHERS.split(), *(f"{side}{each}" for side in ("", "r", "i") for each in _BINARY.split())):
     setattr(_Token, f"__{_each}__", _looks(f"__{_each}__"))
 
 
