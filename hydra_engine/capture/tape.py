@@ -151,8 +151,8 @@ def _ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
 
 # By function that does not run on meta: one that gives a result of the same size.
 _STAND_INS: dict[Any, Callable[..., Any]] = {functional.ctc_loss: _ctc_loss}
-# Where the hooks of saved tensors come from that change no bit: checkpoint's, and those that keep them on the CPU.
-_KEEPING = ("torch.utils.checkpoint", "torch.autograd.graph")
+# Whose hooks of saved tensors may be left out: it computes what was not saved again, and the engine does so by itself.
+_CHECKPOINT = "torch.utils.checkpoint"
 _CONSTRUCTORS = frozenset(_device_constructors())
 _DRAWING = (
     *("dropout", "rand", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson", "cauchy"),
@@ -417,7 +417,7 @@ class Tape(TorchFunctionMode):
             changed = next(name for name, value in now.items() if value != self._settings[name])
             raise self._unknown(f"runs with {changed} set otherwise than around the model")
         inner = saved_hooks()
-        if any(pack.__module__ not in _KEEPING for pack, _ in inner[: len(inner) - len(self._hooks)]):
+        if any(getattr(pack, "__module__", "") != _CHECKPOINT for pack, _ in inner[: len(inner) - len(self._hooks)]):
             raise self._unknown("runs under saved_tensors_hooks, which its recorded calls would not")
         entering = _tensors((args, kwargs))
         written = frozenset(_storage(each) for each in entering if id(each) in writes)

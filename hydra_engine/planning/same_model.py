@@ -119,11 +119,10 @@ class _Trail:
 
 def _surroundings() -> dict[str, Any]:
     """Return what a layer finds beside its input: a forward's own code may set it around a child, or draw."""
-    found = {f"{name} (GPU)": value for name, value in settings(torch.device("cuda")).items()}
     state = capture()
     return {
         **settings(torch.device("cpu")),
-        **found,
+        "autocast": torch._C._is_any_autocast_enabled(),
         "the hooks of saved tensors": saved_hooks(),
         "the mode of gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "the modes of functions": torch.overrides._len_torch_function_stack(),
