@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.adaptive import Adaptation
-from hydra_engine.capture import Branch, check_call, layers_of
+from hydra_engine.capture import check_call
 from hydra_engine.checkpoints import SavedTask
 from hydra_engine.data import ALIGNMENT_BYTES, Batch, Beginning, Reader, Stream, beside_loaders, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
@@ -432,7 +432,10 @@ class PlannedTask:
             max_devices=max_devices,
         )
         self.rehearsals = Rehearsals() if rehearsals is None else rehearsals
-        if task.model.is_pending or (task.model.has_own_forward and not self._is_chain(alignment_bytes)):
+        with _noting(name, "as its model was looked at"):
+            task.model.check_hooks()
+        is_unlike = task.model.is_outdated or (task.model.has_own_forward and not self._is_chain(alignment_bytes))
+        if task.model.is_pending or is_unlike:
             # By the first batch, which the reader keeps for the first step.
             with _noting(name, "as its model was made into layers by its first batch"):
                 task.model.convert(self._inputs())
@@ -463,31 +466,26 @@ class PlannedTask:
         self.as_planned: TaskCost | None = None  # what a step was predicted to take, for other tasks' plans
 
     def _is_chain(self, alignment_bytes: int) -> bool:
-        """Return True if the model's own forward is its children in order; it runs once, on the first batch."""
-        inputs, source = self._inputs(), self.task.model.source
+        """Return True if the model's own forward is its children in order; it runs on the first batch, in each mode."""
+        inputs, model = self._inputs(), self.task.model
         try:
-            check_call(source, (inputs,))
+            check_call(model.source, (inputs,))
         except TypeError:  # it takes other arguments than one
             return False
         layout = layout_of(self.task, alignment_bytes)
-        training = self.task.purpose is Purpose.TRAIN
+        trains = self.task.purpose is Purpose.TRAIN
         try:
-            check_own_forward(self.task.model, layout, inputs, training=training)
+            for training in {trains, trains and self.task.validation is None}:
+                check_own_forward(model, layout, inputs, training=training)
         except LayerFault:
             return False
         except Exception:
             if not isinstance(inputs, (tuple, dict)):
                 raise
             with suppress(TypeError):  # it may take what is in there one by one
-                check_call(source, inputs)
+                check_call(model.source, inputs)
                 return False
             raise
-        try:
-            layers_of(source, inputs)
-        except Branch as error:  # for another batch it may be another chain
-            raise ValueError(f"{self.name}: {error}") from error
-        except Exception:  # its children run as they are: nobody has to follow what they do
-            pass
         return True
 
     def _inputs(self) -> Any:
@@ -703,8 +701,6 @@ class Planner:
         for training in (True, False) if self._validates else (self._trains,):
             if task.model.is_converted:
                 self._check_converted(training=training)
-            elif task.model.has_own_forward and not training:  # otherwise seen when it was made
-                check_own_forward(task.model, state.layout, self._planned.reader.sample_inputs, training=False)
         is_auto = task.accumulation_steps == "auto"
         is_open = is_auto and saved is None
         number = 1 if isinstance(task.accumulation_steps, str) else task.accumulation_steps
