@@ -87,6 +87,7 @@ class _Node:
     children: dict[Hashable, _Node] = field(default_factory=dict)
 
 
+# More than 15 attributes: six are what the model was when it was recorded, and six what was recorded.
 class Programs(Shared):
     """Records a model's forward, once for each form of inputs, and finds the program for a batch. From any thread."""
 

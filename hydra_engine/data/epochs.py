@@ -100,6 +100,7 @@ class Lead:
         return self._adaptation.sized(self._adaptation.choose(self.choice, *self.devices), self._loader.last_size)
 
 
+# More than 15 attributes: five say where the task stands, which each item may move together.
 class Epochs:
     """Reads a task's loaders item by item, with the task's random stream.
 

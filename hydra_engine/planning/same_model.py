@@ -125,7 +125,7 @@ def _surroundings() -> dict[str, Any]:
         "autocast": torch._C._is_any_autocast_enabled(),
         "the hooks of saved tensors": saved_hooks(),
         "the mode of gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "the modes of functions": torch.overrides._len_torch_function_stack(),
+        "the modes of functions": torch._C._len_torch_function_stack(),
         "torch's random numbers": state.torch.numpy().tobytes(),
         "the random numbers of `random`": state.python,
         "the random numbers of `numpy.random`": (state.numpy[1].tobytes(), state.numpy[2:]),

@@ -210,6 +210,8 @@ def test_a_trial_whose_callback_does_not_return_gives_way_to_the_next(hook, monk
         trial = beside_two(blocked, callback_timeout_s=0.5)
     finally:
         may_return.set()
+        for each in [thread for thread in threading.enumerate() if thread.name == "trial-1-callbacks"]:
+            each.join()
     assert trial.state == FAIL
     assert "CallbackTimeout: trial-1: its callback " in trial.user_attrs["error"]
     assert f"{hook} did not return in 0.5 s" in trial.user_attrs["error"].replace(" or on_task_pause", "")
