@@ -122,7 +122,7 @@ def _surroundings() -> dict[str, Any]:
     state = capture()
     return {
         **settings(torch.device("cpu")),
-        "autocast": torch._C._is_any_autocast_enabled(),
+        "autocast of any device": torch._C._is_any_autocast_enabled(),
         "the hooks of saved tensors": saved_hooks(),
         "the mode of gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "the modes of functions": torch._C._len_torch_function_stack(),

@@ -505,7 +505,7 @@ def around_blocks(name):
     return model, {**found, "base": model.model}
 
 
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
 @pytest.mark.parametrize(
     ("name", "place"), [("BertForMaskedLM", "encoder"), ("BertForMaskedLM", "base"), ("LlamaForCausalLM", "base")]
 )
