@@ -1,6 +1,19 @@
 """Makes layers of a module that has a forward of its own."""
 
-from hydra_engine.capture.programs import Branch, called_with, check_call, without_caches
-from hydra_engine.capture.segment import Segment, layers_for, layers_of
+from hydra_engine.capture.programs import called_with, check_call, without_caches
+from hydra_engine.capture.segment import Segment, are_as_recorded, layers_for, layers_of
+from hydra_engine.capture.shadow import state_of
+from hydra_engine.capture.tape import saved_hooks, settings
 
-__all__ = ["Branch", "Segment", "called_with", "check_call", "layers_for", "layers_of", "without_caches"]
+__all__ = [
+    "Segment",
+    "are_as_recorded",
+    "called_with",
+    "check_call",
+    "layers_for",
+    "layers_of",
+    "saved_hooks",
+    "settings",
+    "state_of",
+    "without_caches",
+]

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from hydra_engine.capture.tape import HERE, Call, Constant, Held, Value
+from hydra_engine.capture.tape import HERE, Call, Constant, Held, Value, Values, name_of
+from partitioners.reach import PLAIN
 
 
 class Piece:
     """Runs some recorded calls: values that cross into it go in, values that cross out of it come out."""
 
-    def __init__(
-        self, calls: Sequence[Call], inputs: Sequence[int], outputs: Sequence[int], constants: Sequence[Tensor]
-    ) -> None:
-        writer = _Writer(inputs, constants)
+    def __init__(self, calls: Sequence[Call], inputs: Sequence[int], outputs: Sequence[int], values: Values) -> None:
+        writer = _Writer(inputs, values)
         needed_last = _last_uses(calls, outputs)
         for p, call in enumerate(calls):
             writer.call(call, needed_last.get(p, ()))
@@ -63,13 +63,54 @@ def _last_uses(calls: Sequence[Call], outputs: Sequence[int]) -> dict[int, list[
     return found
 
 
+class _AsRecorded:
+    """Sees that a module which was recorded as a whole gives the numbers, and the sizes, that the forward goes by."""
+
+    def __init__(self, call: Call, told: Mapping[int, tuple[tuple[int, ...], str]]) -> None:
+        self._call, self._told = call, told
+        leaves, self._spec = pytree.tree_flatten(call.result, is_leaf=_stands_for)
+        self._leaves = [repr(each) if isinstance(each, PLAIN) else each for each in leaves]
+
+    @classmethod
+    def of(cls, call: Call, told: Mapping[int, tuple[tuple[int, ...], str]]) -> _AsRecorded | None:
+        """Return one for a call; None: nobody asks for sizes, and it gives no numbers."""
+        about = {number: told[number] for number in call.makes if number in told}
+        has_numbers = any(isinstance(each, PLAIN) and each is not None for each in _flat(call.result))
+        return cls(call, about) if call.is_kept and (has_numbers or about) else None
+
+    def __call__(self, found: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(found)
+        if spec != self._spec:
+            raise self._differs(str(spec), str(self._spec), self._call.line)
+        for each, wanted in zip(leaves, self._leaves, strict=True):
+            if isinstance(wanted, str):
+                if repr(each) != wanted and not _has_no_values(leaves):
+                    raise self._differs(repr(each), wanted, self._call.line)
+            elif isinstance(wanted, Value) and wanted.number in self._told:
+                shape, line = self._told[wanted.number]
+                if tuple(each.shape) != shape and not _has_no_values([each]):
+                    raise self._differs(f"sizes {tuple(each.shape)}", f"sizes {shape}", line)
+        return found
+
+    def _differs(self, found: str, wanted: str, line: str) -> ValueError:
+        return ValueError(
+            f"the model's own forward goes by what its module {name_of(self._call.func)} gives ({line}), which "
+            f"depends on values: {found}, limit: {wanted}, as recorded; put the lines that go by it into that module, "
+            f"or return tensors of sizes that follow from its inputs' sizes"
+        )
+
+
+def _has_no_values(leaves: Iterable[Any]) -> bool:
+    return any(isinstance(each, Tensor) and (each.is_meta or isinstance(each, FakeTensor)) for each in leaves)
+
+
 class _Writer:
     """Writes the function, with names that do not tell one block of a model from the next."""
 
-    def __init__(self, inputs: Sequence[int], constants: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[int], values: Values) -> None:
         self.held: dict[str, int] = {}
         self.constants: dict[str, Any] = {}
-        self._tensors = constants
+        self._tensors, self._told = values.constants, values.told
         self._names: dict[int, str] = {}
         self._by_id: dict[int, str] = {}
         self._lines = [f"[{', '.join(map(self._value, inputs))}] = values"]
@@ -84,6 +125,8 @@ class _Writer:
         arguments += [f"{key}={self._shown(each)}" for key, each in call.kwargs.items()]
         func = self._held(call.func.name) if isinstance(call.func, Held) else self._constant(call.func)
         made = f"{func}({', '.join(arguments)})"
+        if (check := _AsRecorded.of(call, self._told)) is not None:
+            made = f"{self._constant(check)}({made})"
         if isinstance(call.result, Value):
             line = f"{self._value(call.result.number)} = {made}"
         elif not call.makes:
@@ -141,4 +184,8 @@ class _Writer:
 
 
 def _flat(result: Any) -> list[Any]:
-    return pytree.tree_leaves(result, is_leaf=lambda each: isinstance(each, (Value, Held, Constant)))
+    return pytree.tree_leaves(result, is_leaf=_stands_for)
+
+
+def _stands_for(leaf: Any) -> bool:
+    return isinstance(leaf, (Value, Held, Constant))

@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.capture.cuts import Lives, choose_cuts
 from hydra_engine.capture.piece import Piece
-from hydra_engine.capture.shadow import Shadow, caches_apart
+from hydra_engine.capture.shadow import Shadow, bytes_of, caches_apart, on_meta, state_of
 from hydra_engine.capture.tape import (
     HERE,
     Asked,
@@ -35,20 +36,17 @@ from hydra_engine.capture.tape import (
     name_of,
     replaced,
 )
-from partitioners.reach import Shared
+from partitioners.reach import PLAIN, Shared
 
 # A number that the forward draws and compares: what holds for both ends of its range holds for it.
 _ENDS_OF_RANGE = (0.0, 1.0 - 2.0**-24)
 _RANDOM_NUMBERS = (torch.rand, torch.rand_like)
-_ASKS = "asks for"
 # Entries of the outputs of language models.
+# Classes of what may be in a batch beside tensors: their `repr` tells all that is in them. (Arrays are told by bytes.)
+_TOLD = (*PLAIN, np.ndarray, range, slice, Enum)
 _CACHES = frozenset(("past_key_values", "cache_params"))
 # A module with more of the model's weights than this, and modules with weights in it, is not kept as one layer.
 MOST_KEPT = 0.8
-
-
-class Branch(ValueError):
-    """The model's own forward decides by a value that it has computed."""
 
 
 class Form(NamedTuple):
@@ -89,6 +87,7 @@ class _Node:
     children: dict[Hashable, _Node] = field(default_factory=dict)
 
 
+# More than 15 attributes: six are what the model was when it was recorded, and six what was recorded.
 class Programs(Shared):
     """Records a model's forward, once for each form of inputs, and finds the program for a batch. From any thread."""
 
@@ -98,8 +97,9 @@ class Programs(Shared):
         self._lock = threading.RLock()
         self._named = dict(model.named_modules())
         self._kept: set[str] = set()
-        # By `narrow`: one in whose attributes forwards left something.
-        self._left: dict[torch.dtype | None, Shadow] = {}
+        self._known: dict[torch.dtype | None, list[_Known]] = {}  # what was recorded, by `narrow`
+        # By `narrow`: one in whose attributes forwards leave something, and why nothing may depend on that.
+        self._left: dict[torch.dtype | None, tuple[Shadow, Unknown]] = {}
         self._roots: dict[Form, _Node] = {}
         self.by_name: dict[str, Program] = {}
         self._cuts: list[Site] | None = None
@@ -107,6 +107,7 @@ class Programs(Shared):
         self._usual: list[Any] = []  # answers for the first batch: also where values are not to be had
         self._weights = _weights(model)
         self._dtypes = {name: each.dtype for name, each in model.named_parameters(remove_duplicate=False)}
+        self._state = _state(model)
         self.is_settled = False  # its layers are made, and hold what they hold
         self.holdings: list[set[str]] = []  # by layer, names of the parameters, buffers and modules that it needs
 
@@ -115,6 +116,10 @@ class Programs(Shared):
         made = copy.copy(self)
         made.model, made._named = model, dict(model.named_modules())
         return made
+
+    def are_of_now(self) -> bool:
+        """Return False if an attribute of the model, which a forward may read, was changed since it was recorded."""
+        return _state(self.model) == self._state
 
     def flags(self, forced: bool | None) -> tuple[bool, ...]:
         """Return which modules are in training mode; `forced`: all, or none."""
@@ -199,12 +204,25 @@ class Programs(Shared):
                 raise self._depends(
                     shadow.owner(again), f"changes {_shown(again)} with each call, which its layers would not"
                 )
-            # Nor on what batches of another form have left.
-            other = self._left.setdefault(form.narrow, shadow)
-            if other is not shadow and self._run(other, form, batch).text() != text:
-                raise self._depends(owner, f"changes {named}, which calls for other batches depend on")
-            batch.asked[:] = asked
+            why = self._depends(owner, f"changes {named}, which calls for other batches depend on")
+            self._left.setdefault(form.narrow, (shadow, why))
+        batch.asked[:] = asked
+        self._check_others(_Known(form, batch.without_values(), recorded.text()))
         return recorded
+
+    def _check_others(self, made: _Known) -> None:
+        """Raise `Unknown` if what calls for one form of batches leave in attributes changes those for another one."""
+        known = self._known.setdefault(made.form.narrow, [])
+        if made.form.narrow in self._left:
+            shadow, why = self._left[made.form.narrow]
+            for each in (made, *(one for other in known for one in (other, made))):
+                try:
+                    found = self._run(shadow, each.form, each.batch)
+                except Exception:  # such as an answer to another question
+                    raise why from None
+                if found.text() != each.text:
+                    raise why
+        known.append(made)
 
     def _depends(self, path: str, why: str) -> Unknown:
         forward = type(self._named[path]).forward
@@ -242,13 +260,14 @@ class Programs(Shared):
         is_split = any(next(child.parameters(), None) is not None for child in module.children())
         is_most = self._weights[path] > MOST_KEPT * self._weights[""]
         if not path or (is_split and is_most) or self._cuts is not None:
-            kind = Branch if not path and _ASKS in unknown.why else ValueError
-            raise kind(
+            raise ValueError(
                 f"the model's own forward ({type(self.model).__name__}) cannot be made layers: {unknown.line} "
                 f"{unknown.why}; compute it with tensors alone (torch.where), take it from the batch, or put that part "
                 f"into a module of its own, which is then one layer"
             )
         self._kept.add(path)
+        self._known.clear()  # they run otherwise now
+        self._left.clear()
 
     def _cut(self, tape: Tape, inputs: list[int], output: list[Any], spec: Any) -> Program:
         calls, returned = tape.calls, list[int]()
@@ -285,7 +304,7 @@ class Programs(Shared):
         crossing = lives.crossing(0, len(calls))
         for k, (first, last) in enumerate(itertools.pairwise([0, *positions, len(calls)])):
             leaving = returned if last == len(calls) else sorted(crossing[last])
-            pieces.append(Piece(calls[first:last], entering, leaving, tape.values.constants))
+            pieces.append(Piece(calls[first:last], entering, leaving, tape.values))
             entering = leaving
             self.holdings[k].update(map(".".join, pieces[k].held))
         program = Program(f"p{len(self.by_name)}", pieces, output, spec)
@@ -325,6 +344,14 @@ class Programs(Shared):
         return all(any(name == each or name.startswith(f"{each}.") for each in held) for name in call.held)
 
 
+class _Known(NamedTuple):
+    """A form of batches that was recorded."""
+
+    form: Form
+    batch: _Batch
+    text: str
+
+
 class _Recorded(NamedTuple):
     """A run of the forward."""
 
@@ -335,7 +362,9 @@ class _Recorded(NamedTuple):
 
     def text(self) -> str:
         """Return what is run, to compare."""
-        return repr([(name_of(call.func), call.args, call.kwargs, call.result) for call in self.tape.calls])
+        calls = [(name_of(call.func), call.args, call.kwargs, call.result) for call in self.tape.calls]
+        plain = [leaf for leaf in self.output if not isinstance(leaf, Value)]
+        return repr((calls, plain, list(map(bytes_of, self.tape.values.constants))))
 
 
 def _difference(before: Mapping[str, str], after: Mapping[str, str]) -> str | None:
@@ -360,6 +389,18 @@ class _Batch:
         self.here = tensors[0].device if has_place else torch.device("cpu")
         self._has_values = not any(isinstance(each, FakeTensor) or each.is_meta for each in tensors)
         self.asked: list[tuple[Asked, Any]] = []
+
+    def without_values(self) -> _Batch:
+        """Return a batch of the same form that answers what was asked so far as this one did."""
+
+        def bare(tensor: Tensor) -> Tensor:
+            return on_meta(tensor).requires_grad_(tensor.requires_grad)
+
+        inputs = pytree.tree_map_only(Tensor, bare, self.inputs)
+        tensors = [each for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor)]
+        found = _Batch(inputs, tensors, [answer for _, answer in self.asked])
+        found.here, found._has_values = self.here, False
+        return found
 
     def answer(self, asked: Asked) -> Any:
         """Return the answer, or `_ANY` if it is not known and any may do, as long as none is recorded."""
@@ -405,6 +446,15 @@ class _Batch:
                     if isinstance(ref, Value):
                         known[ref.number] = value
             return run(asked)
+
+
+def _state(model: nn.Module) -> dict[str, str]:
+    """Return all that a forward may read of the model beside its inputs, modes and weights."""
+    tensors = [*model.parameters(), *model.buffers()]
+    state = state_of(model, set(map(id, tensors)))
+    names = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    held = {f"{name} held": f"{tuple(each.shape)} {each.dtype} {each.requires_grad}" for name, each in names}
+    return {where: told for where, told in state.items() if where.rpartition(".")[2] != "training"} | held
 
 
 def _weights(model: nn.Module) -> dict[str, int]:
@@ -453,11 +503,25 @@ def without_caches(output: Any) -> Any:
 def _form(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+    if not isinstance(leaf, _TOLD):
+        raise _opaque(leaf)
     return type(leaf), _told(leaf)
 
 
 def _told(value: Any) -> Hashable:
     """Return what tells a plain value from others: of an array all elements, of which its `repr` shows some."""
     if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, repr(value.tolist()) if value.dtype.hasobject else value.tobytes()
+        if value.dtype.hasobject:
+            if (other := next((each for each in value.flat if not isinstance(each, PLAIN)), None)) is not None:
+                raise _opaque(other)
+            return value.dtype.str, value.shape, repr(value.tolist())
+        return value.dtype.str, value.shape, value.tobytes()
     return repr(value)
+
+
+def _opaque(value: Any) -> TypeError:
+    return TypeError(
+        f"the inputs of a batch hold a {type(value).__module__}.{type(value).__qualname__}, limit: tensors, arrays, "
+        f"numbers, strings, and tuples, lists and dicts of them, which tell whether the model's own forward does the "
+        f"same as for another batch; pass its tensors, and make it of them in the forward"
+    )

@@ -121,6 +121,12 @@ def layers_of(model: nn.Module, inputs: Any) -> list[Segment]:
     return layers
 
 
+def are_as_recorded(layers: Iterable[nn.Module | None]) -> bool:
+    """Return True if layers would be made alike again: no attribute of their model was changed since."""
+    found = next((layer.place.programs for layer in layers if isinstance(layer, Segment)), None)
+    return found is not None and found.are_of_now()
+
+
 def layers_for(layers: Iterable[nn.Module | None], model: nn.Module) -> bool:
     """Tell copies of a model's layers which copy of the model they are of. What was recorded is theirs as well.
 

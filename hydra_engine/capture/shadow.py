@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -87,15 +87,11 @@ class Shadow:
         """
         ends = {id(module) for path, module in self._paths.items() if path and runs_as_it_is(path)}
         ends |= {id(tensor) for each in self._paths.values() for tensor in _tensors(each).values()}
-        found = {}
-        for where, value, _ in reach(("", self.model), plain=True, besides=ends):
-            if isinstance(value, Tensor):
-                found[where] = f"a tensor{'' if value.is_meta else f' {id(value)} {value._version}'}"
-            elif isinstance(value, np.ndarray):
-                found[where] = f"an array {hash(value.tobytes())}"
-            elif isinstance(value, PLAIN) and where.rpartition(".")[2] not in ("training", "keys()"):
-                found[where] = repr(value)
-        return found
+        return {
+            where: told
+            for where, told in state_of(self.model, ends).items()
+            if not isinstance(told, _Kind) and where.rpartition(".")[2] != "training"
+        }
 
     def owner(self, where: str) -> str:
         """Return the path of the module that a path to an attribute of it leads through."""
@@ -114,6 +110,42 @@ class Shadow:
                 if not _are_same(each, contents):
                     each.clear()
                     (each.extend if isinstance(each, list) else each.update)(contents)
+
+
+class _Kind(str):
+    """Tells of a value no more than of which class it is, or which code a function runs."""
+
+    __slots__ = ()
+
+
+def state_of(model: nn.Module, besides: Collection[int]) -> dict[str, str]:
+    """Return what is in the attributes of modules, and in what their closures and globals hold, by path.
+
+    Tensors are told by their bytes; those on meta by no more than that they are there. besides: ids of objects to leave
+    out. Equal for a copy of the model.
+    """
+    found: dict[str, str] = {}
+    for where, value, _ in reach(("", model), plain=True, besides=besides):
+        if isinstance(value, Tensor):
+            found[where] = "a tensor" if value.is_meta else f"a tensor {bytes_of(value)}"
+        elif isinstance(value, np.ndarray):
+            found[where] = f"an array {hash(value.tobytes())}"
+        elif isinstance(value, PLAIN):
+            if where.rpartition(".")[2] != "keys()":
+                found[where] = repr(value)
+        else:
+            code = getattr(value, "__code__", None)
+            found[where] = _Kind(id(type(value) if code is None else code))
+    return found
+
+
+def bytes_of(tensor: Tensor) -> str:
+    """Return what tells a tensor from others: its bytes, where it has some."""
+    try:
+        own = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    except (RuntimeError, TypeError):  # sparse, or of a class of its own
+        return f"{id(tensor)} {tensor._version}"
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {hash(own.tobytes())}"
 
 
 @contextmanager

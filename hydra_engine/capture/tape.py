@@ -83,6 +83,7 @@ class Call:
     writes: frozenset[int]  # storages that it writes to
     held: frozenset[str]  # parameters, buffers and modules of the model
     with_grad: bool
+    is_kept: bool  # a module of the user's own that is called as a whole, on values that recording does not know
     site: Site
     frame: str  # path of the module whose forward makes it
     line: str  # of the model's code
@@ -150,6 +151,8 @@ def _ctc_loss(*args: Any, **kwargs: Any) -> Tensor:
 
 # By function that does not run on meta: one that gives a result of the same size.
 _STAND_INS: dict[Any, Callable[..., Any]] = {functional.ctc_loss: _ctc_loss}
+# Whose hooks of saved tensors may be left out: it computes what was not saved again, and the engine does so by itself.
+_CHECKPOINT = "torch.utils.checkpoint"
 _CONSTRUCTORS = frozenset(_device_constructors())
 _DRAWING = (
     *("dropout", "rand", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson", "cauchy"),
@@ -161,6 +164,7 @@ class _Facts(NamedTuple):
     """Facts of a value."""
 
     num_bytes: int
+    shape: tuple[int, ...]
     storage: int  # views of one tensor lie in the same
     maker: tuple[str, str] | None  # frame and line that made it; None: it is an input
     is_custom: bool  # made by an autograd.Function, within a call that is kept whole
@@ -173,6 +177,8 @@ class Values:
         """`model`: on meta, whose parameters and buffers are called by their names."""
         self.constants: list[Tensor] = []
         self._refs: dict[int, Value | Held | Constant] = {}  # by id of a tensor
+        self._kept_in: dict[int, frozenset[int]] = {}  # by number: what kept modules gave that its sizes may come from
+        self.told: dict[int, tuple[tuple[int, ...], str]] = {}  # by number of such a value: its sizes, and who asked
         self._alive: list[Tensor] = []  # so that ids stay theirs
         self._facts: list[_Facts] = []  # by number of a value
         self.of_model: set[int] = set()  # storages of parameters and buffers
@@ -208,8 +214,22 @@ class Values:
         self._refs[id(tensor)] = Value(len(self))
         self._alive.append(tensor)
         is_custom = maker is not None and isinstance(tensor.grad_fn, BackwardCFunction)
-        self._facts.append(_Facts(tensor.numel() * tensor.element_size(), _storage(tensor), maker, is_custom))
+        num_bytes = tensor.numel() * tensor.element_size()
+        self._facts.append(_Facts(num_bytes, tuple(tensor.shape), _storage(tensor), maker, is_custom))
         return len(self) - 1
+
+    def come_from(self, entering: Iterable[int], makes: Iterable[int], *, is_kept: bool) -> None:
+        """Note of which kept modules the sizes of values may come."""
+        found = frozenset[int]().union(*(self._kept_in.get(number, ()) for number in entering))
+        for number in makes:
+            if among := found | {number} if is_kept else found:
+                self._kept_in[number] = among
+
+    def tell(self, entering: Iterable[Tensor], line: str) -> None:
+        """Note that a line of the model has got to know sizes of tensors, or what follows from them."""
+        for ref in map(self.ref, entering):
+            for number in self._kept_in.get(ref.number, ()) if isinstance(ref, Value) else ():
+                self.told.setdefault(number, (self._facts[number].shape, line))
 
     def num_bytes(self, number: int) -> int:
         return self._facts[number].num_bytes
@@ -267,7 +287,7 @@ class Tape(TorchFunctionMode):
         self._originals = shadow.originals
         self.modules = {id(module): path for path, module in shadow.model.named_modules()}
         self._is_whole = False
-        self._hooks = _hooks_of_saved()
+        self._hooks = saved_hooks()
         self._settings: dict[str, Any] = {}
         self.raised: Unknown | None = None  # the first; the forward may have caught it
 
@@ -303,7 +323,7 @@ class Tape(TorchFunctionMode):
     def recording(self) -> Iterator[None]:
         """Record what the body runs."""
         with torch.enable_grad(), torch.autocast(self.here.type, enabled=False), self:
-            self._settings = _settings(self.here)
+            self._settings = settings(self.here)
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -343,7 +363,10 @@ class Tape(TorchFunctionMode):
             if attribute in ("is_meta", "is_cpu", "is_cuda"):
                 return attribute == f"is_{self.here.type}"
         found = func(*args)
+        if attribute == "grad_fn" and found is not None and tensor.is_meta:
+            raise self._unknown("takes the grad_fn of a tensor, whose hooks its recorded calls would not have")
         if not isinstance(found, Tensor) or not tensor.is_meta:
+            self._tell(found, [tensor])
             return found
         if attribute == "data":
             return self._noted(Tensor.detach, (tensor,), {}, tensor.detach())
@@ -386,11 +409,16 @@ class Tape(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any, writes: Collection[int] = ()
     ) -> Any:
         made = _tensors(found)
+        if not isinstance(func, Held):
+            self._tell(found, _tensors((args, kwargs)))
         if not made and not writes:
             return found
-        if (now := _settings(self.here)) != self._settings:
+        if (now := settings(self.here)) != self._settings:
             changed = next(name for name, value in now.items() if value != self._settings[name])
             raise self._unknown(f"runs with {changed} set otherwise than around the model")
+        inner = saved_hooks()
+        if any(getattr(pack, "__module__", "") != _CHECKPOINT for pack, _ in inner[: len(inner) - len(self._hooks)]):
+            raise self._unknown("runs under saved_tensors_hooks, which its recorded calls would not")
         entering = _tensors((args, kwargs))
         written = frozenset(_storage(each) for each in entering if id(each) in writes)
         described_args, described_kwargs = replaced((args, kwargs), self._describe)
@@ -401,17 +429,21 @@ class Tape(TorchFunctionMode):
         frame, line = self._frames[-1], _line()
         numbers = [self.values.add(each, (frame.path, line)) for each in made]
         names = frozenset(ref.name for ref in refs if isinstance(ref, Held))
+        reads = frozenset(ref.number for ref in refs if isinstance(ref, Value))
+        is_kept = isinstance(func, Held) and func.name in self._kept
+        self.values.come_from(reads, numbers, is_kept=is_kept)
         self.calls.append(
             Call(
                 func=func,
                 args=described_args,
                 kwargs=described_kwargs,
                 result=replaced(found, self._describe),
-                reads=frozenset(ref.number for ref in refs if isinstance(ref, Value)),
+                reads=reads,
                 makes=tuple(numbers),
                 writes=written,
                 held=names | ({func.name} if isinstance(func, Held) else set()),
                 with_grad=torch.is_grad_enabled(),
+                is_kept=is_kept,
                 site=frame.site(),
                 frame=frame.path,
                 line=line,
@@ -419,6 +451,11 @@ class Tape(TorchFunctionMode):
             )
         )
         return found
+
+    def _tell(self, found: Any, entering: Iterable[Tensor]) -> None:
+        """Note that Python gets sizes: in numbers, or in how many tensors there are."""
+        if not isinstance(found, (Tensor, bool, str, torch.dtype, torch.device, torch.layout, type(None))):
+            self.values.tell(entering, _line())
 
     # Modules
 
@@ -476,7 +513,7 @@ class Tape(TorchFunctionMode):
 
         What such a part does to buffers, it does twice. Recorded calls are not under it, and would do that once.
         """
-        if _hooks_of_saved() != self._hooks:
+        if saved_hooks() != self._hooks:
             raise self._unknown("may change a buffer in a part of the forward that torch.utils.checkpoint runs twice")
 
     # Values that Python asks for
@@ -554,7 +591,7 @@ def is_leaf(module: nn.Module) -> bool:
     return own.__module__.startswith("torch.nn.") or is_norm(module)
 
 
-def _settings(here: torch.device) -> dict[str, Any]:
+def settings(here: torch.device) -> dict[str, Any]:
     """Return what decides how torch computes and a forward may change around some of its calls."""
     return {
         "autocast": (torch.is_autocast_enabled(here.type), torch.get_autocast_dtype(here.type)),
@@ -621,9 +658,15 @@ def name_of(func: Any) -> str:
     return func.name if isinstance(func, Held) else getattr(func, "__name__", str(func))
 
 
-def _hooks_of_saved() -> Any:
-    """Return the innermost hooks of what autograd saves, which no public function tells."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+def saved_hooks() -> list[Any]:
+    """Return the hooks of what autograd saves, the innermost first, for which torch has no public function."""
+    own, found = torch._C._autograd, []
+    while (hooks := own._top_saved_tensors_default_hooks(False)) is not None:
+        own._pop_saved_tensors_default_hooks()
+        found.append(hooks)
+    for hooks in reversed(found):
+        own._push_saved_tensors_default_hooks(*hooks)
+    return found
 
 
 def _moves_averages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -91,15 +91,16 @@ class Checkpoint:
                 f"{', '.join(map(repr, files)) or 'none'}; read one of those"
             )
         stored = files[file_name]
+        path = place(self.path, stored)
         try:
-            with OldFile(place(self.path, stored)) as file:
+            with _reading(path), OldFile(path) as file:
                 try:
                     yield file
                 except Exception:  # the content makes no sense: was it altered?
                     _check_same(stored, file.finish())
                     raise
                 _check_same(stored, file.finish())
-        except (OSError, EOFError, Damaged) as error:
+        except (EOFError, Damaged) as error:
             raise CheckpointError(f"{self.path} changed after it was opened: {error}; open the newest again") from error
 
 
@@ -110,31 +111,32 @@ class _Removed(Exception):
 def load_newest(directory: str | os.PathLike[str]) -> Checkpoint | None:
     """Return the newest checkpoint that is whole, with every byte checked; None if nothing was saved yet.
 
-    Raises CheckpointError if none is whole, or the newest is of a newer format. A run may save there meanwhile.
+    Raises CheckpointError if none is whole, or the newest is of a newer format or cannot be read. A run may save there
+    meanwhile.
     """
     directory = Path(directory).absolute()
-    for _ in range(_NUM_TRIES):
-        with suppress(_Removed):
-            return _load_newest(directory)
+    try:
+        for _ in range(_NUM_TRIES):
+            with suppress(_Removed):
+                return _load_newest(directory)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error}; give the directory of a run") from error
     raise CheckpointError(f"{directory}: checkpoints are removed faster than they can be read; end the run that saves")
 
 
 def _load_newest(directory: Path) -> Checkpoint | None:
     messages: list[str] = []
-    try:
-        found = newest_first(directory)
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be read: {error}; give the directory of a run") from error
+    found = newest_first(directory)
     for path in found:
         try:
             manifest = read_manifest(path)
             _check_content(path, manifest)
-        except (Damaged, OSError) as damage:
+        except (Damaged, CheckpointError) as error:
             if not path.exists():
-                raise _Removed from damage
-            messages.append(f"{path} is damaged, and not used: {damage}")
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+                raise _Removed from error
+            if isinstance(error, CheckpointError):  # it may be whole, and an older one would lose what it has
+                raise CheckpointError(f"{path}: {error}") from error
+            messages.append(f"{path} is damaged, and not used: {error}")
         else:
             return Checkpoint(path=path, manifest=manifest, messages=tuple(messages))
     if found:
@@ -149,7 +151,7 @@ def _load_newest(directory: Path) -> Checkpoint | None:
 def furthest(directories: Iterable[Path], task: str) -> Path | None:
     """Return which of these directories has the most steps of a task, by their newest manifests; None: none knows it.
 
-    Runs may save there meanwhile. Contents are checked by who reads them.
+    Runs may save there meanwhile. Contents are checked by who reads them. Raises CheckpointError as `read_manifest`.
     """
     steps: dict[Path, tuple[int, bool]] = {}
     for directory in directories:
@@ -163,11 +165,23 @@ def furthest(directories: Iterable[Path], task: str) -> Path | None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raise Damaged if it is not as it was written or cannot be read, and CheckpointError if its format is newer."""
-    try:
+    """Raise Damaged if it is not as it was written, and CheckpointError if it cannot be read or its format is newer."""
+    with _reading(path):
         return Manifest.decode(path.read_bytes())
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise Damaged if there is no such file, and CheckpointError if the system does not give what may be whole."""
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise Damaged(str(error)) from error
     except OSError as error:
-        raise Damaged(f"manifest: {error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error}; it may be whole, so no older checkpoint is used in its place: make it "
+            f"readable, or give its checkpoint up by moving the manifest away"
+        ) from error
 
 
 def place(path: Path, stored: StoredFile) -> Path:
@@ -175,14 +189,21 @@ def place(path: Path, stored: StoredFile) -> Path:
 
 
 def _check_content(path: Path, manifest: Manifest) -> None:
-    """Raise Damaged or OSError at the first file that is not as it was written."""
+    """Raise Damaged at the first file that is not as it was written, CheckpointError at one that is not readable."""
     for stored in manifest.files:  # before gigabytes are read
-        num_bytes = place(path, stored).stat().st_size
+        with _reading(place(path, stored)):
+            num_bytes = place(path, stored).stat().st_size
         if num_bytes != stored.num_bytes:
             raise Damaged(f"{stored.file}: found {num_bytes} bytes, expected {stored.num_bytes}")
     with ThreadPoolExecutor(NUM_THREADS, "checkpoint-verify") as threads:
-        for stored in manifest.files:
-            _check_same(stored, fingerprint(place(path, stored), threads))
+        try:
+            for stored in manifest.files:
+                with _reading(place(path, stored)):
+                    found = fingerprint(place(path, stored), threads)
+                _check_same(stored, found)
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)  # or Ctrl-C would wait for the rest of a file
+            raise
 
 
 def _check_same(stored: StoredFile, found: Fingerprint) -> None:

@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from hydra_engine.checkpoints import checkpoint
 from hydra_engine.checkpoints.checkpoint import FILES, Checkpoint
 from hydra_engine.checkpoints.manifest import Damaged, Manifest, StoredFile, check_data
-from hydra_engine.checkpoints.tensors import Tensors, check_tensors, write_tensors
+from hydra_engine.checkpoints.tensors import Tensors, are_written, check_tensors, write_tensors
 from hydra_engine.errors import CheckpointError
-from hydra_engine.system import Disk, FolderLock, NewFile, WriteBehind
+from hydra_engine.system import Disk, FolderLock, NewFile, OldFile, WriteBehind
 from partitioners import format_bytes
 
 Content = bytes | Tensors
@@ -58,10 +58,18 @@ class NewCheckpoint:
         self._num_bytes = 0
         self._is_open = True
 
-    def add(self, task: str, files: Mapping[str, Content], unchanged: Iterable[str] = ()) -> None:
+    def add(
+        self,
+        task: str,
+        files: Mapping[str, Content],
+        unchanged: Iterable[str] = (),
+        lasting: Container[str] = (),
+    ) -> None:
         """Write a task's files by name: bytes, or tensors by name, which stay as they are until it returns, or move.
 
-        unchanged: of `newest_files`. Raises TypeError or ValueError, before a byte is written, if it cannot be saved.
+        unchanged: of `newest_files`. lasting: names of tensors that do not move, and that another task may have as
+        well, or this one in an earlier run: a file that has them already is named again. Raises TypeError or
+        ValueError, before a byte is written, if it cannot be saved.
         """
         self._check_open()
         unchanged = tuple(unchanged)
@@ -71,7 +79,11 @@ class NewCheckpoint:
         with self._disk_errors(f", {format_bytes(num_bytes)} of task {task!r}"):
             cleaned = re.sub(r"[^A-Za-z0-9_.-]", "_", task)[:_MAX_TASK_LENGTH]
             prefix = f"{self.draft.stem}-{len(self._tasks)}-{cleaned}"
-            stored = {name: self._write(f"{prefix}-{name}", content) for name, content in files.items()}
+            stored = {
+                name: (self._found(name, content) if name in lasting else None)
+                or self._write(f"{prefix}-{name}", content)
+                for name, content in files.items()
+            }
             stored |= {name: self._named_again(task, name) for name in unchanged}
         self._tasks[task] = stored
         self._is_open = True
@@ -139,6 +151,15 @@ class NewCheckpoint:
             found = file.finish()
         self._num_bytes += found.num_bytes
         return StoredFile(name, *found)
+
+    def _found(self, name: str, content: Any) -> StoredFile | None:
+        """Return a file of this name of any task that has these tensors, and is whole; None if there is none."""
+        tasks = (*self._base.values(), *self._tasks.values())
+        for stored in dict.fromkeys(files[name] for files in tasks if name in files):
+            with suppress(OSError, EOFError), OldFile(self.draft.parent / stored.file) as file:
+                if are_written(file, content) and file.finish() == (stored.num_bytes, stored.digest):
+                    return stored
+        return None
 
     def _named_again(self, task: str, name: str) -> StoredFile:
         stored = self._base[task][name]
@@ -214,11 +235,25 @@ class CheckpointDirectory:
         for each in new or [self.directory]:  # or another run made it, a moment ago
             with suppress(PermissionError):  # a user who may not list it still may write below it
                 self.disk.sync_folder(each.parent)
-        attempt = self._files / self._stem(0)  # so that it fails now, and not after a day's work
-        self.disk.close(self.disk.create(attempt))
-        self.disk.remove_file(attempt)
+        self._try()
         self._remove_unnamed()
         self._number = max((checkpoint.number(path) for path in checkpoint.newest_first(self.directory)), default=0)
+
+    def _try(self) -> None:
+        """Create a file, and rename it as a manifest is, so that it fails now, and not after a day's work."""
+        attempt, renamed = (folder / self._stem(0) for folder in (self._files, self.directory))
+        self.disk.close(self.disk.create(attempt))
+        try:
+            self.disk.rename(attempt, renamed)
+        except OSError as error:
+            self.disk.remove_file(attempt)
+            if error.errno != errno.EXDEV:
+                raise
+            raise CheckpointError(
+                f"{self.directory} cannot be used for checkpoints: {error}; {FILES}/ is on another file system than "
+                f"the directory, into which each manifest is renamed; move it there, or give another directory"
+            ) from error
+        self.disk.remove_file(renamed)
 
     def __enter__(self) -> CheckpointDirectory:
         return self

@@ -44,7 +44,8 @@ class Manifest:
 
     @property
     def files(self) -> list[StoredFile]:
-        return [each for files in self.tasks.values() for each in files.values()]
+        """Each file once, also where several tasks have it."""
+        return list(dict.fromkeys(each for files in self.tasks.values() for each in files.values()))
 
     def encode(self) -> bytes:
         """Return a JSON object as text."""

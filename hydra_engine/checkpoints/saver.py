@@ -94,7 +94,7 @@ class Saver:
         self._tasks: dict[str, dict[str, Any]] = {} if newest is None else dict(newest.data["tasks"])
         self._turns: dict[str, _LastSave] = {}
         self._round = _Round()  # the last one
-        self._has_frozen: set[str] = set()  # tasks whose frozen weights this run has written
+        self._has_frozen: set[str] = set()  # tasks whose frozen weights this run has written, or found to be
         self._paused: set[str] = set()  # tasks that go on some other time
         self._errors_told: set[tuple[str, str]] = set()  # task, and why it could not be saved
         self._thread = ThreadPoolExecutor(1, "hydra-saver")
@@ -320,7 +320,7 @@ class Saver:
         known = {FROZEN} if snapshot.name in self._has_frozen else set[str]()
         unchanged = self._directory.newest_files(snapshot.name) & known
         files = {name: each for name, each in snapshot.files.items() if name not in unchanged}
-        new.add(snapshot.name, files, unchanged)
+        new.add(snapshot.name, files, unchanged, lasting={FROZEN})
         snapshot.done()
 
     def _lacks_files(self, task: str) -> bool:

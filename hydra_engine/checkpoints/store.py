@@ -14,6 +14,7 @@ from hydra_engine.checkpoints.checkpoint import Checkpoint, newest_first
 from hydra_engine.checkpoints.directory import CheckpointDirectory
 from hydra_engine.checkpoints.saved_task import LOST, SavedTask
 from hydra_engine.checkpoints.saver import Every, Saver
+from hydra_engine.data import Beginning
 from hydra_engine.errors import CheckpointError
 from hydra_engine.system import process as restart
 from hydra_engine.system import warn
@@ -38,7 +39,7 @@ class CheckpointStore:
         self._open: CheckpointDirectory | None = None
         self._found: Checkpoint | None = None  # that is resumed
         self._is_own = False  # its checkpoints are of this object's calls
-        self.paused: dict[str, int] = {}  # tasks that were paused here, and their seeds: they go on in no resume, too
+        self.paused: dict[str, Beginning] = {}  # tasks that were paused here: they go on in no resume, too
         self._forks: dict[str, str] = {}  # tasks that begin as others are saved, by name
         self._saver: Saver | None = None  # of the last run
         self.elsewhere: dict[str, Checkpoint] = {}  # of other runs, from which tasks go on, by task
@@ -59,8 +60,12 @@ class CheckpointStore:
     def _asked_for(self) -> Path | None:
         """Return the directory to resume, if it is this store's; for one without, if a run rescued into it."""
         found = restart.directory_asked_for()
-        is_rescue = self.directory is None and found is not None and found.name.startswith(RESCUE)
-        return found if is_rescue or found == self.directory else None
+        if found is None:
+            return None
+        real = Path(os.path.realpath(found))  # either may be named through a link
+        if self.directory is None:
+            return found if real.name.startswith(RESCUE) else None
+        return self.directory if real == Path(os.path.realpath(self.directory)) else None
 
     @property
     def nothing_saved(self) -> CheckpointReport | None:
@@ -71,13 +76,14 @@ class CheckpointStore:
         """Lock the directory, and return the checkpoint to resume, if asked to; CheckpointError: another run's."""
         if (asked_for := self._asked_for()) is not None:
             self.directory, resume = asked_for, True
-            restart.forget()  # others in this process begin anew
         if self.directory is None:
             if resume:
                 raise ValueError("resume: there is no checkpoint_dir to go on from; give ModelOrchestrator one")
             return None
         self._open = CheckpointDirectory(self.directory, keep=self._keep)
         found = self._open.load_newest()
+        if asked_for is not None:
+            restart.forget()  # others in this process begin anew; not before, since the lock may be another run's
         self._found = found if resume else None
         if found is not None and not resume and not self._is_own:
             raise CheckpointError(

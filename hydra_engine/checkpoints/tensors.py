@@ -17,6 +17,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,38 @@ def write_tensors(file: NewFile, tensors: Tensors) -> None:
     A moving tensor is done as soon as all of it is in buffers, on its way to the disk. A dtype that the format lacks is
     written as bytes, with one dimension more, and named in the file's metadata.
     """
+    names, head = _head(tensors)
+    file.write(head)
+    scratch = torch.empty(PORTION_BYTES, dtype=torch.uint8, device="cpu")  # takes memory where it is written to
+    num_left = Counter(map(id, tensors.values()))  # a tensor may have several names
+    for name in names:
+        tensor = tensors[name]
+        if isinstance(tensor, MovingTensor):
+            file.fill(tensor.nbytes, tensor.copy_to)
+            num_left[id(tensor)] -= 1
+            if not num_left[id(tensor)]:
+                tensor.done()
+        else:
+            for piece in _pieces(tensor.detach(), scratch):
+                file.write(bytes_of(piece))
+
+
+def are_written(file: OldFile, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Return True if a file begins, byte by byte, with what `write_tensors` writes of them; EOFError: it is shorter."""
+    names, head = _head(tensors)
+    scratch, found = (torch.empty(PORTION_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2))
+    pieces = (bytes_of(piece) for name in names for piece in _pieces(tensors[name].detach(), scratch))
+    for expected in chain([memoryview(head)], pieces):
+        for start in range(0, len(expected), PORTION_BYTES):
+            part = np.frombuffer(expected[start : start + PORTION_BYTES], np.uint8)
+            file.read_into(bytes_of(found[: len(part)]))
+            if not np.array_equal(part, found[: len(part)].numpy()):
+                return False
+    return True
+
+
+def _head(tensors: Tensors) -> tuple[list[str], bytes]:
+    """Return the names in the order in which their tensors are written, and the bytes of a file before them."""
     # Widest first, so that each begins at a multiple of its element's size without holes, which the format forbids.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, Any] = {}
@@ -165,19 +198,7 @@ def write_tensors(file: NewFile, tensors: Tensors) -> None:
     metadata = {"format": "pt", **({_OWN_DTYPES: json.dumps(dtypes)} if dtypes else {})}
     text = json.dumps({METADATA: metadata, **header}).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    file.write(len(text).to_bytes(8, "little") + text)
-    scratch = torch.empty(PORTION_BYTES, dtype=torch.uint8, device="cpu")  # takes memory where it is written to
-    num_left = Counter(map(id, tensors.values()))  # a tensor may have several names
-    for name in names:
-        tensor = tensors[name]
-        if isinstance(tensor, MovingTensor):
-            file.fill(tensor.nbytes, tensor.copy_to)
-            num_left[id(tensor)] -= 1
-            if not num_left[id(tensor)]:
-                tensor.done()
-        elif tensor.numel():
-            for piece in _pieces(tensor.detach(), scratch):
-                file.write(bytes_of(piece))
+    return names, len(text).to_bytes(8, "little") + text
 
 
 def read_tensors(file: OldFile, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
@@ -210,6 +231,8 @@ def _check_same(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
 
 def _pieces(tensor: torch.Tensor, scratch: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a tensor in contiguous pieces: the tensor itself, or copies of its rows, one after the other in scratch."""
+    if not tensor.numel():
+        return
     if is_plain(tensor):
         yield tensor
     elif tensor.nbytes <= scratch.nbytes:

@@ -16,7 +16,7 @@ from hydra_engine.data.memory import (
     same_bits,
     with_bits_of,
 )
-from hydra_engine.data.position import TaskPosition
+from hydra_engine.data.position import Beginning, TaskPosition
 from hydra_engine.data.reader import Reader
 from hydra_engine.data.signature import NO_BATCH, Signature, resized
 from hydra_engine.data.streams import (

@@ -11,8 +11,8 @@ from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader, StepChoice
 from hydra_engine.data.batch import Item
 from hydra_engine.data.calls import UserCalls
 from hydra_engine.data.draws import LoaderDraws
-from hydra_engine.data.generators import putting_back, set_states, states_of
-from hydra_engine.data.position import EpochStart, TaskPosition, epoch_start, position_of, restore
+from hydra_engine.data.generators import putting_back, states_of
+from hydra_engine.data.position import EpochStart, TaskPosition, epoch_start, position_of, restore, restore_between
 from hydra_engine.data.streams import RandomState, Stream
 from hydra_engine.schedule import EpochAhead
 from hydra_engine.tasks import ModelTask
@@ -100,6 +100,7 @@ class Lead:
         return self._adaptation.sized(self._adaptation.choose(self.choice, *self.devices), self._loader.last_size)
 
 
+# More than 15 attributes: five say where the task stands, which each item may move together.
 class Epochs:
     """Reads a task's loaders item by item, with the task's random stream.
 
@@ -133,6 +134,7 @@ class Epochs:
         self._num_evaluations = 0 if start is None else start.num_evaluations  # that ended
         self._num_evaluated = 0 if start is None else start.num_evaluated  # their batches, and of the one in progress
         self._last = start  # the last position, where they are kept
+        self._first = start  # the one before all, once its loader was read
         self._asked_at = stream.state  # the stream, when the last item was asked for
         self._goal: _Goal | None = None  # to go back to before the next item
         self._items = self._sequence(start)
@@ -140,6 +142,15 @@ class Epochs:
     @property
     def draws(self) -> tuple[LoaderDraws, LoaderDraws]:
         return self._training.draws, self._validation.draws
+
+    @property
+    def beginning(self) -> TaskPosition:
+        """The task's position before its loader was read, where positions are kept. Not for a loader that is read."""
+        if self._first is None:
+            self._note(self._epoch_start(0), 0, 0, 0)
+            self._first = self._last
+        assert self._first is not None, "positions are not kept"
+        return self._first
 
     def next(self) -> Item | EpochAhead | None:
         """Read the next batch; or say once that an epoch is about to begin; None at the end."""
@@ -237,22 +248,29 @@ class Epochs:
 
     def _begun(self, epoch: int, num_steps: int) -> tuple[EpochStart | None, Iterator[Any]]:
         """An epoch's iterator, and the states that it was opened with."""
-        if num_steps == 0 and isinstance(self._task.dataloader, AdaptiveDataLoader):
-            self._task.dataloader.begin_anew()  # wherever another task, or a plan, has left it
-        began = epoch_start(self._training.loader, self.stream) if self._keeps_positions else None
+        began = self._epoch_start(num_steps)
         self._note(began, 0, epoch, num_steps)
+        self._first = self._first or self._last
         with nullcontext() if self.lead is None else self.lead.over(epoch):
             return began, self._training.opened(self.stream)
 
+    def _epoch_start(self, num_steps: int) -> EpochStart | None:
+        """Return the states that an epoch is about to begin with, if positions are kept."""
+        if num_steps == 0 and isinstance(self._task.dataloader, AdaptiveDataLoader):
+            self._task.dataloader.begin_anew()  # wherever another task, or a plan, has left it
+        return epoch_start(self._training.loader, self.stream) if self._keeps_positions else None
+
     def _resumed(self, start: TaskPosition) -> tuple[EpochStart, Iterator[Any]]:
         """The iterator of an epoch in progress, and the states that it was opened with."""
-        if self._task.validation is not None:
-            set_states(self._task.validation, start.validation)
         self._training.calls.begin()
+        told, validation = [], self._task.validation
+        if validation is not None:
+            was_open = start.num_evaluations > 0
+            told = [restore_between(validation, self.stream, start.validation, was_open=was_open)]
         with nullcontext() if self.lead is None else self.lead.over(start.epoch, start.loader.own["passes"]):
             iterator, message = restore(self._training.loader, self.stream, start.loader)
         self._training.draws.resumed(start.loader.start.random, self.stream.state)
-        self.messages += [] if message is None else [f"{self._name}: {message}"]
+        self.messages += [f"{self._name}: {each}" for each in (*told, message) if each is not None]
         return start.loader.start, iterator
 
     def _note(self, began: EpochStart | None, num_batches: int, epoch: int, num_steps: int) -> None:

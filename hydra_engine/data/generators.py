@@ -19,8 +19,8 @@ _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ra
 _OPEN = "_iterator"  # of torch's loaders with persistent workers: there or not, and nothing of it is to be put back
 
 
-def generators_of(loader: Any) -> list[Any]:
-    """The random generators that a loader, its samplers and its data set hold."""
+def held_by(loader: Any) -> list[Any]:
+    """What a loader, its samplers and its data set hold, down to random generators; in the same order everywhere."""
     seen: dict[int, Any] = {}
 
     def walk(holder: Any, depth: int) -> None:
@@ -30,11 +30,16 @@ def generators_of(loader: Any) -> list[Any]:
             if isinstance(value, _KINDS):
                 seen[id(value)] = value
             elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)):
-                seen[id(value)] = None
+                seen[id(value)] = value
                 walk(value, depth - 1)
 
     walk(loader, _MAX_DEPTH)
-    return [value for value in seen.values() if value is not None]
+    return list(seen.values())
+
+
+def generators_of(loader: Any) -> list[Any]:
+    """The random generators that a loader, its samplers and its data set hold."""
+    return [value for value in held_by(loader) if isinstance(value, _KINDS)]
 
 
 def states_of(loader: Any) -> tuple[Any, ...]:

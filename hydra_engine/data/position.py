@@ -3,6 +3,7 @@
 A loader with a `state_dict` of its own is left to it. Any other begins its epoch again, with the random states that the
 epoch began with. Then, where a sampler gives the order, its indices are drawn and dropped without loading a sample;
 else the batches before the position are loaded and dropped. At the end every generator is set to where it stood.
+Persistent workers that somebody has opened before are ended: new ones begin as those of a fresh process.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hydra_engine.adaptive import AdaptiveDataLoader, StepChoice
-from hydra_engine.data.generators import same_states, set_states, states_of
+from hydra_engine.data.generators import held_by, same_states, set_states, states_of
 from hydra_engine.data.streams import RandomState, Stream, capture, copied, install, installed, random_from_state
 
 _MISSING = object()
+_WORKERS = "has workers that may draw, and drew in earlier epochs as well"
 _REMEDY = (
     "is not followed, so that batches after a resume may differ from those of an uninterrupted run; make the loader "
     "with a generator of its own, or give it a state_dict"
@@ -56,7 +58,7 @@ class LoaderPosition:
 
 def epoch_start(loader: Any, stream: Stream) -> EpochStart:
     """Return the states that an epoch is about to begin with; to be called before `iter`."""
-    return EpochStart(stream.state, states_of(loader), getattr(loader, "_iterator", None) is not None)
+    return EpochStart(stream.state, states_of(loader), any(each._iterator is not None for each in _persistent(loader)))
 
 
 def position_of(loader: Any, stream: Stream, start: EpochStart, num_batches: int) -> LoaderPosition:
@@ -84,43 +86,87 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iter
             f"the loader that was saved {kinds[0]} state_dict, and this one {kinds[1]}; resume with the loader that "
             f"was saved"
         )
+    _end_workers(loader)
     stream.state = start.random
+    begins = position.num_batches == 0  # the epoch begins again, and what opening it draws is not drawn yet
     if position.own is not None:
         loader.load_state_dict(position.own)
-    if position.num_batches == 0:  # the epoch begins again, and what opening it draws is not drawn yet
+    if begins or position.own is None:
         set_states(loader, start.generators)
-        with installed(stream):
-            return iter(loader), None
-    if position.own is not None:
+    if position.own is not None or (begins and not start.has_workers):
         with installed(stream):
             iterator = iter(loader)
-        stream.state = position.random
+        if not begins:
+            stream.state = position.random
         return iterator, None
-    set_states(loader, start.generators)
-    is_replayed = _has_index_stream(loader) and (loader.num_workers == 0 or not _draws_in_worker(loader, stream, start))
+    is_replayed = _is_by_index(loader, stream, start.generators)
+    if start.has_workers and not is_replayed:
+        _make_workers(loader, stream, start.generators)
     with installed(stream):
         if is_replayed:
             iterator, drew_later = _replayed(loader, position)
         else:
             drew_later = _passed(iterator := iter(loader), position)
+    doubt = _WORKERS if start.has_workers and not is_replayed else None
+    if begins:
+        return iterator, _told(doubt)
     # What drew at every batch may have drawn in between others that are not here, such as the model's layers.
     was_alone = stream.state._replace(device=position.random.device).same_as(position.random)
     stream.state = position.random
-    doubt = None
     if len(states_of(loader)) != len(position.generators):
-        doubt = "makes random generators while it reads"
+        doubt = doubt or "makes random generators while it reads"
     else:
         set_states(loader, position.generators)
-    if start.has_workers and not is_replayed:
-        doubt = "has workers that may draw, and drew in earlier epochs as well"
     if drew_later and not was_alone:
         who = "has a sampler that draws" if is_replayed else "draws"
         doubt = f"{who} from the process-wide generators at every batch, as others do in between"
-    return iterator, None if doubt is None else f"the loader {doubt}, which {_REMEDY}"
+    return iterator, _told(doubt)
+
+
+def restore_between(loader: Any, stream: Stream, generators: tuple[Any, ...], *, was_open: bool) -> str | None:
+    """Bring a loader to where it stood between two readings from its beginning; `was_open`: it was read before.
+
+    Returns why its batches may be other ones than those of the run that was saved.
+    """
+    _end_workers(loader)
+    set_states(loader, generators)
+    if not (was_open and _persistent(loader)):
+        return None
+    doubt = None if _is_by_index(loader, stream, generators) else _WORKERS
+    _make_workers(loader, stream, generators)
+    return _told(doubt)
+
+
+def _told(doubt: str | None) -> str | None:
+    return None if doubt is None else f"the loader {doubt}, which {_REMEDY}"
 
 
 def _is_stateful(loader: Any) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+# -- persistent workers
+
+
+def _persistent(loader: Any) -> list[Any]:
+    """Torch's loaders with persistent workers: the loader, or those in it."""
+    return [each for each in (loader, *held_by(loader)) if isinstance(each, DataLoader) and each.persistent_workers]
+
+
+def _end_workers(loader: Any) -> None:
+    """End those that somebody has opened: `iter` would go on with what they have drawn, and draw no seed for them."""
+    for each in _persistent(loader):
+        iterator, each._iterator = each._iterator, None
+        if iterator is not None:
+            iterator._shutdown_workers()
+
+
+def _make_workers(loader: Any, stream: Stream, generators: tuple[Any, ...]) -> None:
+    """Make those of an epoch before, for which `iter` then draws no seed. What making them draws is dropped."""
+    with installed(Stream(stream.state)):
+        for each in _persistent(loader):
+            iter(each)
+    set_states(loader, generators)
 
 
 # -- without loading samples
@@ -131,6 +177,11 @@ def _has_index_stream(loader: Any) -> bool:
     own = (DataLoader.__iter__, DataLoader._get_iterator)
     is_plain = isinstance(loader, DataLoader) and (type(loader).__iter__, type(loader)._get_iterator) == own
     return is_plain and not isinstance(loader.dataset, IterableDataset)
+
+
+def _is_by_index(loader: Any, stream: Stream, generators: tuple[Any, ...]) -> bool:
+    """Return True if samples are asked for by index, and workers draw for none."""
+    return _has_index_stream(loader) and (loader.num_workers == 0 or not _draws_in_worker(loader, stream, generators))
 
 
 class _AdvancedOnce:
@@ -199,7 +250,7 @@ class _DrawsProbe(Dataset[bool]):
         return not (capture().same_as(before) and same_states(own, states_of(self._dataset)))
 
 
-def _draws_in_worker(loader: Any, stream: Stream, start: EpochStart) -> bool:
+def _draws_in_worker(loader: Any, stream: Stream, generators: tuple[Any, ...]) -> bool:
     """Return True if samples draw in workers. Asked in one: a data set may open here what a fork must not inherit."""
     with installed(Stream(stream.state)):
         first = next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), None)
@@ -215,7 +266,7 @@ def _draws_in_worker(loader: Any, stream: Stream, start: EpochStart) -> bool:
             multiprocessing_context=loader.multiprocessing_context,
             timeout=loader.timeout,
         )
-    set_states(loader, start.generators)
+    set_states(loader, generators)
     return bool(draws)
 
 
@@ -262,3 +313,10 @@ class TaskPosition:
         choice = saved.get("choice")
         loader = LoaderPosition.from_state(saved["loader"])
         return cls(**{**saved, "loader": loader, "choice": None if choice is None else StepChoice.from_state(choice)})
+
+
+class Beginning(NamedTuple):
+    """Where a task began. One that was paused before its first commit begins there again, since its loader was read."""
+
+    seed: int
+    position: TaskPosition | None  # None: it went on from what was saved of it

@@ -57,7 +57,7 @@ class Reader:
         self._max_devices = max_devices
         self.adaptation = adaptation
         self._name = name
-        self._is_resumed = start is not None
+        self._is_resumed = start is not None and start.num_steps > 0
         self._begin_epoch = begin_epoch
         self._calls = UserCalls(name, task.loader_timeout_s)
         stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
@@ -88,6 +88,11 @@ class Reader:
             )
         apart = Stream(self._epochs.stream.state)
         return self._batch(self._sample_item()._replace(training=training), apart)  # split anew as it begins
+
+    @property
+    def beginning(self) -> TaskPosition:
+        """The task's position before its first batch was read, where positions are kept. For a reader at rest."""
+        return self._epochs.beginning
 
     @property
     def is_empty(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,18 +59,28 @@ class Quotas:
         quotas: an int or a `Quota` for each group; None: there are none, and no task may be in a group.
         tasks: the tasks.
         num_devices: gives the most that there may be.
+        not_over: gives the tasks of the orchestrator that count on devices now, or will again.
     """
 
-    def __init__(self, quotas: object, tasks: Iterable[Asking], num_devices: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        quotas: object,
+        tasks: Iterable[Asking],
+        num_devices: Callable[[], int],
+        not_over: Callable[[], Iterable[Asking]],
+    ) -> None:
         if not (quotas is None or isinstance(quotas, Mapping)):
             raise TypeError(f"quotas: {quotas!r} maps no groups to numbers of devices; give {{'a': 2, 'b': 2}}")
         self._num_devices = num_devices
+        self._not_over = not_over
         self.are_given = quotas is not None
         self._quotas: dict[str | None, Quota] = {}  # by group
         for group, quota in (quotas or {}).items():
-            self._quotas[group] = self._checked(group, quota)
+            self._quotas[group] = found = self._checked(group, quota)
+            self._check_total(group, found, self._quotas)
         tasks = list(tasks)
         self._num_tasks = Counter(getattr(task, "group", None) for task in tasks)  # by group
+        self._coming: list[Asking] = []  # being planned, and not in the orchestrator yet
         self._changing = threading.Lock()
         for task in tasks:
             self._check(task, self.of(task))
@@ -89,10 +99,14 @@ class Quotas:
         """Check a task that comes, and take in the quota of its group, if it brings one; not where the body raises."""
         with self._changing:
             brought = None if quota is None else self._brought(task, quota)
-            self._check(task, brought or self.of(task))
+            found = brought or self.of(task)
+            self._check(task, found)
+            if found is not None:  # what groups had whose tasks are over is free
+                self._check_total(task.group, found, {each.group for each in (*self._not_over(), *self._coming)})
             if brought is not None:
                 self._quotas[task.group] = brought
             self._num_tasks[task.group] += 1
+            self._coming.append(task)
         try:
             yield
         except BaseException:
@@ -101,6 +115,9 @@ class Quotas:
                 if not self._num_tasks[task.group]:
                     self._quotas.pop(task.group, None)  # nobody else counts on it
             raise
+        finally:
+            with self._changing:
+                self._coming.remove(task)
 
     def _brought(self, task: Asking, quota: object) -> Quota:
         """Return the quota of a group that comes with a task."""
@@ -145,13 +162,17 @@ class Quotas:
                 quota = Quota(quota)
             except ValueError as error:
                 raise ValueError(f"quotas: group {group!r}: {error}") from None
-        total, most = quota.devices + sum(each.devices for each in self._quotas.values()), self._num_devices()
+        return quota
+
+    def _check_total(self, group: str | None, quota: Quota, groups: Container[str | None]) -> None:
+        """Refuse a group whose quota is more than what is there beside those of the other groups that count."""
+        others = [each.devices for name, each in self._quotas.items() if name in groups and name != group]
+        total, most = quota.devices + sum(others), self._num_devices()
         if total > most:
             raise ValueError(
                 f"quotas: {total} devices with group {group!r}, limit: {most}, the devices that there may be; lower a "
                 f"quota, or give more devices, or a larger max_devices"
             )
-        return quota
 
 
 def _known(quotas: Iterable[str | None]) -> str:

@@ -157,7 +157,10 @@ def sequential(model: PreTrainedModel | nn.Module, example: Any = None) -> nn.Se
         layers.append(getattr(base, entry.family.norm))
     if entry.head is not None:
         layers.append(entry.head(inner))
-    return nn.Sequential(*layers)
+    made = nn.Sequential(*layers)
+    # Of modules around the blocks (an encoder, an adapter's wrapper, the model) it calls none, and none of their hooks.
+    around = set(model.modules()) - set(made.modules())
+    return Model(model, example=example) if any(map(_has_hooks, around)) else made
 
 
 def causal_lm_loss(output: Any, labels: Tensor) -> Tensor:
@@ -241,8 +244,11 @@ def _is_usual(model: Any, base: Any, num_blocks: int) -> bool:
         # Set to the other direction, attention is another one in every block.
         and getattr(config, "is_causal", None) is None
         and not any(kind in CHANGING_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
-        and not any(each._forward_hooks or each._forward_pre_hooks for each in (model, base))
     )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def _refusal(model: Any, why: str, remedy: str) -> TypeError:

@@ -45,8 +45,9 @@ class Logger:
 
     All calls come from one thread of the logger's own, one at a time and in the order of what happened, of all tasks of
     a run; orchestrators that train at the same time need one each. Training waits for none of them. A call that raises
-    loses its values; after the third, the logger is dropped for the run. 10,000 values wait at most, and what comes
-    while so many do is lost. All of that is told on stderr and in `report.messages`.
+    loses its values; after the third, the logger is dropped for the run. Where `begin_task` raises, that task alone is
+    not logged. 10,000 values wait at most, and what comes while so many do is lost. All of that is told on stderr and
+    in `report.messages`.
 
     Draw nothing from `random`, `numpy.random` and torch's default generator: loaders draw from them at the same time.
     """

@@ -14,6 +14,7 @@ from hydra_engine.tasks import StepReport, ValidationReport
 
 # A record of an event file: its bytes, and this much for their number and checksums (the TFRecord format).
 FRAME_BYTES = 16
+ENDING = ".hydra"  # of our files' names
 
 
 class TensorBoardLogger(FileLogger):
@@ -21,7 +22,8 @@ class TensorBoardLogger(FileLogger):
 
     Tags: "loss", "lr", "grad_norm", "samples_per_s" and "epoch" of steps; "validation_loss" and "metrics_NAME" of
     validations; by training steps committed. Each step is with the system at once. Where a task begins anew, a folder
-    that is there is renamed (TASK.1); where it goes on, it has one more file, and the others lose what will come again.
+    that is there is renamed (TASK.1); where it goes on, it has one more file, and the logger's others lose what will
+    come again.
 
     Raises ImportError without the package `tensorboard`.
     """
@@ -38,7 +40,7 @@ class TensorBoardLogger(FileLogger):
             _cut(folder, start)
         folder.mkdir(parents=True, exist_ok=True)
         # By names they stand in the order of their beginnings, in which TensorBoard reads them.
-        file = (folder / f"events.out.tfevents.{time.time_ns():020}.hydra").open("xb")
+        file = (folder / f"events.out.tfevents.{time.time_ns():020}{ENDING}").open("xb")
         self._files[start.task] = _load().records(file)
         self._write(start.task, wall_time=time.time(), file_version="brain.Event:2")
 
@@ -62,7 +64,7 @@ class TensorBoardLogger(FileLogger):
 def _cut(folder: Path, start: TaskStart) -> None:
     """Remove the events that will come again, and a last one that a killed process has not written to its end."""
     form, is_over = _load(), False
-    for path in sorted(folder.glob("*tfevents*")):
+    for path in sorted(folder.glob(f"*{ENDING}")):  # others may be of a SummaryWriter of the user
         num_bytes = 0
         for record in () if is_over else form.loader(str(path)).Load():
             event = form.event.FromString(record)

@@ -24,6 +24,7 @@ class _Call(NamedTuple):
     """One call of a logger."""
 
     method: str
+    task: str
     arguments: tuple[Any, ...]
     about: str  # for messages
 
@@ -39,6 +40,7 @@ class LoggerThread:
         self._lock = threading.Lock()  # of what is counted below
         self._num_lost = 0  # values that found the queue full
         self._num_failed = 0
+        self._not_begun: set[str] = set()  # tasks at whose beginning the logger raised: it is told nothing more of them
         self._is_over = False  # dropped, or left behind: no more calls
         self._hurried = threading.Event()  # what waits is to be passed on at once
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -82,10 +84,18 @@ class LoggerThread:
 
     def _serve(self) -> None:
         while (call := self._next()) is not None and not self._is_over:
+            begins = call.method == "begin_task"
+            if call.task in self._not_begun and not begins:
+                continue
+            self._not_begun.discard(call.task)
             try:
                 getattr(self.logger, call.method)(*call.arguments)
             except BaseException as error:  # SystemExit, too: it is the logger's, and not the run's
-                self._failed(call.about, error)
+                if begins:
+                    self._not_begun.add(call.task)
+                    self._tell(f"raised at {call.about}, which is not logged: {_line(error)}")
+                else:
+                    self._failed(call.about, error)
         try:
             self.logger.close()
         except BaseException as error:
@@ -130,20 +140,20 @@ class RunLoggers:
 
     def begin(self, start: TaskStart) -> None:
         self._begun.add(start.task)
-        self._put("begin_task", (start,), f"the beginning of {start.task}")
+        self._put("begin_task", start.task, (start,), f"the beginning of {start.task}")
 
     def step(self, step: StepReport) -> None:
-        self._put("log_step", (step,), f"{step.task}, step {step.step}", may_be_lost=True)
+        self._put("log_step", step.task, (step,), f"{step.task}, step {step.step}", may_be_lost=True)
 
     def validation(self, validation: ValidationReport) -> None:
         about = f"{validation.task}, validation after step {validation.step}"
-        self._put("log_validation", (validation,), about, may_be_lost=True)
+        self._put("log_validation", validation.task, (validation,), about, may_be_lost=True)
 
     def end(self, task: str, status: str) -> None:
         """A task is over, or paused."""
         if task in self._begun:
             self._begun.remove(task)
-            self._put("end_task", (task, status), f"the end of {task}")
+            self._put("end_task", task, (task, status), f"the end of {task}")
 
     def hurry(self) -> None:
         """A checkpoint is being written: what it has should be logged by then, in case the process is killed."""
@@ -159,6 +169,8 @@ class RunLoggers:
         self.left_behind += [each.logger for each in threads if not each.join(deadline_s)]
         return [message for each in threads for message in each.messages]
 
-    def _put(self, method: str, arguments: tuple[Any, ...], about: str, *, may_be_lost: bool = False) -> None:
+    def _put(
+        self, method: str, task: str, arguments: tuple[Any, ...], about: str, *, may_be_lost: bool = False
+    ) -> None:
         for each in self._threads:
-            each.put(_Call(method, arguments, about), may_be_lost=may_be_lost)
+            each.put(_Call(method, task, arguments, about), may_be_lost=may_be_lost)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.adaptive import Adaptation
-from hydra_engine.capture import Branch, check_call, layers_of
+from hydra_engine.capture import check_call
 from hydra_engine.checkpoints import SavedTask
-from hydra_engine.data import ALIGNMENT_BYTES, Batch, Reader, Stream, beside_loaders, capture, installed
+from hydra_engine.data import ALIGNMENT_BYTES, Batch, Beginning, Reader, Stream, beside_loaders, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
 from hydra_engine.errors import HostOutOfMemory, PauseTask, ShardDoesNotFit, StopTask
 from hydra_engine.host import (
@@ -378,6 +378,7 @@ class PlannedTask:
         alignment_bytes: int = ALIGNMENT_BYTES,
         keeps_positions: bool = False,
         saved: SavedTask | None = None,
+        beginning: Beginning | None = None,
         limit: DramLimit | None = None,
         rehearsals: Rehearsals | None = None,
         max_devices: int = 1,
@@ -385,8 +386,9 @@ class PlannedTask:
         """`alignment_bytes`: that every parameter's place is a multiple of, on the devices that it may run on.
 
         keeps_positions: the reader says where the task stands. saved: what it goes on from; its weights have been put
-        back. limit: of DRAM, for all tasks. rehearsals: those of other tasks. max_devices: that batches are split for,
-        with `max_device_batch`; a saved task keeps those that it had, and with them its bits.
+        back. beginning: where it begins again, if not saved. limit: of DRAM, for all tasks. rehearsals: those of other
+        tasks. max_devices: that batches are split for, with `max_device_batch`; a saved task keeps those that it had,
+        and with them its bits.
         """
         self.task = task
         self.name = name
@@ -416,6 +418,8 @@ class PlannedTask:
                 f"before ModelTask(...)"
             )
         self.speedups: tuple[float, ...] = ()  # of an adaptive task, on 1, 2, ... devices, as measured
+        self._beginning = beginning
+        start = None if beginning is None else beginning.position
         # Not a method: the two would hold each other.
         begin_epoch = partial(_begin_epoch, task, self.report, self._stopping, self.callbacks_drew)
         self.reader = Reader(
@@ -423,12 +427,15 @@ class PlannedTask:
             name,
             adaptation=self.adaptation,
             keeps_positions=keeps_positions,
-            start=None if saved is None else saved.position,
+            start=start if saved is None else saved.position,
             begin_epoch=begin_epoch if begin_epochs(task.callbacks) else None,
             max_devices=max_devices,
         )
         self.rehearsals = Rehearsals() if rehearsals is None else rehearsals
-        if task.model.is_pending or (task.model.has_own_forward and not self._is_chain(alignment_bytes)):
+        with _noting(name, "as its model was looked at"):
+            task.model.check_hooks()
+        is_unlike = task.model.is_outdated or (task.model.has_own_forward and not self._is_chain(alignment_bytes))
+        if task.model.is_pending or is_unlike:
             # By the first batch, which the reader keeps for the first step.
             with _noting(name, "as its model was made into layers by its first batch"):
                 task.model.convert(self._inputs())
@@ -459,36 +466,38 @@ class PlannedTask:
         self.as_planned: TaskCost | None = None  # what a step was predicted to take, for other tasks' plans
 
     def _is_chain(self, alignment_bytes: int) -> bool:
-        """Return True if the model's own forward is its children in order; it runs once, on the first batch."""
-        inputs, source = self._inputs(), self.task.model.source
+        """Return True if the model's own forward is its children in order; it runs on the first batch, in each mode."""
+        inputs, model = self._inputs(), self.task.model
         try:
-            check_call(source, (inputs,))
+            check_call(model.source, (inputs,))
         except TypeError:  # it takes other arguments than one
             return False
         layout = layout_of(self.task, alignment_bytes)
-        training = self.task.purpose is Purpose.TRAIN
+        trains = self.task.purpose is Purpose.TRAIN
         try:
-            check_own_forward(self.task.model, layout, inputs, training=training)
+            for training in {trains, trains and self.task.validation is None}:
+                check_own_forward(model, layout, inputs, training=training)
         except LayerFault:
             return False
         except Exception:
             if not isinstance(inputs, (tuple, dict)):
                 raise
             with suppress(TypeError):  # it may take what is in there one by one
-                check_call(source, inputs)
+                check_call(model.source, inputs)
                 return False
             raise
-        try:
-            layers_of(source, inputs)
-        except Branch as error:  # for another batch it may be another chain
-            raise ValueError(f"{self.name}: {error}") from error
-        except Exception:  # its children run as they are: nobody has to follow what they do
-            pass
         return True
 
     def _inputs(self) -> Any:
         with _noting(self.name, FIRST_READ):
             return self.reader.sample_inputs
+
+    @property
+    def beginning(self) -> Beginning:
+        """Where it began. To be asked once it is at rest."""
+        if self._beginning is not None:
+            return self._beginning
+        return Beginning(self.report.seed, None if self.saved is not None else self.reader.beginning)
 
     @property
     def stopping(self) -> StopTask | PauseTask | None:
@@ -692,8 +701,6 @@ class Planner:
         for training in (True, False) if self._validates else (self._trains,):
             if task.model.is_converted:
                 self._check_converted(training=training)
-            elif task.model.has_own_forward and not training:  # otherwise seen when it was made
-                check_own_forward(task.model, state.layout, self._planned.reader.sample_inputs, training=False)
         is_auto = task.accumulation_steps == "auto"
         is_open = is_auto and saved is None
         number = 1 if isinstance(task.accumulation_steps, str) else task.accumulation_steps

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hydra_engine.capture import called_with, without_caches
+from hydra_engine.capture import called_with, saved_hooks, settings, state_of, without_caches
 from hydra_engine.data import RandomState, Stream, capture, copy_of, identical, installed, seeded
 from hydra_engine.host import LayerFault, ModelLayout, Structure
 from hydra_engine.tasks import Model
@@ -25,13 +26,20 @@ REMEDY = "; give the model as an nn.Sequential of its layers"
 
 
 class _Trail:
-    """The layers that ran so far, and what the last one returned; a plain nn.Sequential is its layers one by one."""
+    """The layers that ran so far, and what the last one returned; a plain nn.Sequential is its layers one by one.
+
+    The own forward never gets hold of a value: it hands on an object that stands for it, and refuses to be looked at.
+    """
 
     def __init__(self, structure: Structure, layout: ModelLayout, value: Any) -> None:
         self.names: list[str] = []
         self._slots = {id(place): slot for place, slot in zip(structure.parameters, layout.slots, strict=True)}
-        self.value = value
+        self._value = value
+        self.token = _Token(self)
         self.position = 0
+        self.is_in_layer = False
+        self.raised: Exception | None = None  # the first; the forward may have caught it
+        self._around: dict[str, Any] = {}
 
     def stub(self, name: str, layer: nn.Module) -> nn.Module:
         """Return a module that stands for a layer. Layers run in the order in which this is called."""
@@ -40,51 +48,167 @@ class _Trail:
             return nn.Sequential(OrderedDict((key, self.stub(f"{name}.{key}", each)) for key, each in named))
         self.names.append(name)
         # Not the layer itself: what looks for modules finds none.
-        return _Stub(name, partial(self.step, len(self.names) - 1, layer))
+        return _Stub(name, partial(self.step, len(self.names) - 1, layer), self)
 
-    def step(self, position: int, layer: nn.Module, value: Any) -> Any:
+    def refused(self, what: str) -> LayerFault:
+        """Return what to raise, and note it: `except Exception` in the model's code would hide it."""
+        fault = _refusal(what)
+        self.raised = self.raised or fault
+        return fault
+
+    def run(self, source: nn.Module) -> Any:
+        """Run the own forward. Raises what a child raises, and LayerFault where it does more than to call them."""
+        try:
+            with _Watch(self):
+                self._look_around()
+                out = source(self.token)
+                self._check_around("after its children")
+        except Exception as error:
+            if self.raised is None:
+                raise _refusal(f"uses more than its children's calls ({type(error).__name__}: {error})") from error
+        if self.raised is not None:
+            raise self.raised
+        return out
+
+    def step(self, position: int, layer: nn.Module, token: Any) -> Any:
         name = self.names[position]
         if position != self.position:
             expected = self.names[self.position] if self.position < len(self.names) else "the end"
-            raise _refusal(f"runs layer {name!r} (index {position}) where {expected!r} comes next in order")
-        if not _is_same(value, self.value):
-            raise _refusal(f"changes the value that enters layer {name!r} (index {position})")
+            raise self.refused(f"runs layer {name!r} (index {position}) where {expected!r} comes next in order")
+        if token is not self.token:
+            raise self.refused(f"changes the value that enters layer {name!r} (index {position})")
+        self.is_in_layer = True
+        try:
+            self._check_around(f"before layer {name!r} (index {position})")
+            with torch.no_grad():
+                self._value = self._run(layer)
+            self._look_around()
+        except Exception as error:
+            self.raised = self.raised or error
+            raise
+        finally:
+            self.is_in_layer = False
         self.position += 1
-        # On copies of its weights, one layer's at a time: it may write to them.
+        self.token = _Token(self)
+        return self.token
+
+    def _run(self, layer: nn.Module) -> Any:
+        """Run a layer on copies of its weights, one layer's at a time: it may write to them."""
         places = [(place, self._slots[id(place)]) for place in layer.parameters() if id(place) in self._slots]
         for place, slot in places:
             place.data = copy_of(slot.parameter.data)
         try:
-            self.value = layer(value)
+            return layer(self._value)
         finally:
             for place, slot in places:
                 place.data = torch.empty(0, dtype=slot.dtype)
-        return self.value
+
+    def _look_around(self) -> None:
+        was, self.is_in_layer = self.is_in_layer, True
+        self._around = _surroundings()
+        self.is_in_layer = was
+
+    def _check_around(self, where: str) -> None:
+        """Raise LayerFault if the own forward has changed what layers find, since the last one ran."""
+        before = self._around
+        self._look_around()
+        changed = next((name for name, value in self._around.items() if value != before[name]), None)
+        if changed is not None:
+            raise self.refused(f"changes {changed} {where}")
+
+
+def _surroundings() -> dict[str, Any]:
+    """Return what a layer finds beside its input: a forward's own code may set it around a child, or draw."""
+    state = capture()
+    return {
+        **settings(torch.device("cpu")),
+        "autocast of any device": torch._C._is_any_autocast_enabled(),
+        "the hooks of saved tensors": saved_hooks(),
+        "the mode of gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "the modes of functions": torch._C._len_torch_function_stack(),
+        "torch's random numbers": state.torch.numpy().tobytes(),
+        "the random numbers of `random`": state.python,
+        "the random numbers of `numpy.random`": (state.numpy[1].tobytes(), state.numpy[2:]),
+    }
+
+
+class _Watch(TorchFunctionMode):
+    """Refuses functions of torch's that the own forward calls."""
+
+    def __init__(self, trail: _Trail) -> None:
+        super().__init__()
+        self._trail = trail
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._trail.is_in_layer:
+            return func(*args, **(kwargs or {}))
+        raise self._trail.refused(f"calls {getattr(func, '__name__', func)} itself")
 
 
 class _Stub(nn.Module):
     """Stands for a child while the module's own forward runs."""
 
-    def __init__(self, name: str, run: Callable[[Any], Any]) -> None:
+    def __init__(self, name: str, run: Callable[[Any], Any], trail: _Trail) -> None:
         super().__init__()
-        self._own_name, self._run = name, run
+        self._own_name, self._run, self._trail = name, run, trail
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
-            raise _refusal(f"calls layer {self._own_name!r} with {len(args) + len(kwargs)} arguments instead of one")
+            number = len(args) + len(kwargs)
+            raise self._trail.refused(f"calls layer {self._own_name!r} with {number} arguments instead of one")
         return self._run(args[0])
 
+    def __getattr__(self, name: str) -> Any:
+        raise self._trail.refused(f"takes {name} of layer {self._own_name!r} instead of calling it")
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to be looked into: parameters() and modules() of the model come here."""
+        raise self._trail.refused(f"looks into layer {self._own_name!r} instead of calling it")
+
+    def train(self, mode: bool = True) -> Any:
+        raise self._trail.refused(f"sets the mode of layer {self._own_name!r}")
+
     def __iter__(self) -> Any:
-        raise _refusal(f"runs over the children of layer {self._own_name!r} instead of calling it")
+        raise self._trail.refused(f"runs over the children of layer {self._own_name!r} instead of calling it")
 
     def __len__(self) -> int:
-        raise _refusal(f"asks for the number of children of layer {self._own_name!r}")
+        raise self._trail.refused(f"asks for the number of children of layer {self._own_name!r}")
 
     def __getitem__(self, key: Any) -> Any:
-        raise _refusal(f"takes child {key!r} of layer {self._own_name!r} instead of calling it")
+        raise self._trail.refused(f"takes child {key!r} of layer {self._own_name!r} instead of calling it")
 
     def __bool__(self) -> bool:
         return True
+
+
+class _Token:
+    """Stands for a value while the module's own forward runs, which may hand it on and nothing else."""
+
+    def __init__(self, trail: _Trail) -> None:
+        object.__setattr__(self, "trail", trail)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Have functions of torch's pass through modes, where `_Watch` is."""
+        return NotImplemented
+
+
+def _looks(name: str) -> Callable[..., Any]:
+    def refuse(token: _Token, *args: Any) -> Any:
+        what = args[0] if name == "__getattribute__" else name
+        raise object.__getattribute__(token, "trail").refused(f"looks at a value between its children ({what})")
+
+    return refuse
+
+
+# Operators are looked up in the class, past __getattribute__.
+_BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
+_OTHERS = """
+    getattribute setattr delattr repr str format hash bool len iter next reversed contains getitem setitem delitem call
+    enter exit eq ne lt le gt ge neg pos abs invert int float complex index round array
+"""
+for _each in (*_OTHERS.split(), *(f"{side}{each}" for side in ("", "r", "i") for each in _BINARY.split())):
+    setattr(_Token, f"__{_each}__", _looks(f"__{_each}__"))
 
 
 def _is_plain_sequence(layer: nn.Module) -> bool:
@@ -98,27 +222,28 @@ def _is_plain_sequence(layer: nn.Module) -> bool:
 def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, training: bool = True) -> None:
     """Run the source module's forward with a stub for each child, on a sample; in eval() unless for `training`.
 
-    Raises LayerFault with the layer's name when a child runs out of order or not at all, or when its input is anything
-    but the very object that the child before returned.
+    Raises LayerFault where it does more than to run each child once, in order, on what the child before returned: where
+    it looks at a value, calls a function of torch's, sets a mode around a child, draws, or leaves something behind.
     """
     source: nn.Module = model.__dict__["source"]
     while isinstance(source, Model):
         source = source.__dict__["source"]
     structure = Structure(layout, torch.device("cpu"), casts=False)
     structure.bind({}, {index: copy_of(buffer) for index, buffer in enumerate(layout.buffers)})
-    trail = _Trail(structure, layout, inputs)
     children, attributes, flag = dict(source._modules), dict(vars(source)), source.training
     try:
         if not training:
             source.training = False
             for layer in structure.layers:
                 layer.eval()
-        for name, layer in zip(model._modules, structure.layers, strict=False):  # not the loss
-            source._modules[name] = trail.stub(name, layer)
-        with torch.no_grad(), installed(Stream(capture())):
-            out = source(inputs)
-    except (AttributeError, StopIteration) as error:
-        raise _refusal(f"uses more of its children than calling them ({type(error).__name__}: {error})") from error
+        with torch.set_grad_enabled(training), installed(Stream(capture())):
+            trail = _Trail(structure, layout, inputs)
+            for name, layer in zip(model._modules, structure.layers, strict=False):  # not the loss
+                source._modules[name] = trail.stub(name, layer)
+            beside = set(map(id, (*children.values(), *source._modules.values())))
+            before = state_of(source, beside)
+            out = trail.run(source)
+            after = state_of(source, beside)
     finally:
         source._modules.update(children)
         vars(source).clear()
@@ -126,9 +251,12 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
         source.training = flag
     if trail.position < len(trail.names):
         raise _refusal(f"does not run layer {trail.names[trail.position]!r} (index {trail.position})")
-    if not _is_same(out, trail.value):
+    if out is not trail.token:
         last = f"layer {trail.names[-1]!r} (index {len(trail.names) - 1})" if trail.names else "its last layer"
         raise _refusal(f"changes the value that {last} returned")
+    if before != after:
+        changed = next(each for each in (*after, *before) if before.get(each) != after.get(each))
+        raise _refusal(f"changes {changed}")
 
 
 def check_converted(
@@ -221,12 +349,3 @@ def _refusal(what: str) -> LayerFault:
         f"the model's own forward {what}; the engine runs children one after the other, each on what the one before "
         f"returned: put such operations into layers of their own and pass Model the list of layers"
     )
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    xs, x_spec = pytree.tree_flatten(a)
-    ys, y_spec = pytree.tree_flatten(b)
-    pairs = zip(xs, ys, strict=False)
-    return x_spec == y_spec and all(x is y or (not isinstance(x, Tensor) and x == y) for x, y in pairs)

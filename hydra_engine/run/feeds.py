@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 from hydra_engine.adaptive import Adaptation, AdaScale, rule_for
 from hydra_engine.data import CallbackDraws
@@ -20,9 +20,20 @@ from hydra_engine.planning import PlannedTask, largest_micro_batch
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.host_work import HostWork
 from hydra_engine.run.notifier import Notifier
-from hydra_engine.run.running_task import Asked, Common, Figures, Job, LastCommit, Life, Retries, RunningTask, StepClock
+from hydra_engine.run.running_task import (
+    Asked,
+    Common,
+    Figures,
+    Job,
+    LastCommit,
+    Life,
+    Retries,
+    RunningTask,
+    StepClock,
+    Waited,
+)
 from hydra_engine.run.saves import Saves
-from hydra_engine.run.signals import Deadlines, Overdue
+from hydra_engine.run.signals import Overdue
 from hydra_engine.run.workers import RunOver, Workers
 from hydra_engine.schedule import (
     BatchReady,
@@ -45,8 +56,6 @@ from hydra_engine.tasks import Best, Purpose
 
 # Tasks of a run's beginning wait for each other's set-up no longer than this.
 FIRST_S = 1.0
-# Who is waited for: "loader" or "callbacks", and of which task.
-Waited: TypeAlias = tuple[str, PlannedTask | None]
 LOADER, CALLBACKS = "loader", "callbacks"
 FIRST = ("set-up of all tasks of the run's beginning", None)
 
@@ -58,7 +67,6 @@ class Feeds:
 
     def __init__(self, common: Common) -> None:
         self._common = common
-        self._deadlines: Deadlines[Waited] = Deadlines()
 
     def instructions(self) -> dict[type, Callable[..., None]]:
         return {Read: self._asked}
@@ -90,7 +98,7 @@ class Feeds:
 
     def reader_answered(self, planned: PlannedTask) -> None:
         """A reader is waited for no more."""
-        self._deadlines.drop((LOADER, planned))
+        self._common.deadlines.drop((LOADER, planned))
 
     def _asked(self, instruction: Read) -> None:
         task = self._common.tasks[instruction.task]
@@ -176,25 +184,20 @@ class Feeds:
 
     # -- deadlines
 
-    def await_(self, waited: Waited, seconds: float) -> None:
-        """Look after somebody in so many seconds."""
-        self._deadlines.set(waited, seconds)
-        self._common.events.deadline_s = self._deadlines.next_s
-
     def await_loader(self, planned: PlannedTask) -> None:
         """Look after a loader once it has taken as long as it may, if that is limited."""
         if planned.task.loader_timeout_s is not None:
-            self.await_((LOADER, planned), planned.task.loader_timeout_s)
+            self._common.await_((LOADER, planned), planned.task.loader_timeout_s)
 
     def forget(self, planned: PlannedTask) -> None:
         """Look after nobody of a task any more."""
         for who in (LOADER, CALLBACKS):
-            self._deadlines.drop((who, planned))
+            self._common.deadlines.drop((who, planned))
 
     def await_callbacks(self, task: RunningTask) -> None:
         """Look after callbacks: each task's at least once in its time-out, so that calls themselves cost nothing."""
         if task.notifier.timeout_s is not None:
-            self.await_((CALLBACKS, task.planned), task.notifier.timeout_s)
+            self._common.await_((CALLBACKS, task.planned), task.notifier.timeout_s)
 
     def hurry_callbacks(self) -> None:
         """The run is to end, and soon: a callback that blocks must not hold it up."""
@@ -203,10 +206,10 @@ class Feeds:
                 task.notifier.hurry()
                 self.await_callbacks(task)
 
-    def overdue(self, _: Overdue) -> list[tuple[RunningTask, LoaderTimeout]]:
+    def overdue(self, due: Sequence[Waited]) -> list[tuple[RunningTask, LoaderTimeout]]:
         """Leave to themselves those whose time is up, and return the tasks whose set-up has not returned."""
         found = []
-        for who, planned in self._deadlines.take_due():
+        for who, planned in due:
             # None: it is planned still, or was paused, and goes on as another one.
             task = next((each for each in self._common.tasks.values() if each.planned is planned), None)
             if planned is not None and who == LOADER:
@@ -216,8 +219,7 @@ class Feeds:
             elif who == CALLBACKS and task is not None and task.life is not Life.ENDED:
                 left_s = task.notifier.leave_behind(fails=not self._common.is_interrupted)
                 if left_s is not None:
-                    self.await_((who, planned), left_s)
-        self._common.events.deadline_s = self._deadlines.next_s
+                    self._common.await_((who, planned), left_s)
         return found
 
     def _leave_loader(self, planned: PlannedTask, task: RunningTask | None) -> LoaderTimeout | None:
@@ -226,7 +228,7 @@ class Feeds:
         assert timeout_s is not None
         left_s = planned.reader.leave_behind()
         if left_s is not None:  # it was asked only later, after others' loaders
-            self.await_((LOADER, planned), left_s)
+            self._common.await_((LOADER, planned), left_s)
         elif task is not None and task.life is Life.SETTING_UP:
             what = "its loader's length, or its optimizer's or schedule's factory, did not return"
             return LoaderTimeout(name, timeout_s, thread, what)
@@ -487,7 +489,7 @@ class Joining:
         self._begins_by_s = time.monotonic() + FIRST_S
         for each in planned:
             self._take_in(each)
-        self._feeds.await_(FIRST, FIRST_S)
+        self._common.await_(FIRST, FIRST_S)
 
     def close(self) -> None:
         """Let nobody in any more."""
@@ -529,9 +531,11 @@ class Joining:
         """A task that was left over is not wanted any more."""
         self.left_over = [each for each in self.left_over if each.name != name]
 
-    def overdue(self, event: Overdue) -> None:
+    def overdue(self, _: Overdue) -> None:
         """Go on without those that are late."""
-        for task, error in self._feeds.overdue(event):
+        due = self._common.take_due()
+        self._saves.overdue(due)
+        for task, error in self._feeds.overdue(due):
             self._fail(task, error)
         if self._begins_by_s is not None and time.monotonic() >= self._begins_by_s:
             self._begin_waiting(late=True)

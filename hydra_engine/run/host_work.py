@@ -182,6 +182,7 @@ class HostWork:
 
     def _committing(self, task: RunningTask, instruction: Commit) -> None:
         task.held_commit = None
+        self._saves.save_waiting(task)
         job = partial(self._committed, task, instruction)
         self._submit_in_order(task, instruction, "its commit", partial(self._timed, "commit", task.name, job))
 

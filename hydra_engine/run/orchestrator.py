@@ -170,7 +170,7 @@ class ModelOrchestrator:
         self._devices = _Devices(devices, PoolLimits.checked(min_devices, max_devices, max_failures, 0))
         devices_in, most = self._devices.present, self._devices.most
         self._tasks = TaskList(tasks, devices_in, settings.store, settings.limit, max_devices=most)
-        self._quotas = Quotas(quotas, tasks, lambda: max(most, len(self._devices.pool.specs)))
+        self._quotas = Quotas(quotas, tasks, lambda: max(most, len(self._devices.pool.specs)), self._not_over)
         self._busy = threading.Lock()
         self._printed = ""  # the last plan that was
         self._running: EngineRun | None = None
@@ -181,6 +181,12 @@ class ModelOrchestrator:
         self.numa_node: int | None = None
         self.plan: Plan | None = None
         self.report: Report | None = None
+
+    def _not_over(self) -> list[ModelTask]:
+        """Return the tasks that count on devices, now or once they go on."""
+        tasks, found = self._tasks, self._tasks.at(Station.WAITING, Station.JOINING)
+        found += [each for each in tasks.at(Station.TRAINING) if not each.has_left]
+        return [each.task for each in (*found, *(each for each in tasks.all if each.is_paused))]
 
     def generate(self) -> Plan:
         """Profile, partition, rehearse one step of each task on a device, and check that everything fits.
@@ -239,7 +245,8 @@ class ModelOrchestrator:
         with self._quotas.coming(task, quota):
             with self._tasks.changed_by("add_task") as tasks:
                 planned, run = tasks.made(task), self._running
-                beside = tasks.at(Station.WAITING) if run is None else tasks.at(Station.JOINING, Station.TRAINING)
+                at = (Station.WAITING,) if run is None else (Station.JOINING, Station.TRAINING)
+                beside = tasks.beside(planned, *at)
                 check_sharing([*beside, planned])
                 if run is None:
                     self.plan = None  # it would lack the new one
@@ -604,11 +611,12 @@ class ModelOrchestrator:
                     raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
                 site = replace(site, devices=self._devices.present)  # those that come from now on are let into the run
                 stack.enter_context(self._settings.store)
+                found = self._settings.store.open(resume=resume)
                 with signals.deferred():  # a model is put back whole
-                    found = self._settings.store.open(resume=resume)
                     if found is not None or self._settings.store.has_going_on:
                         self.plan = None
                         messages = tasks.go_on(found)
+                signals.raise_first()  # not after planning, which may take as long again
                 waiting = tasks.at(Station.WAITING)
                 if waiting and self.plan is None:
                     self._plan_all(site, waiting)

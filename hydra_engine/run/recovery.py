@@ -52,7 +52,7 @@ class Recovery:
         if not event.is_torn:
             return UnitLost(unit)
         task = self._common.tasks[event.task]
-        if task.state.pool.early_release or task.state.steps_on_device or task.end.has_failed:
+        if task.updates_in_step or task.end.has_failed:
             return None  # weights of the step before are gone
         assert task.step is not None
         task.step.again = Again(error.with_traceback(None), fits=True)
@@ -71,6 +71,9 @@ class Recovery:
             return  # its end has raised, and it was forgotten
         if isinstance(event, DataFailed) and task.is_ending and task.end.is_paused:
             return  # it is saved, and its batch is read again when it goes on
+        is_of_unit = isinstance(event, Failed) and event.unit is not None
+        if is_of_unit and task.end.is_paused and not (task.updates_in_step or isinstance(event.error, DeviceLost)):
+            return  # its step is dropped, and begins again when the task goes on
         if task.end.is_early and not task.is_ending and not isinstance(event.error, DeviceLost):
             return  # of a step that nobody wants any more
         if lost is None or not isinstance(event.error, DeviceLost) or event.task == lost.task:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from hydra_engine.loggers import RunLoggers, TaskStart
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd, readable
 from hydra_engine.run.notifier import Notifier
-from hydra_engine.run.signals import Inbox
+from hydra_engine.run.signals import Deadlines, Inbox
 from hydra_engine.schedule import EVALUATE, FORWARD, Commit, Event, TaskStopped, TaskUnits, Unit
 from hydra_engine.system import HostThreads
 from hydra_engine.tasks import (
@@ -48,6 +48,9 @@ from hydra_engine.tasks import (
 )
 from hydra_engine.trace import Trace
 from partitioners.precision import cast
+
+# Who is waited for: "loader", "callbacks" or "save", and of which task.
+Waited: TypeAlias = tuple[str, PlannedTask | None]
 
 # Trying again helps with none of these: the device is gone, the user has decided, the iterator is still in use.
 FINAL = (DeviceLost, StopTask, PauseTask, LoaderTimeout)
@@ -409,6 +412,7 @@ class RunningTask:
     record: StepRecord | None = None  # of the last training step
     last_commit: LastCommit | None = None  # where positions are kept
     snapshot: Snapshot | None = None  # the last that was taken; done with once it is written
+    save_waits: bool = False  # for its callbacks; until then nothing of the task is committed
     is_updated: bool = True  # the last step that was committed is in all weights
     epoch: int = 0  # that its training has reached; of a task whose best is kept by its training loss
     epoch_is_over: bool = False  # the one before that, which waits for `is_updated`
@@ -437,6 +441,11 @@ class RunningTask:
     def is_whole(self) -> bool:
         """True if all of its state is of one step, once that is settled."""
         return not (self.is_torn or self.misses_update)
+
+    @property
+    def updates_in_step(self) -> bool:
+        """True if units of a step may update shards before it is committed."""
+        return bool(self.state.pool.early_release) or self.state.steps_on_device
 
     @property
     def is_ending(self) -> bool:
@@ -624,6 +633,7 @@ class Common:
         self.host = host
         self.loggers = loggers
         self.events: Inbox[Any] = Inbox()
+        self.deadlines: Deadlines[Waited] = Deadlines()
         self.due: deque[Event] = deque()  # to be decided upon before the event in hand is
         self.trace = Trace()
         self.tasks: dict[str, RunningTask] = {}
@@ -637,6 +647,17 @@ class Common:
     def later(self, job: Callable[[], None]) -> None:
         """Leave a job to the thread that decides."""
         self.events.put(Job(job))
+
+    def await_(self, waited: Waited, seconds: float) -> None:
+        """Look after somebody in so many seconds."""
+        self.deadlines.set(waited, seconds)
+        self.events.deadline_s = self.deadlines.next_s
+
+    def take_due(self) -> list[Waited]:
+        """Who is waited for no more, since the time is up."""
+        due = self.deadlines.take_due()
+        self.events.deadline_s = self.deadlines.next_s
+        return due
 
     def end_early(self, task: RunningTask) -> None:
         """End a task as finished where nothing has become better for as long as its user waits."""

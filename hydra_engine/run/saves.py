@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from hydra_engine.checkpoints import Saver, Snapshot
 from hydra_engine.errors import DeviceLost
-from hydra_engine.run.running_task import Common, Life, RunningTask
+from hydra_engine.run.running_task import Common, Life, RunningTask, Waited
 from hydra_engine.schedule import Capture, CaptureWanted, StepCommitted, StopRequested
 from hydra_engine.system import warn
 from hydra_engine.tasks import CheckpointReport
+
+# A save waits so long for the callbacks of its step; one that blocks keeps nobody from saving.
+CALLBACKS_S = 1.0
+SAVE = "save"
 
 
 class SaverFree(NamedTuple):
@@ -125,7 +129,7 @@ class Saves:
                 self._common.due.append(CaptureWanted(task.name))
             else:  # nothing of it changes until that begins, which the scheduler takes for begun
                 self.commit_held(task)
-                self._save(task)
+                self._save_once_told(task)
 
     def _capture(self, instruction: Capture) -> None:
         task = self._common.tasks[instruction.task]
@@ -134,7 +138,30 @@ class Saves:
             task.judge_epoch()
             self._common.later(partial(self._common.end_early, task))
         task.notifier.let_go()
-        self._save(task)
+        self._save_once_told(task)
+
+    def _save_once_told(self, task: RunningTask) -> None:
+        """Save a task that is settled with what callbacks set at its step, an lr say, unless they take too long."""
+        # Where the next step updates weights before its commit, the task is settled now, and maybe not then.
+        if task.notifier.is_told or task.updates_in_step:
+            self._save(task)
+        elif self._saver is not None and task.name in self._saver.wanted:
+            task.save_waits = True
+            self._common.await_((SAVE, task.planned), CALLBACKS_S)
+            self._common.when_told(task, partial(self.save_waiting, task))
+
+    def save_waiting(self, task: RunningTask) -> None:
+        """Save a task now if its save waits; before anything of it is committed."""
+        if task.save_waits:
+            task.save_waits = False
+            self._common.deadlines.drop((SAVE, task.planned))
+            self._save(task)
+
+    def overdue(self, due: Sequence[Waited]) -> None:
+        """Save what waits for callbacks that take too long."""
+        for task in self._common.tasks.values():
+            if (SAVE, task.planned) in due:
+                self.save_waiting(task)
 
     def _save(self, task: RunningTask) -> None:
         """Save a task that is settled, if the round under way waits for it."""

@@ -22,6 +22,10 @@ K = TypeVar("K", bound=Hashable)
 # The dispositions that we replace. Any other one is the user's own, and theirs to decide; or "ignore", of nohup.
 _USUAL: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
+# A signal that comes so soon after the first is that one again: a terminal or `timeout` signals a group of processes,
+# and a wrapper in it passes the signal on. Nobody has read by then what the first one said.
+ECHO_S = 1.0
+
 _STDERR = 2
 
 
@@ -175,15 +179,16 @@ class Signals:
     end; a run that works meanwhile (`tell`) is told to stop, since an exception could strike in the middle of a
     decision. Whatever else goes wrong meanwhile, it is raised at the end of the block, if it was not before.
 
-    A second one ends the process, with exit code 128 + its number; in an interactive session, where Ctrl-C is not meant
-    to end it, a second Ctrl-C is a KeyboardInterrupt. Python runs handlers between two operations of the main thread:
-    a call into a library that does not return holds up both.
+    A second one, `ECHO_S` later or more, ends the process, with exit code 128 + its number; in an interactive session,
+    where Ctrl-C is not meant to end it, a second Ctrl-C is a KeyboardInterrupt. Python runs handlers between two
+    operations of the main thread: a call into a library that does not return holds up both.
 
     In other threads than the main one, and where a signal is handled or ignored by the user's wish, nothing changes.
     """
 
     def __init__(self) -> None:
         self._first: int | None = None
+        self._first_s = 0.0  # by time.monotonic()
         self._deferrals = 0
         self._inbox: Inbox[Any] | None = None
         self._installed: list[signal.Signals] = []
@@ -239,12 +244,14 @@ class Signals:
         if os.getpid() != self._process:
             self._handle_in_child(number)
         elif self._first is None:
-            self._first = number
+            self._first, self._first_s = number, time.monotonic()
             if not self._deferrals:
                 self.raise_first()
             _say(number, "what computes is finished, and what is to be saved is saved; another signal cuts that off")
             if self._inbox is not None:
                 self._inbox.put(StopRequested())
+        elif time.monotonic() - self._first_s < ECHO_S:
+            pass
         elif number != signal.SIGINT or not is_interactive():
             _say(number, "the second signal, so nothing more is finished or saved")
             os._exit(128 + number)

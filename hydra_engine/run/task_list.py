@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hydra_engine.checkpoints import Checkpoint, CheckpointStore, SavedTask, never_committed
+from hydra_engine.data import Beginning
 from hydra_engine.devices import DeviceSpec, EmulatedDevice, OpenDevice
 from hydra_engine.errors import ShardDoesNotFit
 from hydra_engine.host import FrozenBlocks
@@ -75,7 +76,8 @@ class TaskList:
         self._may_be_lost = not all(isinstance(device, EmulatedDevice) for device in devices)
         self._planned: dict[str, PlannedTask] = {}
         self._stations: dict[str, Station] = {}
-        self._paused: dict[str, PlannedTask] = {}  # in whose places others are planned, to go on with them
+        # In whose places others are planned, to go on with them; and at which stations they were.
+        self._paused: dict[str, tuple[PlannedTask, Station]] = {}
         self._told: list[str] = []  # about tasks that were paused and have gone on, and those that were forgotten
         self._reports: dict[str, TaskReport] = {}  # of tasks that a resume found to be over, until they are told
         for task, name in _named(tasks):
@@ -111,6 +113,10 @@ class TaskList:
         """Tasks at one of these stations."""
         return [each for each in self.all if self.station(each) in stations]
 
+    def beside(self, planned: PlannedTask, *stations: Station) -> list[PlannedTask]:
+        """Those that one more task comes to, without the one in whose place it comes."""
+        return [each for each in self.at(*stations) if each.name != planned.name]
+
     def station(self, planned: PlannedTask) -> Station:
         """Return a task's station."""
         is_here = self._planned.get(planned.name) is planned
@@ -120,14 +126,14 @@ class TaskList:
         """Add a task, replace it, or let it come to another station."""
         before = self._planned.get(planned.name)
         if before is not None and before is not planned and before.is_paused:
-            self._paused[planned.name] = before
+            self._paused[planned.name] = before, self._stations[planned.name]
         self._planned[planned.name], self._stations[planned.name] = planned, station
         if station in (Station.TRAINING, Station.OVER):
             self._store.elsewhere.pop(planned.name, None)  # from now on what is saved here counts
         if not planned.has_left:
             self._limit.enter(planned)
-        if station is not Station.JOINING and (before := self._paused.pop(planned.name, None)) is not None:
-            self._told += (*before.reader.messages, *before.doubts)
+        if station is not Station.JOINING and (found := self._paused.pop(planned.name, None)) is not None:
+            self._told += (*found[0].reader.messages, *found[0].doubts)
 
     def drop(self, planned: PlannedTask) -> None:
         """Nobody will train a task."""
@@ -142,8 +148,7 @@ class TaskList:
         with self.changing:
             before = self._paused.pop(planned.name, None)
             if before is not None:
-                self._planned[planned.name] = before
-                self._stations[planned.name] = Station.OVER
+                self._planned[planned.name], self._stations[planned.name] = before
             elif self._planned.get(planned.name) is planned:
                 del self._planned[planned.name], self._stations[planned.name]
         self.drop(planned)
@@ -182,7 +187,7 @@ class TaskList:
             )
         del self._planned[name]
         if planned.is_paused:
-            self._store.paused[name] = planned.report.seed
+            self._store.paused[name] = planned.beginning
         if planned.is_paused or self._stations[name] is Station.DROPPED:
             del self._stations[name]
         else:
@@ -205,11 +210,12 @@ class TaskList:
                 f"added again once its on_task_pause was told"
             )
         if before is not None:
-            self._stations[name] = Station.OVER
-            self._store.paused[name] = before.report.seed
-        return self._made(task, name)
+            self._store.paused[name] = before.beginning
+        return self._made(task, name, beginning=self._store.paused.get(name))
 
-    def _made(self, task: ModelTask, name: str, saved: SavedTask | None = None) -> PlannedTask:
+    def _made(
+        self, task: ModelTask, name: str, saved: SavedTask | None = None, beginning: Beginning | None = None
+    ) -> PlannedTask:
         return PlannedTask(
             task,
             name,
@@ -217,6 +223,7 @@ class TaskList:
             alignment_bytes=self._alignment_bytes,
             keeps_positions=self._store.may_save or self._may_be_lost or task.max_retries > 0,
             saved=saved,
+            beginning=beginning,
             limit=self._limit,
             rehearsals=self._rehearsals,
             max_devices=self._max_devices,
@@ -282,20 +289,20 @@ class TaskList:
     def put_back(self, planned: PlannedTask, *, while_training: bool) -> PlannedTask | None:
         """A task as it goes on from what was saved of it, if something was; None where it is over."""
         name, task = planned.name, planned.task
-        others = self.at(Station.JOINING, Station.TRAINING) if while_training else []
+        others = self.beside(planned, Station.JOINING, Station.TRAINING) if while_training else []
         held = {slot.parameter.data_ptr() for other in others for slot in other.layout.slots} - {0}
         saved = self._store.saved(
             name, lambda found: found.put_weights(task, planned.layout, held), while_training=while_training
         )
         is_new = saved is None and self._store.over(name) is None
-        seed = self._store.paused.get(name, task.seed)
-        if is_new and seed == task.seed:
+        beginning = self._store.paused.get(name)
+        if is_new and beginning is None:
             return planned
         planned.leave()
         planned.reader.close()
-        if is_new:
-            task.seed = seed  # it was paused before its first step
-            return self._made(task, name)
+        if is_new and beginning is not None:  # it was paused before its first step
+            task.seed = beginning.seed
+            return self._made(task, name, beginning=beginning)
         if saved is not None and saved.goes_on(task):
             saved.begin(task)
             return self._made(task, name, saved)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
-from hydra_engine.errors import PauseTask, StopTask
+from hydra_engine.errors import CallbackTimeout, PauseTask, StopTask
 from hydra_engine.sweep.objective import Objective
 from hydra_engine.sweep.study import Trials
-from hydra_engine.tasks import Callback, ModelTask, TaskReport
+from hydra_engine.tasks import Callback, ModelTask, TaskReport, begin_epochs
 
 Put: TypeAlias = "Callable[[LiveTrial, TaskReport | None], None]"
 
@@ -30,10 +31,25 @@ class LiveTrial:
         self.task = task
         self.name = task.name = name_of(trial)
         task.hparams = task.hparams or dict(trial.params)
-        task.callbacks = (_First(self, put), *task.callbacks, _Last(self, put, trials, objective))
+        # Where no other callback has something to do before an epoch, batches may be read ahead over its beginning.
+        first, last = (_FirstOfEpoch, _LastOfEpoch) if begin_epochs(task.callbacks) else (_First, _Last)
+        task.callbacks = (first(self, put), *task.callbacks, last(self, put, trials, objective))
         self.is_planned = False
         self.is_pruned = False  # and the study was told
         self.is_in_callbacks = False  # of the user's; they have ended the task where it ends there
+        self.report: TaskReport | None = None  # once callbacks were called
+        self.ended_s: float | None = None  # when callbacks were told its end or its pause, by time.monotonic()
+
+    @property
+    def late(self) -> BaseException | None:
+        """The error of callbacks that did not return in time, so that they will never say that the task is over."""
+        found = None if self.report is None else self.report.exception
+        if isinstance(found, CallbackTimeout):
+            return found
+        timeout_s, callbacks = self.task.callback_timeout_s, self.task.callbacks
+        if self.ended_s is None or timeout_s is None or time.monotonic() < self.ended_s + timeout_s * len(callbacks):
+            return None
+        return CallbackTimeout(self.name, "on_task_end or on_task_pause", timeout_s, f"{self.name}-callbacks")
 
     def release(self) -> None:
         """Free the DRAM of the weights that were trained, whoever holds the model, and refer to the task no more."""
@@ -56,13 +72,27 @@ class _First(Callback):
         if not self.has_begun:
             self.has_begun = True
             self.put(self.live, None)
-        self.live.is_in_callbacks = True
+        self._enter(report)
 
     def on_validation(self, report: TaskReport) -> None:
-        self.live.is_in_callbacks = True
+        self._enter(report)
 
     def on_epoch(self, report: TaskReport, epoch: int) -> None:
-        self.live.is_in_callbacks = True
+        self._enter(report)
+
+    def on_task_end(self, report: TaskReport) -> None:
+        self.live.ended_s = time.monotonic()
+
+    def on_task_pause(self, report: TaskReport) -> None:
+        self.live.ended_s = time.monotonic()
+
+    def _enter(self, report: TaskReport) -> None:
+        self.live.report, self.live.is_in_callbacks = report, True
+
+
+class _FirstOfEpoch(_First):
+    def on_epoch_begin(self, report: TaskReport, epoch: int) -> None:
+        self._enter(report)
 
 
 @dataclass(eq=False)
@@ -99,3 +129,8 @@ class _Last(Callback):
 
     def on_task_pause(self, report: TaskReport) -> None:
         self.put(self.live, report)
+
+
+class _LastOfEpoch(_Last):
+    def on_epoch_begin(self, report: TaskReport, epoch: int) -> None:
+        self.live.is_in_callbacks = False

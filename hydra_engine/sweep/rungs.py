@@ -93,9 +93,14 @@ def full_rung(
         for each in (*here, *decided)
         if step in each.intermediate_values and rung_of(each) >= rung
     ]
-    # The best first, and what is no number last.
-    ranked.sort(key=lambda each: (each[1] != each[1], -each[1] if maximize else each[1], each[0].number))
+    ranked.sort(key=lambda each: (*_rank(each[1], maximize=maximize), each[0].number))
     return FullRung(rung, [each.number for each in here], ranked)
+
+
+def _rank(value: float, *, maximize: bool) -> tuple[bool, float]:
+    """Return a key for sorting: the best first, and what is no number last. NaN itself would stand anywhere."""
+    is_number = value == value
+    return not is_number, (-value if maximize else value) if is_number else 0.0
 
 
 def mark(rung: int, *, waits: bool) -> dict[str, Any]:

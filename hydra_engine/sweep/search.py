@@ -12,20 +12,21 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
-from hydra_engine.checkpoints import furthest
+from hydra_engine.checkpoints import SavedTask, furthest, load_newest
 from hydra_engine.data import CallbackDraws, stream_seed
 from hydra_engine.devices import DeviceSpec, resolve_devices
-from hydra_engine.errors import HostOutOfMemory
+from hydra_engine.errors import CheckpointError, HostOutOfMemory
 from hydra_engine.loggers import Logger
 from hydra_engine.run import ModelOrchestrator
 from hydra_engine.schedule import Policy
@@ -40,6 +41,8 @@ from hydra_engine.tasks import FAILED, FINISHED, PAUSED, ModelTask, Report, Task
 
 # After an interrupt, a trial that is being built or planned is waited for no longer; its thread is left behind.
 INTERRUPTED_S = 10.0
+# While nothing happens, trials whose callbacks do not return are looked for so often: nobody tells that they are over.
+LOOK_S = 1.0
 # Models in DRAM per device: while one's weights cross the link or are updated, another computes.
 MODELS_PER_DEVICE = 2
 
@@ -76,6 +79,20 @@ class SearchSettings:
                 fixed = load_optuna().trial.FixedTrial
                 self.population.check_settings(task, trial, lambda params: self.build(fixed(params, trial.number)))
 
+    def orchestra(self, task: ModelTask, devices: Sequence[DeviceSpec], checkpoints: Path | None) -> ModelOrchestrator:
+        """Make the orchestrator of a call, with its first task. It stays: what has become of its devices is known."""
+        orchestra = ModelOrchestrator(
+            [task],
+            devices=devices,
+            policy=self.policy,
+            checkpoint_dir=checkpoints,
+            checkpoint_every=self.checkpoint_every,
+            dram=self.dram_bytes,
+            loggers=self.loggers,
+        )
+        orchestra.verbose = 0
+        return orchestra
+
 
 class _Stage(Enum):
     """Stages of a search."""
@@ -99,6 +116,20 @@ class _Outcomes:
     def check(self) -> None:
         if self._first_failure is not None and not self._num_well:
             raise self._first_failure
+
+    def ended(self, trial: Any, report: TaskReport, values: list[float] | None, *, is_pruned: bool = False) -> None:
+        """Tell what a trial's task has come to; is_pruned: the study knows that."""
+        if is_pruned:
+            self.pruned(trial, "pruned", report)
+        elif report.status == FAILED:
+            self.failed(trial, report.exception or RuntimeError(report.error), report.error)
+        elif report.error is not None:
+            self.failed(trial, RuntimeError(report.error))
+        elif values is None or any(value != value for value in values):
+            figures = "was validated never" if values is None else f"has {self.figures(values)}"
+            self.failed(trial, RuntimeError(f"{name_of(trial)} {figures}, limit: numbers; see its validation"))
+        else:
+            self.completed(trial, values, report)
 
     def pruned(self, trial: Any, text: str, report: TaskReport | None = None) -> None:
         self._num_well += 1
@@ -145,6 +176,15 @@ class _Models:
         self._parameters.update({id(parameter): parameter for parameter in own.values()})
 
 
+def _saved_end(places: Sequence[Path], name: str, task: ModelTask) -> TaskReport:
+    """Return the report of a task that is over in one of these directories; raises CheckpointError."""
+    place = furthest(places, name)
+    found = None if place is None else load_newest(place)
+    if found is None:
+        raise CheckpointError(f"{name} was over, and is in none of {', '.join(map(str, places))}; train it anew")
+    return SavedTask(found, name, found.data["tasks"][name]["over"]).report(task)
+
+
 class Search:
     """Trains the trials of one call; thrown away after it."""
 
@@ -168,7 +208,7 @@ class Search:
         self._checkpoints = None if self._root is None else self._root / node
         self._outcomes = _Outcomes(trials, settings.objective.names, verbose)
         self._models = _Models()
-        self._orchestra: ModelOrchestrator | None = None  # of the trials that wait or train now
+        self._orchestra: ModelOrchestrator | None = None  # of all trials; None: there was none yet
         self._live: dict[str, LiveTrial] = {}  # in DRAM; touched by the "sweep" thread alone while it runs
         self._stage = _Stage.RESTS
         self._largest_bytes = 0  # of DRAM, that a trial has taken so far
@@ -200,8 +240,6 @@ class Search:
 
     def _prepare(self) -> bool:
         """Add and plan trials while nothing trains; False where none is left to train."""
-        if not self._live:
-            self._orchestra = None
         self._has_room = True
         self._plan()  # those that came too late to join
         while len(self._live) < self._num_first() and self._has_room and self._begin():
@@ -258,19 +296,10 @@ class Search:
 
     def _add(self, live: LiveTrial) -> None:
         """Add a trial's task; while others train, it is planned and joins them."""
-        orchestra, settings = self._orchestra, self._settings
+        orchestra = self._orchestra
         try:
             if orchestra is None:
-                orchestra = ModelOrchestrator(
-                    [live.task],
-                    devices=self._devices,
-                    policy=settings.policy,
-                    checkpoint_dir=self._checkpoints,
-                    checkpoint_every=settings.checkpoint_every,
-                    dram=settings.dram_bytes,
-                    loggers=settings.loggers,
-                )
-                orchestra.verbose = 0
+                orchestra = self._settings.orchestra(live.task, self._devices, self._checkpoints)
                 self._begin_at(live, orchestra)
                 self._orchestra = orchestra  # not before: a trial that is refused is in none
             else:
@@ -281,6 +310,8 @@ class Search:
         else:
             self._live[live.name] = live
             self._note_plan(live)
+            if self._stage is _Stage.TRAINS and not live.is_planned:
+                self._tell_as_saved(live)
 
     def _begin_at(self, live: LiveTrial, orchestra: ModelOrchestrator) -> None:
         """Let a trial begin in its parent's state, or go on from another node's directory if that has more of it."""
@@ -288,10 +319,27 @@ class Search:
             return
         if (parent := self._trials.parent(live.trial)) is not None:
             orchestra.fork_task(name_of(parent), live.name)
-        if self._root is not None:
-            found = furthest([self._checkpoints, *SweepFolder.places(self._root)], live.name)
-            if found is not None and found != self._checkpoints:
-                orchestra.resume_task(live.name, found)
+        found = furthest(self._places, live.name)
+        if found is not None and found != self._checkpoints:
+            orchestra.resume_task(live.name, found)
+
+    @property
+    def _places(self) -> list[Path]:
+        own, root = self._checkpoints, self._root
+        return [] if own is None or root is None else [own, *SweepFolder.places(root)]
+
+    def _tell_as_saved(self, live: LiveTrial) -> None:
+        """Tell a trial that was over before a kill, and so has joined nobody; others came too late, and wait."""
+        task = live.task
+        with suppress(RuntimeError):
+            self._forget(live)
+        if live.name not in self._live:
+            try:
+                report = _saved_end(self._places, live.name, task)
+            except CheckpointError as error:
+                self._failed(live.trial, error)
+            else:
+                self._outcomes.ended(live.trial, report, self._settings.objective.outcome(task, report))
 
     def _plan(self) -> None:
         """Plan trials one by one while nothing trains, so that what is wrong with one is its own failure."""
@@ -360,16 +408,36 @@ class Search:
 
     def _keep_full(self) -> None:
         """Tell trials that are over, and begin others in their place, until the run is over."""
-        while (event := self._events.get()) is not None and self._stage is not _Stage.LEFT:
-            live, report = event
+        is_over = False
+        while not is_over and self._stage is not _Stage.LEFT:
             try:
-                if live is not None and report is not None:
-                    self._has_room = True
-                    self._over(live, report)
+                is_over = self._hear()
                 while self._error is None and self._wants_more() and self._begin():
                     pass
             except BaseException as error:
                 self._error = self._error or error
+
+    def _hear(self) -> bool:
+        """Wait for what becomes of a trial, and tell it. True: the run is over."""
+        try:
+            event = self._events.get(timeout=LOOK_S)
+        except Empty:
+            self._give_up_late()
+            return False
+        live, report = (None, None) if event is None else event
+        if live is not None and report is not None:
+            self._has_room = True
+            self._over(live, report)
+        return event is None
+
+    def _give_up_late(self) -> None:
+        for live in list(self._live.values()):
+            if (error := live.late) is not None:
+                with suppress(RuntimeError):  # the run is still to give up on it
+                    self._forget(live)
+                if live.name not in self._live:
+                    self._has_room = True
+                    self._failed(live.trial, error)
 
     def _wants_more(self) -> bool:
         # One that was added and not planned came too late.
@@ -400,23 +468,14 @@ class Search:
             return
         values = self._settings.objective.outcome(live.task, report)
         self._forget(live)
-        if live.is_pruned:
-            self._outcomes.pruned(trial, "pruned", report)
-        elif report.status == FAILED:
-            self._failed(trial, report.exception or RuntimeError(report.error), report.error)
-        elif report.error is not None:
-            self._failed(trial, RuntimeError(report.error))
-        elif values is None or any(value != value for value in values):
-            figures = "was validated never" if values is None else f"has {self._outcomes.figures(values)}"
-            self._failed(trial, RuntimeError(f"{live.name} {figures}, limit: numbers; see its validation"))
-        else:
-            self._outcomes.completed(trial, values, report)
+        self._outcomes.ended(trial, report, values, is_pruned=live.is_pruned)
 
     def _forget(self, live: LiveTrial) -> None:
+        """Free a trial's memory; RuntimeError where its task has not left the run, or is still to be in one."""
         assert self._orchestra is not None
+        self._orchestra.forget_task(live.name)
         del self._live[live.name]
         live.release()
-        self._orchestra.forget_task(live.name)
 
     def _climb(self) -> None:
         for trial in self._trials.climb():

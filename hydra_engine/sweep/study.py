@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydra_engine.sweep.population import PARENT, Population
@@ -24,6 +26,7 @@ STUDY_NAME = "sweep"
 INTERRUPTED = "interrupted"
 # A storage that does not answer is given up after this.
 STORAGE_TIMEOUT_S = 15.0
+PAUSE_S = 0.5  # before a storage that has not answered is asked again
 DIRECTIONS = ("minimize", "maximize")
 
 
@@ -116,6 +119,18 @@ def _in_time(job: Callable[[], T], timeout_s: float) -> T:
     if not wait([result], timeout_s).done:
         raise TimeoutError(f"no answer in {timeout_s:g} s")
     return result.result()
+
+
+def _answered(job: Callable[[], T]) -> T:
+    """Do a job that may be done twice; again, while the storage does not answer, and has not been given up."""
+    unanswered, until_s = load_optuna().exceptions.StorageInternalError, time.monotonic() + STORAGE_TIMEOUT_S
+    while True:
+        try:
+            return job()
+        except unanswered:
+            if time.monotonic() >= until_s:
+                raise
+            time.sleep(PAUSE_S)
 
 
 class Trials:
@@ -246,21 +261,24 @@ class Trials:
     def prunes(self, trial: Any, value: float, step: int) -> bool:
         """Report a value, and return True if the pruner ends the trial; it is told so then. Rungs ask none."""
         with self._lock:
-            trial.report(value, step)
-            if self._rungs is not None or not trial.should_prune():
+            _answered(partial(trial.report, value, step))
+            if self._rungs is not None or not _answered(trial.should_prune):
                 return False
             self.prune(trial)
             return True
 
     def is_at_rung(self, trial: Any, num_validations: int) -> bool:
-        """Return True if a trial has come to the rung that it trains for."""
+        """Return True if a trial has come to the rung that it trains for.
+
+        Or past it: one that was killed as it paused may go on from a later step.
+        """
         with self._lock:
-            return self._rungs is not None and num_validations == self._rungs.num_validations(rung_of(trial))
+            return self._rungs is not None and num_validations >= self._rungs.num_validations(rung_of(trial))
 
     def rest(self, trial: Any) -> None:
         """A trial is saved at its rung, and waits there."""
         with self._lock:
-            trial.set_user_attr(RUNG, mark(rung_of(trial), waits=True))
+            _answered(partial(trial.set_user_attr, RUNG, mark(rung_of(trial), waits=True)))
             self._at_rung[trial.number] = trial
 
     def climb(self) -> list[Any]:
@@ -315,9 +333,9 @@ class Trials:
         with self._lock:
             self._untold.pop(trial.number, None)
             for key, value in (attributes or {}).items():
-                trial.set_user_attr(key, value)
-            try:
-                self._study.tell(trial, values, state=state)
+                _answered(partial(trial.set_user_attr, key, value))
+            try:  # one that was told, and the answer lost, is skipped
+                _answered(partial(self._study.tell, trial, values, state=state, skip_if_finished=True))
             except RuntimeError as error:
                 # A grid that is exhausted stops `optimize`, which nobody runs here; the trial is told all the same.
                 if "Study.stop" not in str(error):

@@ -23,6 +23,8 @@ from hydra_engine.sweep.rungs import Rungs
 from hydra_engine.sweep.search import MODELS_PER_DEVICE, Search, SearchSettings
 from hydra_engine.sweep.study import Trials, load_optuna, open_study
 from hydra_engine.system import dram as host_dram
+from hydra_engine.system import process as restart
+from hydra_engine.system import warn
 from hydra_engine.tasks import FINISHED, STOPPED, Model, ModelTask
 from partitioners import parse_bytes
 
@@ -69,6 +71,7 @@ class Sweep:
 
     Attributes:
         verbose: 0 silent, 1 a line for each trial that is over.
+        study: that the last call has trained for, also after an interrupt; None before the first.
 
     A validation's value is reported to the study, by the validation's index from 0, and the pruner asked. A trial that
     raises is a failed trial; `study.trials[k].user_attrs["error"]` says why. A trial that is over gives its DRAM back,
@@ -156,6 +159,7 @@ class Sweep:
             loggers=checked_loggers(loggers),
         )
         self._study = study
+        self._opened: tuple[optuna.Study, Any] | None = None  # and its storage, where it was opened here
         self._num_trials = num_trials
         self._checkpoint_dir = checkpoint_dir
         self._sweep_id = uuid.uuid4().hex  # without a folder that has one
@@ -168,9 +172,17 @@ class Sweep:
         trials have failed. When every trial of the call has failed, the first failure is raised.
         """
         path, settings = self._checkpoint_dir, self._settings
+        if path is None and CheckpointStore(None, settings.checkpoint_every, 1).may_save:
+            warn(
+                f"hydra_engine: this sweep begins anew, and not from {restart.directory_asked_for()}: without a "
+                f"checkpoint_dir nobody knows which values the trials had whose weights were saved there; give it one"
+            )
+            restart.forget()
         with nullcontext() if path is None else closing(SweepFolder(path)) as folder:
-            url = None if folder is None else folder.study_url
-            study, storage = open_study(self._study, url, self._directions, len(settings.objective.names))
+            if self._opened is None:
+                url = None if folder is None else folder.study_url
+                self._opened = open_study(self._study, url, self._directions, len(settings.objective.names))
+            study, storage = self._opened
             sweep_id = self._sweep_id if folder is None else folder.sweep_id
             trials = Trials(study, sweep_id, self._num_trials, storage, self._rungs, settings.seed)
             if folder is not None:
@@ -183,8 +195,12 @@ class Sweep:
                 search = ClusterSearch(self._cluster, settings, trials, checkpoints, self.verbose)
             search.run()
             search.check()
-        self._study, self._directions = study, None  # another call goes on with it
         return study
+
+    @property
+    def study(self) -> optuna.Study | None:
+        """The study, also after an interrupt or an error; None before the first call. Another call goes on with it."""
+        return None if self._opened is None else self._opened[0]
 
     def model(self, trial: optuna.trial.FrozenTrial) -> Model:
         """Return the model of a completed or pruned trial with the weights that it was left with, from its checkpoint.

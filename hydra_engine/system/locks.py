@@ -198,6 +198,8 @@ class FolderLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+            # A forked child (a loader's worker) would have the lock too, and keep it after its parent was killed.
+            os.register_at_fork(after_in_child=partial(_release_inherited, weakref.ref(self)))
         except BlockingIOError as error:
             holder = os.pread(self._descriptor, 1000, 0).decode(errors="replace") or "another process"
             self.release()
@@ -208,8 +210,6 @@ class FolderLock:
         except BaseException:
             self.release()
             raise
-        # A forked child (a loader's worker) would have the lock too, and keep it after its parent was killed.
-        os.register_at_fork(after_in_child=partial(_release_inherited, weakref.ref(self)))
 
     @property
     def is_held(self) -> bool:

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hydra_engine.capture import layers_for, layers_of
+from hydra_engine.capture import are_as_recorded, layers_for, layers_of
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Model(nn.Sequential):
@@ -39,8 +41,8 @@ class Model(nn.Sequential):
             self._modules.update(x._modules)
             self._set(source=x.source, is_converted=True, is_pending=x.is_pending)
             return
+        self.check_hooks()
         if isinstance(x, nn.Module) and _has_own_forward(x):
-            _check_no_hooks(x)
             if example is not None:
                 self.convert(example)
                 return
@@ -75,18 +77,34 @@ class Model(nn.Sequential):
                     f"{kind} {name!r} belongs to the {type(x).__name__} itself, so no layer would carry it; "
                     f"move it into one of its children"
                 )
-        _check_no_hooks(source)
         if not layers:
             raise ValueError(f"the model ({type(x).__name__}) has no layers; give it at least one")
         self._modules.update(layers)
 
     def convert(self, inputs: Any) -> None:
         """Make layers of the module's own forward; `inputs`: an example of what it takes. Raises as the class does."""
+        self.check_hooks()
         switch_off_checkpointing(self.source)
         layers = layers_of(self.source, inputs)
         self._modules.clear()
         self._modules.update((str(k), layer) for k, layer in enumerate(layers))
         self._set(is_converted=True, is_pending=False)
+
+    @property
+    def is_outdated(self) -> bool:
+        """True if layers were made of a forward that may read what was changed since: an attribute, say."""
+        return self.is_converted and not self.is_pending and not are_as_recorded(self._modules.values())
+
+    def check_hooks(self) -> None:
+        """Raise ValueError for hooks on the model as a whole, or on the module that it comes from."""
+        model: Any = self
+        while isinstance(model, nn.Module):
+            if any(getattr(model, kind) for kind in _HOOKS):
+                raise ValueError(
+                    f"the model ({type(model).__name__}) has hooks of its own, which running its layers would not "
+                    f"call; register them on its layers"
+                )
+            model = model.source if isinstance(model, Model) else None
 
     def forward(self, input: Any) -> Any:
         """Run the layers; those of a module that is not converted yet are made by this input."""
@@ -175,14 +193,6 @@ def _may_be_chain(module: nn.Module) -> bool:
     """Return True if a module holds nothing but children that can be called."""
     children = [child for child in module._modules.values() if child is not None]
     return bool(children) and not (module._parameters or module._buffers) and all(map(_can_be_called, children))
-
-
-def _check_no_hooks(model: nn.Module) -> None:
-    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:
-        raise ValueError(
-            f"the model ({type(model).__name__}) has hooks of its own, which running its layers would not call; "
-            f"register them on its layers"
-        )
 
 
 def _can_be_called(layer: nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """What a recording cannot show is refused by name, or runs as a module of its own, before any work."""
 
+import copy
 import functools
 import random
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hydra_engine import Model, ModelTask
-from tests import exact
+from tests import exact, reference, zoo
 from tests.any_model import harness
 
 SHAPES = ((4, 6), (3, 6), (1, 6), (4, 6))
@@ -454,3 +455,207 @@ def test_a_batch_that_is_written_to_is_refused_though_nothing_reads_it():
     task = ModelTask(Model(WritesInput(), example=data[0][0]), F.mse_loss, data, 1e-3, name="t")
     with pytest.raises(ValueError, match="works in place on the inputs of a batch"):
         exact.run([task])
+
+
+def refused(make, data, named, error=ValueError):
+    def run():
+        task = ModelTask(Model(make(), example=data[0][0]), F.mse_loss, data, 1e-3, name="t")
+        exact.run([task]).raise_failures()
+
+    with pytest.raises(error, match=named):
+        run()
+
+
+class Sparse(Three):
+    def forward(self, x, matrix):
+        return super().forward(x) * float(matrix.sum())
+
+
+class Graph:
+    """Tells of itself how large it is."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def sum(self):
+        return self.values.sum()
+
+    def __repr__(self):
+        return f"Graph({len(self.values)})"
+
+
+@pytest.mark.parametrize("holds", [lambda graph: graph, lambda graph: np.array([graph], dtype=object)])
+def test_objects_of_which_repr_does_not_tell_what_differs_are_refused(holds):
+    data = [((x, holds(Graph(torch.full((3,), float(k))))), y) for k, (x, y) in enumerate(batches())]
+    refused(Sparse, data, "hold a tests.capture.test_unrecorded.Graph, limit: tensors, arrays, .*; pass its", TypeError)
+
+
+def test_matrices_of_scipy_are_refused():
+    sparse = pytest.importorskip("scipy.sparse")
+    data = [((x, sparse.eye_array(500) * (k + 1.0)), y) for k, (x, y) in enumerate(batches())]
+    refused(Sparse, data, "hold a scipy.sparse.*, limit: tensors", TypeError)
+
+
+class Unpads(nn.Module):
+    """Takes the rows out that begin with a negative number."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, h):
+        return self.linear(h[h[:, 0] >= 0])
+
+
+class UnpadsAndCounts(Unpads):
+    def forward(self, h):
+        rows = h[h[:, 0] >= 0]
+        return self.linear(h), len(rows)
+
+
+class Unpadded(Three):
+    def more(self):
+        self.unpad = Unpads()
+
+    def forward(self, x):
+        return self.c(self.b(self.unpad(self.a(x))))
+
+
+class Sums(Unpadded):
+    def forward(self, x):
+        return super().forward(x).sum(0)
+
+
+class DividesBySize(Unpadded):
+    def forward(self, x):
+        h = self.unpad(self.a(x))
+        return self.c(self.b(h)).sum(0) / h.shape[0]
+
+
+class DividesByLength(Unpadded):
+    def forward(self, x):
+        h = self.b(self.unpad(self.a(x)))
+        return self.c(h).sum(0) / (len(h) + 1)
+
+
+class AddsRows(Unpadded):
+    def forward(self, x):
+        return sum(row for row in self.c(self.unpad(self.a(x))))
+
+
+class Counted(Unpadded):
+    def more(self):
+        self.unpad = UnpadsAndCounts()
+
+    def forward(self, x):
+        h, count = self.unpad(self.a(x))
+        return self.c(self.b(h)) / (count + 1)
+
+
+def padded(target=(3,)):
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(5, 6, generator=generator), torch.randn(*target, generator=generator)) for _ in range(4)]
+
+
+def test_sizes_that_nobody_asks_for_may_depend_on_values():
+    assert_exact(Sums, padded())
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (DividesBySize, r"its module unpad gives \(test_unrecorded.py:\d+: .* h.shape\[0\]\), which depends"),
+        (DividesByLength, r"its module unpad gives \(test_unrecorded.py:\d+: .*len\(h\)"),
+        (AddsRows, r"its module unpad gives \(test_unrecorded.py:\d+: return sum"),
+    ],
+)
+def test_sizes_that_depend_on_values_are_compared_with_those_that_were_recorded(make, named):
+    refused(make, padded(), named)
+
+
+def test_numbers_that_a_module_gives_are_compared_with_those_that_were_recorded():
+    refused(Counted, padded((5, 3)), r"its module unpad gives \(test_unrecorded.py:\d+: .*\), which depends")
+
+
+class LeavesForOthers(Three):
+    """Batches of four samples leave what those of three go by."""
+
+    four_first = True
+
+    def more(self):
+        self.doubles = False
+
+    def inner(self, h):
+        if h.shape[0] == 4:
+            self.doubles = True
+            return h
+        return h * 2 if self.doubles else h
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (2, 1, 0)])
+def test_what_batches_of_one_shape_leave_for_those_of_another_is_refused(order):
+    data = batches()
+    named = "LeavesForOthers.forward changes doubles, which calls for other batches depend on"
+    refused(LeavesForOthers, [data[k] for k in order], named)
+
+
+class Scaled(Three):
+    def more(self):
+        self.scale, self.options, self.table = 1.0, {"shift": 0.0}, torch.zeros(6)
+        self.act = nn.Identity()
+
+    def inner(self, h):
+        return self.act(h) * self.scale + self.options["shift"] + self.table
+
+
+def set_scale(module):
+    module.scale = 3.0
+
+
+def set_option(module):
+    module.options["shift"] = 1.0
+
+
+def set_table(module):
+    module.table.numpy()[:] = 0.5
+
+
+def set_module(module):
+    module.act = nn.ReLU()
+
+
+def set_frozen(module):
+    module.b.weight.requires_grad_(False)
+
+
+def set_hook(module):
+    module.inside.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+class Hooked(Scaled):
+    def more(self):
+        super().more()
+        self.inside = Inner()
+
+    def inner(self, h):
+        return super().inner(self.inside(h))
+
+
+@pytest.mark.parametrize("change", [set_scale, set_option, set_table, set_module, set_frozen, set_hook])
+@pytest.mark.parametrize("trains_before", [False, True])
+def test_a_module_that_is_changed_after_it_was_recorded_is_recorded_again(change, trains_before):
+    torch.manual_seed(3)
+    module, data = Hooked(), batches()
+    plain, model = copy.deepcopy(module), Model(module, example=data[0][0])
+
+    def train_both():
+        expected = reference.train(plain, F.mse_loss, data, seed=7, lr=0.1)
+        report = exact.run([ModelTask(model, F.mse_loss, data, 0.1, name="t", seed=7)]).tasks["t"]
+        assert report.losses == expected.losses
+        exact.assert_same_state(zoo.state(module), zoo.state(plain))
+
+    if trains_before:
+        train_both()
+    for each in (module, plain):
+        change(each)
+    train_both()

@@ -13,18 +13,22 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import zlib
 from collections import Counter, OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from hydra_engine.checkpoints import checkpoint, manifest
-from hydra_engine.checkpoints.checkpoint import load_newest, newest_first, place, read_manifest
+from hydra_engine.checkpoints.checkpoint import furthest, load_newest, newest_first, place, read_manifest
 from hydra_engine.checkpoints.directory import CheckpointDirectory
 from hydra_engine.errors import CheckpointError
-from hydra_engine.system.files import PORTION_BYTES, Disk
+from hydra_engine.system import files
+from hydra_engine.system.files import NUM_THREADS, PORTION_BYTES, Disk
 from tests.checkpoints.support import (
     WEIGHTS,
     FailingDisk,
@@ -408,6 +412,48 @@ def test_a_file_that_is_cut_is_noticed(tmp_path, name):
     assert load_newest(tmp_path).data == {"k": 0}
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("name", ["manifest", WEIGHTS, "state.json"])
+def test_a_file_that_cannot_be_read_is_refused_and_not_passed_over(tmp_path, monkeypatch, number, name):
+    """It may be whole: who went on from an older checkpoint would lose, without need, what this one has."""
+    manifest = saved_twice(tmp_path)
+    path = manifest if name == "manifest" else path_of(load_newest(tmp_path), "bert", name)
+
+    def but_that(real):
+        def fails(it, *arguments, **options):
+            if os.fspath(it) == os.fspath(path):
+                raise OSError(number, os.strerror(number), os.fspath(it))
+            return real(it, *arguments, **options)
+
+        return fails
+
+    monkeypatch.setattr(os, "open", but_that(os.open))
+    monkeypatch.setattr(Path, "read_bytes", but_that(Path.read_bytes))
+    told = (
+        rf"{manifest.name}: .*{path.name} cannot be read: .*{os.strerror(number)}.*; it may be whole.*make it readable"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        load_newest(tmp_path)
+    if name == "manifest":
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            furthest([tmp_path], "bert")
+    with CheckpointDirectory(tmp_path) as store:  # and nothing that it may name is removed
+        assert path.exists()
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            store.load_newest()
+
+
+def test_a_file_that_cannot_be_read_any_more_is_told_as_such(tmp_path, monkeypatch):
+    found = load_newest(saved_twice(tmp_path).parent)
+
+    def fails(self, target):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("hydra_engine.system.files.OldFile.read_into", fails)
+    with pytest.raises(CheckpointError, match=rf"-{WEIGHTS} cannot be read: .*Input/output error.*make it readable"):
+        found.read_tensors("bert", WEIGHTS)
+
+
 def test_none_is_whole(tmp_path):
     saved_twice(tmp_path)
     for path in (tmp_path / "files").glob(f"*{WEIGHTS}"):
@@ -471,6 +517,38 @@ def test_a_run_may_save_while_another_process_looks_for_the_newest(tmp_path, mon
         found = load_newest(tmp_path)
         assert_holds(found, 1)
         assert found.messages == ()
+
+
+def test_who_is_interrupted_while_a_checkpoint_is_checked_waits_for_no_more_of_it(tmp_path, monkeypatch):
+    begun, goes_on, real = [], threading.Event(), files._checksum
+
+    class Watched(ThreadPoolExecutor):
+        """Its threads stand still until it is ended, with what waits or without."""
+
+        def shutdown(self, wait=True, *, cancel_futures=False):
+            if cancel_futures:
+                super().shutdown(wait=False, cancel_futures=True)
+            goes_on.set()
+            super().shutdown(wait=wait)
+
+    def checksum(descriptor, start):
+        begun.append(start)
+        assert goes_on.wait(60)
+        return real(descriptor, start)
+
+    def interrupted(checksums):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "PORTION_BYTES", 64)
+    with CheckpointDirectory(tmp_path) as store:
+        save_tasks(store, {"bert": TaskContent(weights={"w": torch.zeros(1000)})})
+    monkeypatch.setattr(checkpoint, "ThreadPoolExecutor", Watched)
+    monkeypatch.setattr(files, "_checksum", checksum)
+    monkeypatch.setattr(files, "_digest", interrupted)
+    monkeypatch.setattr(checkpoint, "_check_same", lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        load_newest(tmp_path)
+    assert len(begun) <= NUM_THREADS
 
 
 # -- disks that halt or fill up
@@ -627,11 +705,12 @@ def test_a_file_is_no_directory(tmp_path):
     [
         ("create", errno.EROFS, r"cannot be used for checkpoints: .*Read-only file system"),
         ("sync_folder", errno.EIO, "Input/output error"),
+        ("rename", errno.EXDEV, r"Invalid cross-device link.*; files/ is on another file system .*move it"),
     ],
 )
 def test_a_directory_that_is_refused_at_once_is_not_locked(tmp_path, call, number, told):
-    def fails(disk, path):
-        raise OSError(number, os.strerror(number), str(path))
+    def fails(disk, *paths):
+        raise OSError(number, os.strerror(number), str(paths[0]))
 
     with pytest.raises(CheckpointError, match=told):
         CheckpointDirectory(tmp_path, disk=type("Failing", (Disk,), {call: fails})())

@@ -36,6 +36,10 @@ from tests.checkpoints.support import (
 # -- files taken over
 
 
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
 def test_what_has_not_changed_is_named_again(tmp_path):
     with CheckpointDirectory(tmp_path, keep=1) as store:
         first = save_round(store, 0)
@@ -54,6 +58,52 @@ def test_what_has_not_changed_is_named_again(tmp_path):
     assert_nothing_unnamed(tmp_path)
     sizes = [path.stat().st_size for path in (third.path, path_of(third, "bert", WEIGHTS))]
     assert third.num_bytes == second.num_bytes == sum(sizes)
+
+
+def add_frozen(new, task, frozen):
+    new.add(task, {FROZEN: {"f": frozen}, "notes": task.encode()}, lasting={FROZEN})
+
+
+def test_what_another_task_has_as_well_is_written_once(tmp_path):
+    big = torch.arange(PORTION_BYTES / 2)  # of two portions
+    values = {
+        "a": big,
+        "b": big.clone(),
+        "c": big.view(-1, 4).t().contiguous().t(),
+        "d": big.index_fill(0, big[-1:].long(), 7),
+    }
+    values["e"] = big.view(torch.int32)
+    for _ in range(2):  # another run
+        with CheckpointDirectory(tmp_path) as store:
+            store.load_newest()
+            with store.begin() as new:
+                for task, value in values.items():
+                    add_frozen(new, task, value)
+                saved = new.commit()
+        names = {task: path_of(saved, task, FROZEN).name for task in values}
+        assert names["a"] == names["b"]
+        assert len({*names.values()}) == len(list((tmp_path / "files").glob("*frozen*"))) == 4
+        assert names["a"].startswith("00000001-")
+        found = load_newest(tmp_path)
+        assert {task: bits(found.read_tensors(task, FROZEN)["f"]) for task in values} == {
+            task: bits(value.contiguous()) for task, value in values.items()
+        }
+        assert found.read_bytes("b", "notes") == b"b"
+
+
+@pytest.mark.parametrize(
+    "damage", [cut, Path.unlink, lambda path: flip(path, 5), lambda path: flip(path, path.stat().st_size - 1)]
+)
+def test_what_was_damaged_since_is_written_anew(tmp_path, damage):
+    with CheckpointDirectory(tmp_path) as store:
+        for k in range(2):
+            with store.begin() as new:
+                add_frozen(new, "a", torch.arange(9.0))
+                saved = new.commit()
+            if k == 0:
+                damage(path_of(saved, "a", FROZEN))
+        assert path_of(saved, "a", FROZEN).name.startswith("00000002-")
+        assert torch.equal(store.load_newest().read_tensors("a", FROZEN)["f"], torch.arange(9.0))
 
 
 def test_tasks_may_come_in_another_order(tmp_path):
@@ -100,10 +150,6 @@ def test_only_the_newest_whole_one_is_taken_over(tmp_path):
         assert store.newest_files("bert") == {WEIGHTS, FROZEN}
         save_round(store, 1)
         assert_round(store.load_newest(), 1)
-
-
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-1])
 
 
 @pytest.mark.parametrize("damage", [cut, Path.unlink])

@@ -9,8 +9,9 @@ import weakref
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from hydra_engine import Callback
+from hydra_engine import Callback, ModelTask
 from hydra_engine.checkpoints import snapshot
 from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.checkpoints.directory import CheckpointDirectory
@@ -191,3 +192,23 @@ def test_a_damaged_file_of_a_task_that_is_over_stops_no_save_of_others(tmp_path,
     assert load_newest(tmp_path).data["tasks"]["b"]["steps"] == report.tasks["b"].steps
     resumed = orchestra_of(tasks(), tmp_path).train_models(resume=True)
     assert all(resumed.tasks[name].losses == report.tasks[name].losses for name in "ab")
+
+
+def test_a_frozen_base_that_tasks_share_is_written_once_per_directory(tmp_path):
+    base = torch.nn.Linear(6, 6).requires_grad_(False)
+
+    def task(name, epochs):
+        layers = torch.nn.Sequential(base, torch.nn.Linear(6, 3))
+        return ModelTask(layers, F.mse_loss, list(shuffled()), 0.1, epochs, name=name, seed=7)
+
+    def frozen_files():
+        return [path.name for path in (tmp_path / "files").glob("*frozen*")]
+
+    orchestra_of([task("a", 1), task("b", 1)], tmp_path).train_models().raise_failures()
+    [first] = frozen_files()
+    orchestra_of([task(name, 2) for name in "abc"], tmp_path).train_models(resume=True).raise_failures()
+    assert frozen_files() == [first]
+    found = load_newest(tmp_path)
+    assert {*found.task_names} == {"a", "b", "c"}
+    for name in found.task_names:
+        assert torch.equal(found.read_tensors(name, "frozen.safetensors")["0.weight"], base.weight)

@@ -18,8 +18,8 @@ from torch.utils.data import (
 )
 
 from hydra_engine.checkpoints.nested import flatten, unflatten
-from hydra_engine.data.generators import generators_of
-from hydra_engine.data.position import LoaderPosition, epoch_start, position_of, restore
+from hydra_engine.data.generators import generators_of, states_of
+from hydra_engine.data.position import LoaderPosition, epoch_start, position_of, restore, restore_between
 from hydra_engine.data.streams import Stream, capture, installed
 
 NUM_SAMPLES = 26
@@ -233,6 +233,69 @@ def test_loaders_with_workers(data, persistent):
     found, message, _ = resumed(make, interrupted(make, epoch, 3))
     assert found == [expected[0][3:], expected[1]]
     assert message is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("num_batches", [0, 3])
+@pytest.mark.parametrize(("data", "epoch"), [(Augmented, 0), (Plain, 1)])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_persistent_workers_are_those_of_a_fresh_process(data, epoch, num_batches, is_open):
+    make = workers(data, persistent_workers=True)
+    expected = loop(make(), seeded_stream(), epoch + 2)[epoch:]
+    position, loader = interrupted(make, epoch, num_batches), make()
+    if is_open:
+        with installed(Stream(capture())):
+            next(iter(loader))
+    found, message, _ = resumed(lambda: loader, position)
+    assert found == [expected[0][num_batches:], expected[1]]
+    assert message is None
+
+
+class Around:
+    """A loader of one's own around torch's."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        yield from self.loader
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_persistent_workers_are_found_in_a_loader_around_theirs(epoch):
+    def make():
+        return Around(workers(Plain, persistent_workers=True)())
+
+    expected = loop(make(), seeded_stream(), epoch + 2)[epoch:]
+    position, loader = interrupted(make, epoch, 3), make()
+    with installed(Stream(capture())):
+        next(iter(loader))
+    found, message, _ = resumed(lambda: loader, position)
+    assert found == [expected[0][3:], expected[1]]
+    assert (message is None) == (epoch == 0)  # that its workers draw nothing is not known
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("was_open", [False, True])
+def test_a_loader_that_is_read_from_its_beginning_each_time(was_open):
+    """Its own generator, too, is where the workers of the readings before have left it."""
+
+    def make():
+        options = {"generator": own_generator(), "num_workers": 1, "persistent_workers": True}
+        return DataLoader(Plain(), BATCH, shuffle=True, **options)
+
+    loader, stream = make(), seeded_stream()
+    loop(loader, stream, int(was_open))
+    states, state = states_of(loader), stream.state
+    expected = loop(loader, stream, 1)
+    for again in (make(), loader):
+        stream = Stream(state)
+        assert restore_between(again, stream, states, was_open=was_open) is None
+        assert stream.state.same_as(state)
+        assert loop(again, stream, 1) == expected
+    again = DataLoader(Augmented(), num_workers=1, persistent_workers=True)
+    assert (restore_between(again, stream, states_of(again), was_open=was_open) is not None) == was_open
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -496,6 +496,34 @@ def test_what_layers_would_not_run_as_the_model_does_is_refused(case):
         sequential(model)
 
 
+def around_blocks(name):
+    """Modules of a model that layers made by hand do not call, by what they are called."""
+    model = new_model(name)
+    found = {"the model itself": model}
+    if name.startswith("Bert"):
+        return model, {**found, "base": model.bert, "encoder": model.bert.encoder}
+    return model, {**found, "base": model.model}
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize(
+    ("name", "place"), [("BertForMaskedLM", "encoder"), ("BertForMaskedLM", "base"), ("LlamaForCausalLM", "base")]
+)
+def test_hooks_around_the_blocks_are_called(name, place, register):
+    model, places = around_blocks(name)
+    getattr(places[place], register)(lambda *_: None)
+    layers = sequential(model, example=ids_and_masks()[0])
+    assert isinstance(layers, Model)
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "LlamaForCausalLM"])
+def test_a_backward_pre_hook_on_the_model_is_refused(name):
+    model, places = around_blocks(name)
+    places["the model itself"].register_full_backward_pre_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="has hooks of its own"):
+        sequential(model)
+
+
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 OTHERWISE = {
     "decoder of BERT": functools.partial(new_model, "BertForMaskedLM", is_decoder=True),

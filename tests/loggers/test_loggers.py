@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hydra_engine.loggers import CsvLogger, JsonLinesLogger, TensorBoardLogger, WandbLogger
-from tests.loggers.support import KINDS, FakeWandb, start_of, step_of, tear, validation_of
+from tests.loggers.support import KINDS, FakeWandb, read_events, start_of, step_of, tear, validation_of
 
 
 @pytest.fixture(params=KINDS)
@@ -65,6 +65,23 @@ def test_a_task_that_goes_on_has_each_step_once(tmp_path, kind, steps, validated
     assert read(tmp_path / f"a{suffix}") == approximately(told(all_of))
     assert [path.name for path in tmp_path.iterdir()] == [f"a{suffix}"]
     killed.close()
+
+
+def test_event_files_of_others_in_a_tasks_folder_stay(tmp_path):
+    """A user's `SummaryWriter(logs/a)` writes there as well; a resume may cut none of that."""
+    pytest.importorskip("tensorboard")
+    log(TensorBoardLogger(tmp_path), start_of(), [step_of(1), step_of(2)])
+    log(TensorBoardLogger(tmp_path), start_of("a-2"), [step_of(1, "a-2"), step_of(2, "a-2")])
+    [own] = (tmp_path / "a").iterdir()
+    mine = [own.with_name(name) for name in ("events.out.tfevents.1.host.7.0", "zzz.tfevents.v2")]
+    for path in mine:
+        path.write_bytes(own.read_bytes())
+    others = {path: path.read_bytes() for path in (*mine, *(tmp_path / "a-2").iterdir())}
+    log(TensorBoardLogger(tmp_path), start_of(steps=1, is_new=False), [step_of(2, loss=7.0)])
+    assert {path: path.read_bytes() for path in others} == others
+    for path in mine:
+        path.unlink()
+    assert read_events(tmp_path / "a") == approximately(told([step_of(1), step_of(2, loss=7.0)]))
 
 
 def test_what_comes_again_may_be_other_than_it_was(tmp_path, kind):

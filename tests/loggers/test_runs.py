@@ -22,7 +22,7 @@ from hydra_engine.checkpoints import load_newest
 from hydra_engine.loggers import CsvLogger, JsonLinesLogger, Logger, TaskStart, threads
 from hydra_engine.sweep import Sweep
 from partitioners import Presharded
-from tests.loggers.support import KINDS, Recorder, read_csv, step_of, validation_of
+from tests.loggers.support import KINDS, Recorder, read_csv, start_of, step_of, validation_of
 from tests.sweep import space
 
 STEPS, EPOCHS, LR = 4, 3, 0.1
@@ -192,6 +192,54 @@ def test_a_logger_that_raises_three_times_is_dropped_and_training_is_as_if_alone
     wanted = [raised.format(1), raised.format(2), dropped, raised.format(2), raised.format(5)]
     assert list(report.messages) == wanted
     assert sorted(capsys.readouterr().err.splitlines()) == sorted(f"hydra_engine: {each}" for each in wanted)
+
+
+class NoRoomFor(Recorder):
+    """Raises as one of the tasks begins, the first time; then at whatever it is told of that one."""
+
+    def __init__(self, task):
+        super().__init__()
+        self.task, self.begun = task, set()
+
+    def begin_task(self, start):
+        if start.task == self.task and start.steps == 0:
+            raise OSError("no room")
+        self.begun.add(start.task)
+        super().begin_task(start)
+
+    def log_step(self, step):
+        assert step.task in self.begun
+        self.calls.append(step)
+
+    log_validation = log_step
+
+    def end_task(self, task, status):
+        assert task in self.begun
+        super().end_task(task, status)
+
+
+def test_a_task_that_a_logger_cannot_begin_is_not_logged_there_and_the_others_are(capsys):
+    logger, recorder = NoRoomFor("b"), Recorder()
+    names = ["a", "b", "c"]
+    report = orchestra_of(*map(task, names), loggers=[logger, recorder]).train_models()
+    message = "logger NoRoomFor: raised at the beginning of b, which is not logged: OSError: no room"
+    assert list(report.messages) == [message]
+    assert capsys.readouterr().err == f"hydra_engine: {message}\n"
+    num = [STEPS * EPOCHS] * 3
+    assert [len(recorder.of(StepReport, name)) for name in names] == num
+    assert [len(logger.of(StepReport, name)) for name in names] == [num[0], 0, num[2]]
+    assert {each for each in logger.calls if type(each) is tuple} == {("a", "finished"), ("c", "finished")}
+
+
+def test_a_task_that_begins_again_is_logged_again():
+    logger = NoRoomFor("b")
+    loggers = threads.RunLoggers([logger])
+    for start in (start_of("b"), start_of("b", steps=1)):
+        loggers.begin(start)
+        loggers.step(step_of(start.steps + 1, "b"))
+        loggers.end("b", "paused")
+    assert len(loggers.close()) == 1
+    assert logger.calls == [start_of("b", steps=1), step_of(2, "b"), ("b", "paused")]
 
 
 class Hangs(Logger):

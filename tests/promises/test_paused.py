@@ -2,15 +2,19 @@
 
 import errno
 import os
+import random
 import threading
 from functools import lru_cache, partial
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
 from hydra_engine import Callback, CheckpointError, PauseTask
 from hydra_engine.checkpoints.checkpoint import load_newest
+from hydra_engine.run.loop import EngineRun
+from hydra_engine.run.recovery import Recovery
 from hydra_engine.schedule.graph import validate
 from hydra_engine.schedule.units import training_chain
 from hydra_engine.system.files import Disk
@@ -158,6 +162,46 @@ def test_paused_from_another_thread_its_callbacks_are_told_every_step_once(tmp_p
     assert_as_expected(report.tasks["task"], again)
 
 
+class Noisy(Dataset):
+    """Draws in its loader's workers."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.randn(6), torch.full((3,), float(index))
+
+
+def persistent():
+    own = torch.Generator().manual_seed(6)
+    return DataLoader(Noisy(), 4, shuffle=True, generator=own, num_workers=1, persistent_workers=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("is_retried", [False, True])
+def test_persistent_workers_begin_anew_where_a_task_goes_on_with_its_loader(tmp_path, monkeypatch, is_retried):
+    monkeypatch.setitem(LOADERS, "persistent", persistent)
+    whole = task_of("persistent", epochs=1)
+    found = orchestra_of([whole]).train_models().tasks["task"]
+    seen = []
+
+    def fails_once(batch):
+        seen.append(batch)
+        if len(seen) == 4:
+            raise OSError
+        return batch
+
+    pauses = Pauses(3, then=lambda: orchestra.add_task(task))
+    options = {"unpack": fails_once, "max_retries": 1} if is_retried else {"callbacks": [pauses]}
+    task = task_of("persistent", epochs=1, **options)
+    orchestra = orchestra_of([task], tmp_path)
+    report = orchestra.train_models().tasks["task"]
+    assert pauses.errors == []
+    assert (report.status, report.losses) == ("finished", found.losses)
+    assert (pauses.told != [], len(report.retries)) == (not is_retried, int(is_retried))
+    exact.assert_same_state(zoo.state(task.model), zoo.state(whole.model))
+
+
 def test_a_task_that_waits_on_disk_goes_on_in_a_later_call_without_resume(tmp_path):
     first, other = drawing(callbacks=[Pauses(5)]), drawing("other")
     orchestra = orchestra_of([first, other], tmp_path)
@@ -211,6 +255,47 @@ def test_paused_before_its_first_step_it_begins_with_the_seed_that_it_had(tmp_pa
     exact.assert_same_state(zoo.state(again.model), zoo.state(whole.model))
 
 
+class PausesAtOnce(Callback):
+    """Pauses its task as the first epoch is about to be opened, each time but the last."""
+
+    def __init__(self, num_times):
+        self.num_times, self.num_pauses = num_times, 0
+
+    def on_epoch_begin(self, report, epoch):
+        if self.num_times > 0:
+            self.num_times -= 1
+            raise PauseTask
+
+    def on_task_pause(self, report):
+        self.num_pauses += 1
+
+
+@pytest.mark.parametrize("num_pauses", [0, 2])
+@pytest.mark.parametrize("loader", [name for name in LOADERS if name != "holes"])  # whose numbers are none
+def test_paused_before_its_first_commit_it_begins_where_its_loader_began(tmp_path, loader, num_pauses):
+    """Its loader was read for the plan, or was not; in a run, or before."""
+    whole = task_of(loader, draws=True)
+    expected = orchestra_of([whole]).train_models().tasks["task"]
+    task = task_of(loader, draws=True, callbacks=[pauses := PausesAtOnce(num_pauses)])
+    orchestra = orchestra_of([task], tmp_path)
+    if not num_pauses:
+        orchestra.pause_task("task")  # before anything was read
+        random.seed(9)
+        orchestra.add_task(task)
+        orchestra.generate()
+        orchestra.pause_task("task")
+        orchestra.add_task(task)
+    for _ in range(num_pauses):
+        assert orchestra.train_models().tasks["task"].status == "paused"
+        random.seed(9)
+        orchestra.add_task(task)
+    found = orchestra.train_models().tasks["task"]
+    assert pauses.num_pauses == num_pauses
+    assert found.status == "finished"
+    assert plain(found.losses) == plain(expected.losses)
+    exact.assert_same_state(zoo.state(task.model), zoo.state(whole.model))
+
+
 def test_paused_before_training_it_is_not_begun(tmp_path):
     orchestra = orchestra_of([drawing(), drawing("other")], tmp_path)
     orchestra.pause_task("task")
@@ -231,6 +316,53 @@ def test_what_is_asked_of_a_task_right_after_it_was_added_again_is_done(tmp_path
     assert report.status == "stopped"
     assert report.losses == expected()[0][: report.steps]
     assert 5 <= report.steps < NUM_STEPS
+
+
+def marked():
+    batches = LOADERS["list"]()
+    batches[3][1].fill_(99.0)
+    return batches
+
+
+def fails_if_marked(output, target):
+    if bool((target == 99.0).any()):
+        raise OSError("a loss's")
+    return F.mse_loss(output, target)
+
+
+@pytest.mark.parametrize("early_release", [False, True])
+def test_an_error_in_a_step_that_a_pause_drops_fails_nothing(tmp_path, monkeypatch, early_release):
+    """With early release a pause drops no step: shards of it may be updated already."""
+    monkeypatch.setitem(LOADERS, "marked", marked)
+    failed, has_raised = Recovery.failed, threading.Event()
+
+    class Waits(Pauses):
+        def on_step(self, report):
+            assert report.steps < 3 or has_raised.wait(PATIENCE_S)
+            super().on_step(report)
+
+    def failed_once_it_is_paused(recovery, event):
+        has_raised.set()
+        told = threading.Event()
+        recovery._common.tasks["task"].notifier.when_told(told.set)
+        assert told.wait(PATIENCE_S)
+        return failed(recovery, event)
+
+    monkeypatch.setattr(Recovery, "failed", failed_once_it_is_paused)
+    whole, again = (task_of("marked", early_release=early_release) for _ in range(2))
+    found = orchestra_of([whole]).train_models().tasks["task"]
+    pauses = Waits(3, then=lambda: orchestra.add_task(again))
+    first = task_of("marked", loss=fails_if_marked, early_release=early_release, callbacks=[pauses])
+    orchestra = orchestra_of([first], tmp_path)
+    if early_release:
+        with pytest.raises(OSError, match="a loss's"):
+            orchestra.train_models()
+        return
+    report = orchestra.train_models().tasks["task"]
+    assert pauses.errors == []
+    assert pauses.told == [1, 2, 3, "paused at 3"]
+    assert (report.status, report.losses) == ("finished", found.losses)
+    exact.assert_same_state(zoo.state(again.model), zoo.state(whole.model))
 
 
 def test_a_name_is_free_once_the_pause_is_told(tmp_path):
@@ -269,6 +401,25 @@ def test_a_task_that_is_refused_under_the_name_of_a_paused_one_leaves_that_as_it
     report = orchestra.train_models()
     assert pauses.errors == []
     assert_as_expected(report.tasks["task"], again)
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_in_its_place_another_is_refused_and_a_paused_task_is_told_of_and_let_go(tmp_path, monkeypatch, is_forgotten):
+    let_go = []
+    monkeypatch.setattr(EngineRun, "forget", lambda run, name: let_go.append(name))
+
+    def go_on():
+        orchestra._tasks.named("task", "here").doubts.append("a doubt")
+        with pytest.raises(ValueError, match="the model is not the one that was saved"):
+            orchestra.add_task(task_of(batch_norm=True))
+        if is_forgotten:
+            orchestra.forget_task("task")
+
+    orchestra = orchestra_of([drawing(callbacks=[pauses := Pauses(5, then=go_on)])], tmp_path)
+    report = orchestra.train_models()
+    assert pauses.errors == []
+    assert "a doubt" in report.messages
+    assert let_go == (["task"] if is_forgotten else [])
 
 
 def test_a_task_that_the_disk_does_not_take_fails_and_keeps_its_weights(tmp_path, monkeypatch):

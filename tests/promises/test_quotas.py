@@ -335,6 +335,28 @@ def test_a_task_that_comes_while_others_train_is_of_a_known_group_or_brings_its_
     assert {name: each.status for name, each in report.tasks.items()} == dict.fromkeys(("a", "b", "b1"), "finished")
 
 
+def test_devices_of_a_group_whose_tasks_have_ended_are_anothers():
+    CROSSING.to("")
+    told = []
+
+    def add(it, **options):
+        try:
+            told.append(orchestra.add_task(it, **options))
+        except Exception as error:
+            told.append(str(error))
+
+    def b_ends():
+        add(task("c", 3, callbacks=[Calls(at_end=lambda: add(task("d", 3), quota=2))]), quota=2)
+
+    def come():
+        add(task("b", 3, callbacks=[Calls(at_end=b_ends)]), quota=2)
+
+    orchestra = orchestra_of(task("a", callbacks=[Calls(after_step_2=come)]), quotas={"a": 2})
+    report = orchestra.train_models()
+    assert told == ["b", "c", "d"]
+    assert {name: each.status for name, each in report.tasks.items()} == dict.fromkeys("abcd", "finished")
+
+
 def test_a_quota_stays_for_the_tasks_that_count_on_it():
     """The first task of a group brings it and fails as it is planned, after the second one was let in."""
     is_planned, told, threads = threading.Event(), [], []

@@ -21,8 +21,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.schedule import StopRequested
+from hydra_engine.run import signals
 from hydra_engine.run.signals import Inbox
 
+signals.ECHO_S = 0.0  # a second signal may come at once
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job in the background
 torch.set_num_threads(1)
 never, put = threading.Event(), Inbox.put

@@ -1,4 +1,6 @@
-"""Whatever a save raises, its task ends."""
+"""Whatever a save raises, its task ends; and it waits for the callbacks of its step, for a while."""
+
+import threading
 
 import pytest
 import torch
@@ -7,6 +9,8 @@ from torch.nn import functional as F
 
 from hydra_engine import Callback, CheckpointError, EmulatedDevice, ModelOrchestrator, ModelTask, PauseTask
 from hydra_engine.run.saves import Saves
+
+PATIENCE_S = 30
 
 
 class Pauses(Callback):
@@ -34,3 +38,51 @@ def test_a_task_whose_last_save_cannot_begin_ends(is_paused, tmp_path, monkeypat
     report = orchestra.report
     assert (report.tasks["a"].status, report.tasks["a"].steps) == (("failed", 1) if is_paused else ("finished", 2))
     assert "task 'a' could not be saved as it has ended: no room for a snapshot" in report.messages
+
+
+class SetsRate(Callback):
+    """Sets the learning rate at the second step, once it may."""
+
+    def __init__(self, may):
+        self.may, self.groups, self.is_done = may, None, False
+
+    def optimizer(self, parameters, **options):
+        found = torch.optim.SGD(parameters, **options)
+        self.groups = found.param_groups
+        return found
+
+    def on_step(self, report):
+        if report.steps == 2:
+            assert self.may.wait(PATIENCE_S)
+            self.groups[0]["lr"] = 0.05
+            self.is_done = True
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_save_waits_for_what_callbacks_set_at_its_step_but_not_for_ever(blocks, tmp_path, monkeypatch):
+    capture, save, seen, may = Saves._capture, Saves._save, [], threading.Event()
+    monkeypatch.setattr("hydra_engine.run.saves.CALLBACKS_S", 0.0 if blocks else PATIENCE_S)
+
+    def captures(saves, instruction):
+        capture(saves, instruction)
+        if not blocks and saves._common.tasks["a"].report.steps == 2:
+            may.set()
+
+    def saves_it(saves, task):
+        if task.name in saves._saver.wanted:
+            seen.append((task.report.steps, callback.is_done))
+        save(saves, task)
+        if blocks and seen:
+            may.set()
+
+    monkeypatch.setattr(Saves, "_capture", captures)
+    monkeypatch.setattr(Saves, "_save", saves_it)
+    callback = SetsRate(may)
+    loader = [(torch.ones(4, 3), torch.tensor([0, 1, 1, 0])) for _ in range(3)]
+    options = {"name": "a", "callbacks": [callback], "optimizer": callback.optimizer}
+    task = ModelTask(nn.Sequential(nn.Linear(3, 2)), F.cross_entropy, loader, 0.1, **options)
+    devices = [EmulatedDevice("1MiB")]
+    orchestra = ModelOrchestrator([task], devices=devices, checkpoint_dir=tmp_path, checkpoint_every=2)
+    orchestra.verbose = 0
+    assert orchestra.train_models().tasks["a"].status == "finished"
+    assert seen == [(2, not blocks)]

@@ -6,6 +6,8 @@ import sys
 import threading
 import warnings
 from contextlib import contextmanager, nullcontext
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,6 +46,7 @@ def exits(monkeypatch):
         raise Exited
 
     monkeypatch.setattr(interrupt.os, "_exit", end)
+    monkeypatch.setattr(interrupt, "time", SimpleNamespace(monotonic=count(0.0, interrupt.ECHO_S).__next__))
     yield codes
     assert handlers() == usual
     for number, handler in zip(RAISED, before, strict=True):
@@ -228,6 +231,27 @@ def test_second_signal_ends_the_process_at_once(first, second, exits, capfd):
         f"another signal cuts that off",
         f"hydra_engine: {signal.Signals(second).name}: the second signal, so nothing more is finished or saved",
     ]
+
+
+@pytest.mark.parametrize("at_prompt", [False, True])
+@pytest.mark.parametrize("second", RAISED)
+@pytest.mark.parametrize("first", RAISED)
+def test_a_signal_that_comes_twice_at_once_is_one(first, second, at_prompt, exits, monkeypatch, capfd):
+    """A terminal or `timeout` signals the group of processes, and a wrapper in it passes the signal on."""
+    if at_prompt:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    times = iter([100.0, 100.0, 100.002, 100.999, 101.0])
+    monkeypatch.setattr(interrupt.time, "monotonic", times.__next__)
+    inbox = inbox_of(DeviceAdded(0))
+    with signalled(RAISED[first][0], deferred=True) as (signals, _):
+        signals.tell(inbox)
+        for number in (first, second, second, second):
+            signal.raise_signal(number)
+        assert take_all(inbox) == [StopRequested(), DeviceAdded(0)]
+        assert exits == []
+        with pytest.raises(KeyboardInterrupt if at_prompt and second == signal.SIGINT else Exited):
+            signal.raise_signal(second)
+    assert capfd.readouterr().err.count("another signal cuts that off") == 1
 
 
 def test_second_signal_ends_the_process_while_the_first_cleans_up(exits):

@@ -246,6 +246,22 @@ def test_nothing_is_decided_before_all_have_come():
     assert decide(*members(), member(6, 0.0, "FAIL")).ends == [0, 4]
 
 
+def test_members_without_a_number_are_the_worst_by_their_numbers_whenever_a_kill_came():
+    """A kill in the middle of the decision: some have gone on already, which the study then lists apart."""
+    whole = members([math.nan, 1.0, float("nan"), 2.0, float("nan"), 3.0])
+    assert decide(*whole, quantile=0.5).ends == [0, 2, 4]
+    assert decide(*whole).ends == [2, 4]
+    for gone in range(6):
+        number = whole[gone].number
+        killed = [
+            *whole[:gone],
+            member(number, whole[gone].intermediate_values[0], rung=1, waits=False),
+            *whole[gone + 1 :],
+        ]
+        assert decide(*killed).ends == [each for each in (2, 4) if each != number]
+        assert decide(*killed, maximize=True).ends == [each for each in (2, 4) if each != number]
+
+
 def test_who_has_no_number_is_nobodys_parent():
     nan = math.nan
     found = decide(*members([nan, 1.0, nan, nan, nan, nan]), quantile=0.5)
@@ -332,6 +348,16 @@ def build_batches(trial):
             lambda trial: build(trial, optimizer_scope="task"),
             ["lr"],
             "trial-0 has optimizer_scope 'task', limit: 'shard'",
+        ),
+        (
+            lambda trial: build(trial, early_release="all"),
+            ["lr"],
+            "trial-0 has early_release 'all', limit: False, since",
+        ),
+        (
+            lambda trial: build(trial, optimizer_device="device"),
+            ["lr"],
+            "trial-0 has optimizer_device 'device', limit: 'host', since",
         ),
     ],
 )

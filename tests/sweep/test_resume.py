@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hydra_engine import Callback
-from tests.sweep.space import STEPS, First, Interrupt, build, keeping, plain, study_in, sweep_of
+from tests.sweep.space import EPOCHS, STEPS, First, Interrupt, build, keeping, plain, study_in, sweep_of
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -141,20 +141,62 @@ def test_a_study_of_ones_own_goes_on_beside_other_trials(tmp_path):
 
 def test_a_trial_that_ended_before_it_could_be_told_is_told(tmp_path):
     """Its end was saved, and the process was killed: nothing of it is trained again."""
-    sweep = sweep_in(tmp_path, num_trials=2)
-    told = sweep.run()
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-    optuna.delete_study(study_name="sweep", storage=url)
-    again = optuna.create_study(study_name="sweep", storage=url)
-    sweep_id = (tmp_path / "sweep.id").read_text().strip()
-    for trial in told_trials(told, again):
-        trial.set_user_attr("hydra_engine", {"sweep": sweep_id, "trial_id": trial_id(again, trial)})
+    again = untold(tmp_path, sweep_in(tmp_path, num_trials=2).run())
     steps = {}
     study = sweep_in(tmp_path, lambda trial: build(trial, First(trial.number, steps)), num_trials=2, study=again).run()
     assert steps == {}
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 2
     for trial in study.trials:
         assert trial.value == plain(trial)[0].validation_losses[-1]
+
+
+def test_beside_others_a_trial_that_ended_before_it_could_be_told_is_told_and_gives_way(tmp_path):
+    """Trial 0 goes on, and waits until trial 2 has come in the place of trial 1, which was over."""
+    told = sweep_in(tmp_path, num_trials=2).run()
+    again = untold(tmp_path, told)
+    steps, has_come = {}, threading.Event()
+
+    class Wait(Callback):
+        def on_step(self, report):
+            assert has_come.wait(60)
+
+    def build_longer(trial):
+        if trial.number == 2:
+            has_come.set()
+        task = build(trial, First(trial.number, steps), *([Wait()] if trial.number == 0 else []))
+        task.epochs += trial.number == 0
+        return task
+
+    study = sweep_in(tmp_path, build_longer, num_trials=3, study=again).run()
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3
+    assert steps == {0: EPOCHS * STEPS + 1, 2: 1}
+    assert study.trials[1].value == plain(study.trials[1])[0].validation_losses[-1]
+    assert study.trials[1].user_attrs["steps"] == EPOCHS * STEPS
+
+
+def test_a_rescue_is_not_taken_for_the_trials_of_a_new_study(tmp_path, monkeypatch, capsys):
+    """Without a folder nobody knows what the saved trials had for values."""
+    sweep_in(tmp_path, num_trials=2).run()
+    rescue = tmp_path / "hydra-rescue-1"
+    (tmp_path / "checkpoints").rename(rescue)
+    monkeypatch.setenv("HYDRA_ENGINE_RESUME", str(rescue))
+    kept = {}
+    study = sweep_of(keeping(kept), num_trials=2).run()
+    for trial in study.trials:
+        assert kept[trial.number][0] == plain(trial)[0].losses
+        assert trial.value == plain(trial)[0].validation_losses[-1]
+    assert f"this sweep begins anew, and not from {rescue}" in capsys.readouterr().err
+
+
+def untold(folder, told):
+    """The study of a sweep that was killed before any of its trials was told."""
+    url = f"sqlite:///{folder / 'study.db'}"
+    optuna.delete_study(study_name="sweep", storage=url)
+    again = optuna.create_study(study_name="sweep", storage=url)
+    sweep_id = (folder / "sweep.id").read_text().strip()
+    for trial in told_trials(told, again):
+        trial.set_user_attr("hydra_engine", {"sweep": sweep_id, "trial_id": trial_id(again, trial)})
+    return again
 
 
 def told_trials(told, again):

@@ -8,8 +8,9 @@ import pytest
 from hydra_engine import Callback, EmulatedDevice, PauseTask
 from hydra_engine.sweep import Rungs, Sweep
 from hydra_engine.sweep.rungs import RUNG, mark
+from hydra_engine.sweep.search import Search
 from hydra_engine.sweep.study import Trials
-from tests.sweep.space import DEVICES, EPOCHS, build, plain, study_in
+from tests.sweep.space import DEVICES, EPOCHS, STEPS, First, Interrupt, build, plain, study_in
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -45,6 +46,30 @@ def assert_halved(study):
         assert trial.value == losses[number][num_validations - 1]
 
 
+def test_a_trial_that_goes_on_past_its_rung_rests_at_its_next_validation(tmp_path):
+    """So does one that was killed as it paused with early release, which commits one more step."""
+    interrupt = Interrupt(STEPS + 2)
+    sweep = sweep_in(
+        tmp_path,
+        lambda trial: build(trial, *([interrupt] if trial.number == 0 else [])),
+        rungs=Rungs(min_resource=2, reduction_factor=2),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run()
+    assert len(study_in(tmp_path).trials[0].intermediate_values) == 1
+    steps = {}
+    study = sweep_in(tmp_path, lambda trial: build(trial, First(trial.number, steps))).run()
+    losses = {trial.number: plain(trial)[0].validation_losses for trial in study.trials}
+    first = sorted(losses, key=lambda number: losses[number][0])[:4]
+    second = sorted(first, key=lambda number: losses[number][1])[:2]
+    for trial in study.trials:
+        assert trial.state.name == ("COMPLETE" if trial.number in second else "PRUNED")
+        found = trial.intermediate_values
+        assert found == dict(enumerate(losses[trial.number][: len(found)]))
+    assert steps[0] > STEPS + 2
+    assert len(study.trials[0].intermediate_values) == 2
+
+
 class Count(Callback):
     """Notes the most tasks that train at once."""
 
@@ -77,6 +102,22 @@ def test_trials_wait_at_a_rung_where_devices_are_lent_for_rehearsals(tmp_path):
     device = EmulatedDevice("1MiB")
     device.has_room_for_planning = False
     assert_halved(sweep_in(tmp_path, devices=[device]).run())
+
+
+def test_a_device_that_was_removed_stays_out_and_one_that_came_stays_in(tmp_path, monkeypatch):
+    found, train = [], Search._train
+
+    def changing(search):
+        if not found:
+            search._orchestra.add_device(EmulatedDevice("1MiB"))
+            search._orchestra.remove_device("emulated:0")
+        train(search)
+        found.append(search._orchestra.devices)
+
+    monkeypatch.setattr(Search, "_train", changing)
+    assert_halved(sweep_in(tmp_path).run())
+    assert len(found) > 1
+    assert found == [{"emulated:0": "out", "emulated:1": "in"}] * len(found)
 
 
 @pytest.mark.parametrize("num_pruned", [0, 5])

@@ -163,6 +163,94 @@ def test_a_callback_may_end_a_trial_which_is_completed_with_its_last_value():
         assert trial.value == plain(trial)[0].validation_losses[1]
 
 
+def beside_two(callback, **options):
+    """Trial 1 of three in two slots, which has a callback; trial 0 waits until trial 2 has come in its place."""
+    has_come = threading.Event()
+
+    class Wait(Callback):
+        def on_step(self, report):
+            assert has_come.wait(60)
+
+    def build_and_tell(trial):
+        if trial.number == 2:
+            has_come.set()
+        if trial.number == 1:
+            return build(trial, callback, **options)
+        return build(trial, *([Wait()] if trial.number == 0 else []))
+
+    study = sweep_of(build_and_tell, study=study_of(), num_trials=3).run()
+    assert (study.trials[0].state, study.trials[2].state) == (COMPLETE, COMPLETE)
+    return study.trials[1]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_trial_that_a_callback_ends_before_an_epoch_gives_way_to_the_next(epoch):
+    class Stop(Callback):
+        def on_epoch_begin(self, report, number):
+            if number == epoch:
+                raise StopTask
+
+    trial = beside_two(Stop())
+    if epoch == 0:
+        assert (trial.state, trial.user_attrs["error"]) == (
+            FAIL,
+            "RuntimeError: trial-1 was validated never, limit: numbers; see its validation",
+        )
+    else:
+        assert (trial.state, trial.value) == (COMPLETE, plain(trial)[0].validation_losses[0])
+        assert trial.user_attrs["steps"] == STEPS
+
+
+@pytest.mark.parametrize("hook", ["on_step", "on_task_end"])
+def test_a_trial_whose_callback_does_not_return_gives_way_to_the_next(hook, monkeypatch):
+    monkeypatch.setattr("hydra_engine.sweep.search.LOOK_S", 0.02)
+    may_return, blocked = threading.Event(), Callback()
+    setattr(blocked, hook, lambda report: may_return.wait(60))
+    try:
+        trial = beside_two(blocked, callback_timeout_s=0.5)
+    finally:
+        may_return.set()
+        for each in [thread for thread in threading.enumerate() if thread.name == "trial-1-callbacks"]:
+            each.join()
+    assert trial.state == FAIL
+    assert "CallbackTimeout: trial-1: its callback " in trial.user_attrs["error"]
+    assert f"{hook} did not return in 0.5 s" in trial.user_attrs["error"].replace(" or on_task_pause", "")
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_storage_that_does_not_answer_for_a_moment_fails_no_trial(is_done, monkeypatch):
+    """is_done: it has done what it was asked for, and the answer alone was lost."""
+    monkeypatch.setattr("hydra_engine.sweep.study.PAUSE_S", 0.0)
+    calls = []
+
+    def now_and_then(method):
+        def call(storage, trial_id, *args, **options):
+            if optuna.trial.TrialState.RUNNING in options.values():  # a trial is asked for
+                return method(storage, trial_id, *args, **options)
+            calls.append(method.__name__)
+            if len(calls) % 2 == 0:
+                return method(storage, trial_id, *args, **options)
+            if is_done:
+                method(storage, trial_id, *args, **options)
+            raise optuna.exceptions.StorageInternalError("the database is locked")
+
+        return call
+
+    study = study_of("halving")
+    sweep = sweep_of(study=study, parallel=1)
+    with monkeypatch.context() as patched:
+        for name in ("set_trial_intermediate_value", "set_trial_state_values"):
+            owner = optuna.storages.InMemoryStorage
+            patched.setattr(owner, name, now_and_then(getattr(owner, name)))
+        sweep.run()
+    assert set(calls) == {"set_trial_intermediate_value", "set_trial_state_values"}
+    expected = sweep_of(study=study_of("halving"), parallel=1).run()
+    found = [
+        [(trial.state, trial.values, trial.intermediate_values) for trial in each.trials] for each in (study, expected)
+    ]
+    assert found[0] == found[1]
+
+
 def test_a_metric_is_a_trials_value():
     study = sweep_of(
         lambda trial: build(trial, metrics={"accuracy": accuracy}), metric="accuracy", direction="maximize"
@@ -414,17 +502,25 @@ def test_where_devices_have_no_room_beside_training_they_are_lent_for_the_rehear
         assert kept[trial.number][0] == plain(trial)[0].losses
 
 
-def test_interrupted_without_a_folder_running_trials_have_failed():
+@pytest.mark.parametrize("is_own", [False, True])
+def test_interrupted_without_a_folder_running_trials_have_failed(is_own):
     class Interrupt(Callback):
         def on_step(self, report):
             if report.name == "trial-0" and report.steps == 2:
                 _thread.interrupt_main()
 
-    study = study_of()
+    study = study_of() if is_own else None
+    sweep = sweep_of(lambda trial: build(trial, Interrupt()), study=study, direction=None if is_own else "minimize")
+    assert sweep.study is None
     with pytest.raises(KeyboardInterrupt):
-        sweep_of(lambda trial: build(trial, Interrupt()), study=study).run()
-    assert set(states(study)) == {FAIL}
-    assert "KeyboardInterrupt" in study.trials[0].user_attrs["error"]
+        sweep.run()
+    found = sweep.study
+    assert found is study or not is_own
+    num_begun = len(found.trials)
+    assert set(states(found)) == {FAIL}
+    assert "KeyboardInterrupt" in found.trials[0].user_attrs["error"]
+    assert sweep.run() is found is sweep.study
+    assert states(found) == [FAIL] * num_begun + [COMPLETE] * (4 - num_begun)
 
 
 def test_the_default_is_two_models_per_device():
