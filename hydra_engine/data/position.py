@@ -9,6 +9,7 @@ Persistent workers that somebody has opened before are ended: new ones begin as 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -77,9 +78,14 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iter
     """Bring a loader and the task's stream to a position.
 
     Returns the iterator, and why its batches may be other ones than those of the run that was saved. Raises ValueError
-    for a loader of another kind, or a shorter one.
+    for a loader of another kind, a shorter one, or a generator that was read before.
     """
     start = position.start
+    if inspect.isgenerator(loader) and inspect.getgeneratorstate(loader) != inspect.GEN_CREATED:
+        raise ValueError(
+            "the loader is a generator that was read before, and gives no batch twice; give one that starts anew at "
+            "each iter() (a list, a DataLoader, an object whose __iter__ is a generator), or a new generator"
+        )
     if (position.own is not None) != _is_stateful(loader):
         kinds = ("had no", "has one") if position.own is None else ("had a", "has none")
         raise ValueError(

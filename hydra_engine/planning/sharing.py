@@ -20,7 +20,9 @@ def check_sharing(planned: Sequence[PlannedTask]) -> None:
                     f"tasks {other} and {each.name} share the trainable parameter {slot.name}; freeze it in both, or "
                     f"give each task its own copy (of adapters: by hydra_engine.integrations.huggingface.adapters)"
                 )
-        for owner in [read.setdefault(id(held), each.name) for held in _moved_by_reading(each.task.dataloader)]:
+        loaders = (each.task.dataloader, each.task.validation)
+        moved = [held for loader in loaders for held in _moved_by_reading(loader)]
+        for owner in [read.setdefault(id(held), each.name) for held in moved]:
             if owner != each.name:
                 raise ValueError(
                     f"tasks {owner} and {each.name} read through one generator, or one loader that keeps its place or "

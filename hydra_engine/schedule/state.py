@@ -145,8 +145,9 @@ T = TypeVar("T", bound=Hashable)
 
 Entry: TypeAlias = "tuple[Any, int, T]"
 
-# Entries that were taken back stay in the heap until they come up, or until there are this many more than members.
-MAX_STALE = 64
+# Entries that were taken back stay in the heap until they come up, or until there are this many more than members. Few,
+# since every device has a heap, and Python's garbage collector looks at all that is in it.
+MAX_STALE = 8
 
 
 class ReadyQueue(Generic[T]):
@@ -168,8 +169,10 @@ class ReadyQueue(Generic[T]):
 
     def put(self, member: T, key: Any) -> None:
         """Add a member, or give it another key."""
-        entry = (key, next(self._serial), member)
-        self._entries[member] = entry
+        self._put((key, next(self._serial), member))
+
+    def _put(self, entry: Entry[T]) -> None:
+        self._entries[entry[2]] = entry
         heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entries) + MAX_STALE:
             self._heap = list(self._entries.values())
@@ -177,6 +180,8 @@ class ReadyQueue(Generic[T]):
 
     def discard(self, member: T) -> None:
         self._entries.pop(member, None)
+        if not self._entries:
+            self._heap.clear()  # also of keys that could not be compared
 
     def first(self, num: int) -> list[T]:
         """So many members with the lowest keys, in their order; O(num log num)."""
@@ -194,8 +199,6 @@ class ReadyQueue(Generic[T]):
 
     def best(self) -> T | None:
         """The member with the lowest key."""
-        if not self._entries:
-            self._heap.clear()  # also of keys that could not be compared
         while self._heap:
             entry = self._heap[0]
             if self._entries.get(entry[2]) is entry:
@@ -214,8 +217,12 @@ class PartQueue(ReadyQueue["Part"]):
     def put(self, part: Part, key: Any) -> None:
         if part.home is not None and not part.home.is_in_use:
             part.home = None
-        super().put(part, key)
-        self._at.setdefault(part.home, ReadyQueue()).put(part, key)
+        entry = (key, next(self._serial), part)  # one for both queues
+        self._put(entry)
+        at = self._at.get(part.home)
+        if at is None:
+            at = self._at[part.home] = ReadyQueue()
+        at._put(entry)
 
     def discard(self, part: Part) -> None:
         super().discard(part)
@@ -226,14 +233,16 @@ class PartQueue(ReadyQueue["Part"]):
         parts = self._at.pop(device, ReadyQueue())
         for part in parts.first(len(parts)):
             part.home = None
-            self._at.setdefault(None, ReadyQueue()).put(part, part.key)
+            self._at.setdefault(None, ReadyQueue())._put(self._entries[part])
 
     def best_on(self, device: ScheduledDevice) -> Part | None:
         """The best one that the device has begun, else that none has, else of all: of the highest priority, though."""
         best = self.best()
+        if best is None or best.home is device:
+            return best
         for home in (device, None):
             part = self._at[home].best() if home in self._at else None
-            if best is not None and part is not None and part.key[0] == best.key[0]:
+            if part is not None and part.key[0] == best.key[0]:
                 return part
         return best
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -42,9 +43,10 @@ class Unit(NamedTuple):
         return cls(match["task"], match["kind"], int(match["shard"]), int(match["step"]), int(match["part"] or 0))
 
 
-def part_ranges(num_micro_batches: int, num_parts: int) -> list[tuple[int, int]]:
+@lru_cache(maxsize=1024)  # asked for at the begin of every step
+def part_ranges(num_micro_batches: int, num_parts: int) -> tuple[tuple[int, int], ...]:
     """The micro-batches [first, end) of each part of a step, whose numbers differ by at most 1."""
-    return list(pairwise(num_micro_batches * k // num_parts for k in range(num_parts + 1)))
+    return tuple(pairwise(num_micro_batches * k // num_parts for k in range(num_parts + 1)))
 
 
 def training_chain(num_shards: int, lowest_backward: int) -> tuple[tuple[str, int], ...]:

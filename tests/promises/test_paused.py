@@ -202,6 +202,43 @@ def test_persistent_workers_begin_anew_where_a_task_goes_on_with_its_loader(tmp_
     exact.assert_same_state(zoo.state(task.model), zoo.state(whole.model))
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_generator_that_was_read_is_refused_where_a_task_goes_on(tmp_path, monkeypatch, is_new):
+    monkeypatch.setitem(LOADERS, "generator", lambda: (batch for batch in list(LOADERS["own generator"]())))
+    whole = task_of("generator", epochs=1)
+    found = orchestra_of([whole]).train_models().tasks["task"]
+    task = task_of("generator", epochs=1, callbacks=[pauses := Pauses(2, then=lambda: orchestra.add_task(again))])
+    again = task_of("generator", epochs=1)
+    if not is_new:
+        again.dataloader = task.dataloader
+    orchestra = orchestra_of([task], tmp_path)
+    report = orchestra.train_models().tasks["task"]
+    if is_new:
+        assert pauses.errors == []
+        assert (report.status, report.losses) == ("finished", found.losses)
+        exact.assert_same_state(zoo.state(again.model), zoo.state(whole.model))
+    else:
+        [error] = pauses.errors
+        assert "generator that was read before" in str(error)
+        assert (report.status, report.steps) == ("paused", 2)
+
+
+def test_a_generator_is_not_asked_again(tmp_path):
+    seen = []
+
+    def fails_once(batch):
+        seen.append(batch)
+        if len(seen) == 3:
+            raise OSError
+        return batch
+
+    batches = list(LOADERS["own generator"]())
+    task = task_of(epochs=1, unpack=fails_once, max_retries=1)
+    task.dataloader = (batch for batch in batches)
+    with pytest.raises(ValueError, match="generator that was read before"):
+        orchestra_of([task], tmp_path).train_models()
+
+
 def test_a_task_that_waits_on_disk_goes_on_in_a_later_call_without_resume(tmp_path):
     first, other = drawing(callbacks=[Pauses(5)]), drawing("other")
     orchestra = orchestra_of([first, other], tmp_path)

@@ -129,6 +129,13 @@ def test_trainable_parameters_in_the_loss():
 def test_loader_object_in_two_tasks_with_a_generator():
     shared = DataLoader(samples().dataset, batch_size=4, shuffle=True, generator=torch.Generator())
     refused("(?i)loader", task(loader=shared), task(loader=shared))
+    refused("(?i)loader", task(validation=shared), task(validation=shared))
+    refused("(?i)loader", task(loader=shared), task(validation=shared))
+
+
+def test_validation_loader_with_persistent_workers_in_two_tasks():
+    shared = DataLoader(samples().dataset, batch_size=4, num_workers=1, persistent_workers=True)
+    refused("persistent|workers", task(validation=shared), task(validation=shared))
 
 
 # Data
