@@ -35,8 +35,8 @@ def uneven(num):
 
 
 def test_ranges_differ_by_one_micro_batch_at_most():
-    assert parts_of(6, 3, {})[0].ranges == [(0, 2), (2, 4), (4, 6)]
-    assert parts_of(5, 3, {})[0].ranges == [(0, 1), (1, 3), (3, 5)]
+    assert parts_of(6, 3, {})[0].ranges == ((0, 2), (2, 4), (4, 6))
+    assert parts_of(5, 3, {})[0].ranges == ((0, 1), (1, 3), (3, 5))
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
