@@ -41,9 +41,9 @@ from partitioners.reach import PLAIN, Shared
 # A number that the forward draws and compares: what holds for both ends of its range holds for it.
 _ENDS_OF_RANGE = (0.0, 1.0 - 2.0**-24)
 _RANDOM_NUMBERS = (torch.rand, torch.rand_like)
-# Entries of the outputs of language models.
 # Classes of what may be in a batch beside tensors: their `repr` tells all that is in them. (Arrays are told by bytes.)
 _TOLD = (*PLAIN, np.ndarray, range, slice, Enum)
+# Entries of the outputs of language models.
 _CACHES = frozenset(("past_key_values", "cache_params"))
 # A module with more of the model's weights than this, and modules with weights in it, is not kept as one layer.
 MOST_KEPT = 0.8

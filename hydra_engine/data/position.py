@@ -81,11 +81,7 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iter
     for a loader of another kind, a shorter one, or a generator that was read before.
     """
     start = position.start
-    if inspect.isgenerator(loader) and inspect.getgeneratorstate(loader) != inspect.GEN_CREATED:
-        raise ValueError(
-            "the loader is a generator that was read before, and gives no batch twice; give one that starts anew at "
-            "each iter() (a list, a DataLoader, an object whose __iter__ is a generator), or a new generator"
-        )
+    _check_unread(loader)
     if (position.own is not None) != _is_stateful(loader):
         kinds = ("had no", "has one") if position.own is None else ("had a", "has none")
         raise ValueError(
@@ -132,8 +128,10 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iter
 def restore_between(loader: Any, stream: Stream, generators: tuple[Any, ...], *, was_open: bool) -> str | None:
     """Bring a loader to where it stood between two readings from its beginning; `was_open`: it was read before.
 
-    Returns why its batches may be other ones than those of the run that was saved.
+    Returns why its batches may be other ones than those of the run that was saved. Raises ValueError for a generator
+    that was read before.
     """
+    _check_unread(loader)
     _end_workers(loader)
     set_states(loader, generators)
     if not (was_open and _persistent(loader)):
@@ -145,6 +143,15 @@ def restore_between(loader: Any, stream: Stream, generators: tuple[Any, ...], *,
 
 def _told(doubt: str | None) -> str | None:
     return None if doubt is None else f"the loader {doubt}, which {_REMEDY}"
+
+
+def _check_unread(loader: Any) -> None:
+    """Refuse a generator that was read before: it would go on, and batches would be missed."""
+    if inspect.isgenerator(loader) and inspect.getgeneratorstate(loader) != inspect.GEN_CREATED:
+        raise ValueError(
+            "the loader is a generator that was read before, and gives no batch twice; give one that starts anew at "
+            "each iter() (a list, a DataLoader, an object whose __iter__ is a generator), or a new generator"
+        )
 
 
 def _is_stateful(loader: Any) -> bool:

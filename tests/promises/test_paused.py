@@ -223,18 +223,21 @@ def test_a_generator_that_was_read_is_refused_where_a_task_goes_on(tmp_path, mon
         assert (report.status, report.steps) == ("paused", 2)
 
 
-def test_a_generator_is_not_asked_again(tmp_path):
-    seen = []
+@pytest.mark.parametrize("is_validation", [False, True])
+def test_a_generator_is_not_asked_again(tmp_path, is_validation):
+    seen, batches = [], list(LOADERS["own generator"]())
 
     def fails_once(batch):
         seen.append(batch)
-        if len(seen) == 3:
+        if len(seen) == 3 + is_validation * len(batches):
             raise OSError
         return batch
 
-    batches = list(LOADERS["own generator"]())
-    task = task_of(epochs=1, unpack=fails_once, max_retries=1)
-    task.dataloader = (batch for batch in batches)
+    once = (batch for batch in batches)
+    options = {"validation": once} if is_validation else {}
+    task = task_of("list", epochs=1, unpack=fails_once, max_retries=1, **options)
+    if not is_validation:
+        task.dataloader = once
     with pytest.raises(ValueError, match="generator that was read before"):
         orchestra_of([task], tmp_path).train_models()
 
