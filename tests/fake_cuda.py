@@ -38,7 +38,7 @@ from hydra_engine.system import dram
 MIB = 2**20
 NUM_STREAMS = 32  # of a device and a priority; torch then begins again with the first
 ASSERT_CODE, INVALID_CODE, NO_MEMORY_CODE, REGISTERED_CODE, NOT_REGISTERED_CODE = 710, 1, 2, 712, 713
-COPY = torch.Tensor.copy_
+COPY, CPU = torch.Tensor.copy_, torch.Tensor.cpu
 aten = torch.ops.aten
 # Operations beside views that touch no memory.
 NO_KERNELS = {aten.detach, aten.alias, aten.set_, aten.empty, aten.empty_strided, aten.empty_like, aten.resize_}
@@ -126,6 +126,8 @@ class FakeCuda:
         patch.setattr(arena, "torch", _TorchOfArena(self))
         patch.setattr(page_locked, "Mapping", self._map)
         patch.setattr(torch.Tensor, "copy_", lambda target, *args, **kwargs: self._copy_(target, *args, **kwargs))
+        # What comes from a device has no gaps between its elements, whatever its strides were there.
+        patch.setattr(torch.Tensor, "cpu", lambda found: CPU(found) if _is_dense(found) else found.clone())
         patch.setattr(dram, "discard", self._discard(dram.discard))
         patch.setattr(page_locked, "discard", dram.discard)
         try:
@@ -262,7 +264,7 @@ class FakeCuda:
             self.num_copies["waited for"] += 1
             stream.drain()
             return COPY(target, source)
-        dense = all(tensor.nbytes == _extent_bytes(tensor) for tensor in (target, source))
+        dense = _is_dense(target) and _is_dense(source)
         if (target.dtype, target.shape, target.stride()) != (source.dtype, source.shape, source.stride()) or not dense:
             self.misuse(f"not a plain copy, and nobody waits: {_kind(source)} to {_kind(target)}")
         self.num_copies["put off"] += 1
@@ -813,6 +815,10 @@ def _extent_bytes(tensor):
         return 0
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (1 + last) * tensor.element_size()
+
+
+def _is_dense(tensor):
+    return tensor.layout != torch.strided or tensor.nbytes == _extent_bytes(tensor)
 
 
 def _kind(tensor):

@@ -53,12 +53,18 @@ def line(cells):
     return f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |"
 
 
-def cell(results, key, form):
-    """A figure, why it failed, or that nobody measured it."""
+def cell(results, key, form, last=None):
+    """A figure, why it failed, or that nobody measured it; and on which day, where that is not the `last` one."""
     row = results.rows.get(key)
     if row is None:
         return UNMEASURED
-    return form(row) if row["status"] == "ok" else f"{row['status']}: {row['reason']}"
+    text = form(row) if row["status"] == "ok" else f"{row['status']}: {row['reason']}"
+    return text if last in (None, row["day"]) else f"on {row['day']}, {text}"
+
+
+def last_day(measured):
+    """The day of the latest row, or None."""
+    return max((row["day"] for results in measured.values() for row in results.rows.values()), default=None)
 
 
 def giga(value):
@@ -162,8 +168,9 @@ def speeds(measured, stage, size, methods, tokens, goals):
 
     def speed(method, at):
         key = (method, size, "" if method == RESIDENT else GPU.memory, at)
-        return cell(measured[stage], key, lambda row: stepped(measured, stage, row))
+        return cell(measured[stage], key, lambda row: stepped(measured, stage, row), last)
 
+    last = last_day(measured)
     rows = [(method, *(speed(method, at) for at in tokens), goals.get(method, "")) for method in methods]
     return table(("method", *(f"{at:,} tokens per step" for at in tokens), "goal"), rows)
 
@@ -178,7 +185,7 @@ def stepped(measured, stage, row):
     if least is not None:
         parts.append(f"{least.seconds / row['step_s']:.0%} of the bound ({least.binding})")
     resident = measured[stage].get(RESIDENT, row["size"], "", row["tokens"])
-    if resident is not None and row["method"] != RESIDENT:
+    if resident is not None and row["method"] != RESIDENT and resident["day"] == row["day"]:
         parts.append(f"{row['tokens_per_s'] / resident['tokens_per_s']:.2f} of resident")
     if "exposed_share" in row:
         parts.append(f"{row['exposed_share']:.0%} exposed to the optimizer")
@@ -194,7 +201,7 @@ def least_of(measured, row):
     stage = "three" if row["size"] == GPU.larger_size else "one"
     rates, stream = (measured["facts"].get(name, "", "", 0) for name in ("ceilings", "stream"))
     kernels = measured[stage].get("kernels", row["size"], "", 0)
-    if "boundaries" not in row or None in (rates, stream, kernels):
+    if "boundaries" not in row or any(each is None or each["day"] != row["day"] for each in (rates, stream, kernels)):
         return None
     layers = [LayerSeconds(**layer) for layer in kernels["layers"]]
     return bound(
@@ -210,7 +217,7 @@ def least_of(measured, row):
 
 def four(measured):
     """Our round of several models, and each peer's time for them one after another."""
-    tokens = GPU.tokens[:2]
+    tokens, last = GPU.tokens[:2], last_day(measured)
     ours = {at: measured["four"].get("interleaved", GPU.size, GPU.memory, at) for at in tokens}
 
     def our_round(row):
@@ -221,9 +228,10 @@ def four(measured):
             own = ours[at]
             num = GPU.num_models if own is None else own["num_tasks"]
             text = f"{num * row['step_s']:.3f} s"
-            return text if own is None else f"{text}; ours takes {own['step_s'] / (num * row['step_s']):.2f} of it"
+            is_alone = own is None or own["day"] != row["day"]
+            return text if is_alone else f"{text}; ours takes {own['step_s'] / (num * row['step_s']):.2f} of it"
 
-        return cell(measured["one"], (name, GPU.size, GPU.memory, at), after_another)
+        return cell(measured["one"], (name, GPU.size, GPU.memory, at), after_another, last)
 
     goals = {
         name: f"ours at 8k at most {MOST_OF_EXACT:.2f} of the best exact one" for name in PEERS if PEERS[name].is_exact
@@ -232,7 +240,7 @@ def four(measured):
     rows = [
         (
             "interleaved",
-            *(cell(measured["four"], ("interleaved", GPU.size, GPU.memory, at), our_round) for at in tokens),
+            *(cell(measured["four"], ("interleaved", GPU.size, GPU.memory, at), our_round, last) for at in tokens),
             f"of the bound at least {LEAST_OF_BOUND:.0%}",
         )
     ]
@@ -268,7 +276,7 @@ def first_losses(results, name):
     """The largest difference after as many steps, at the longest step that has both."""
     for at in GPU.tokens:
         pair = [results.get(name, GPU.size, GPU.memory, at), results.get(RESIDENT, GPU.size, "", at)]
-        if None not in pair and pair[0]["steps_before"] == pair[1]["steps_before"]:
+        if None not in pair and pair[0]["steps_before"] == pair[1]["steps_before"]:  # losses are of any machine
             return f"{difference(*(row['losses'] for row in pair)):.2%} at {at:,} tokens per step"
     return UNMEASURED
 

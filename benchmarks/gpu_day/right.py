@@ -35,7 +35,8 @@ NUM_MICRO_BATCHES = 4
 STRUCK_STEP, NUM_STEPS = 3, 8
 DEVICE_LOST = 75  # the exit code
 TIMED = "double_buffering or copies_are_hidden"  # the tests that compare times: they have the device to themselves
-NUM_PROCESSES = 4  # that share the device in the others
+NUM_SLOWEST = 12  # tests whose seconds a row tells
+NUM_PROCESSES = 8  # that share the device in the others
 
 
 @contextmanager
@@ -64,9 +65,11 @@ def gpu_tests(scale, row, chosen, num_processes):
     """Run tests that are marked `gpu`, on the stand-in where there is no GPU. chosen: by pytest's `-k`."""
     environment = {"HYDRA_ENGINE_FAKE_CUDA": "1"} if scale.is_emulated else {}
     options = ["-m", "gpu", "-W", "default", "-q", "-p", "no:cacheprovider", "-k", chosen, "-n", str(num_processes)]
+    options += ["--durations", str(NUM_SLOWEST), "--durations-min", "1"]
     ended = run(["-m", "pytest", *options, "--dist", "worksteal", "tests/devices/test_gpu.py"], environment)
     lines = [line for line in ended.stdout.splitlines() if line.strip()]
     row["said"] = lines[-1] if lines else ended.stderr[-300:]
+    row["slowest"] = [" ".join(line.split()) for line in lines if re.match(r"[\d.]+s (call|setup|teardown) ", line)]
     if ended.returncode:
         row["output"] = ended.stdout[-20000:] + ended.stderr[-2000:]
         raise RuntimeError(row["said"])

@@ -1,6 +1,7 @@
 """Rows in files: one JSON line each, one file for each stage, appended as soon as a row is known."""
 
 import json
+from datetime import date
 
 KEY = ("method", "size", "memory", "tokens")
 
@@ -24,8 +25,8 @@ class Results:
             self.rows[key] = row
 
     def add(self, row):
-        """Take a row and write it."""
-        row = {**row, "scale": self._scale_name}
+        """Take a row and write it, with the day: rates of two days are those of two machines."""
+        row = {**row, "scale": self._scale_name, "day": date.today().isoformat()}
         self._take(row)
         with self._path.open("a") as lines:
             lines.write(f"{json.dumps(row)}\n")

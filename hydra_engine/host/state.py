@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.data import ALIGNMENT_BYTES, RandomState, Signature, direct_limit, identical, residue
+from hydra_engine.data import ALIGNMENT_BYTES, RandomState, Signature, copy_in_dram, direct_limit, identical, residue
 from hydra_engine.host.bound_copy import LayerFault
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
@@ -211,7 +211,7 @@ class TaskState:
     def has_changed(self, shard: Shard, m: int, part: tuple[int, int], k: int, tensor: Tensor) -> bool:
         """Return True if a copy of the batch's, tensor k of what enters a shard, is not what entered."""
         entered = self.staging.given.targets[m] if part[0] else self.staging.entering(shard.index, m)
-        return not identical(tensor.cpu(), entered.tensors[k])
+        return not identical(copy_in_dram(tensor), entered.tensors[k])  # `.cpu()` closes gaps between elements
 
     def check_batch_is_free(
         self, shard: Shard, m: int, written: Iterable[tuple[tuple[int, int], int, Tensor]], *, training: bool

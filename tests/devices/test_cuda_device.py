@@ -640,6 +640,18 @@ def test_bfloat16_with_float32_masters_in_dram(cuda, name, optimizer_device):
     exact.assert_same_state(zoo.state(model), zoo.state(plain))
 
 
+def test_a_batch_whose_parts_are_windows_of_one_tensor(cuda):
+    # With gaps between their rows, which a copy from a device does not have: no sign that a layer wrote there.
+    tokens = torch.randint(zoo.VOCABULARY, (4, 6, zoo.CONTEXT + 1), generator=torch.Generator().manual_seed(2))
+    windows = [(each[:, :-1], each[:, 1:]) for each in tokens]
+    plain, loss_fn, _ = zoo.MODELS["gpt"]()
+    expected = reference.train(plain, loss_fn, windows, seed=SEED, lr=LR)
+    model, loss_fn, _ = zoo.MODELS["gpt"]()
+    report = trained(cuda, [ModelTask(model, loss_fn, windows, LR, name="gpt", seed=SEED)])
+    assert report.tasks["gpt"].losses == expected.losses
+    exact.assert_same_state(zoo.state(model), zoo.state(plain))
+
+
 def test_validation_evaluation_and_prediction(cuda):
     plain, loss_fn, loader = zoo.MODELS["cnn"]()
     held_out = DataLoader(loader.dataset, batch_size=7)
@@ -963,6 +975,9 @@ class TestStandIn:
     def test_a_copy_that_is_not_plain_is_waited_for(self, judge, source):
         with pytest.raises(Misuse, match="not a plain copy"):
             torch.zeros(4).copy_(source, non_blocking=True)
+
+    def test_what_comes_from_a_device_has_no_gaps(self, judge):
+        assert torch.ones(3, 4)[:, :2].cpu().stride() == (2, 1)
 
     def test_memory_is_kept_until_the_copy_is_through(self, judge):
         target = torch.zeros(4)
