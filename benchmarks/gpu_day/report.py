@@ -185,7 +185,7 @@ def stepped(measured, stage, row):
     if least is not None:
         parts.append(f"{least.seconds / row['step_s']:.0%} of the bound ({least.binding})")
     resident = measured[stage].get(RESIDENT, row["size"], "", row["tokens"])
-    if resident is not None and row["method"] != RESIDENT and resident["day"] == row["day"]:
+    if resident is not None and row["method"] != RESIDENT and resident["machine"] == row["machine"]:
         parts.append(f"{row['tokens_per_s'] / resident['tokens_per_s']:.2f} of resident")
     if "exposed_share" in row:
         parts.append(f"{row['exposed_share']:.0%} exposed to the optimizer")
@@ -201,7 +201,9 @@ def least_of(measured, row):
     stage = "three" if row["size"] == GPU.larger_size else "one"
     rates, stream = (measured["facts"].get(name, "", "", 0) for name in ("ceilings", "stream"))
     kernels = measured[stage].get("kernels", row["size"], "", 0)
-    if "boundaries" not in row or any(each is None or each["day"] != row["day"] for each in (rates, stream, kernels)):
+    if "boundaries" not in row or any(
+        each is None or each["machine"] != row["machine"] for each in (rates, stream, kernels)
+    ):
         return None
     layers = [LayerSeconds(**layer) for layer in kernels["layers"]]
     return bound(
@@ -228,7 +230,7 @@ def four(measured):
             own = ours[at]
             num = GPU.num_models if own is None else own["num_tasks"]
             text = f"{num * row['step_s']:.3f} s"
-            is_alone = own is None or own["day"] != row["day"]
+            is_alone = own is None or own["machine"] != row["machine"]
             return text if is_alone else f"{text}; ours takes {own['step_s'] / (num * row['step_s']):.2f} of it"
 
         return cell(measured["one"], (name, GPU.size, GPU.memory, at), after_another, last)

@@ -2,7 +2,9 @@
 
 import json
 from datetime import date
+from pathlib import Path
 
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # of Linux, another one for each machine that is lent
 KEY = ("method", "size", "memory", "tokens")
 
 
@@ -25,8 +27,9 @@ class Results:
             self.rows[key] = row
 
     def add(self, row):
-        """Take a row and write it, with the day: rates of two days are those of two machines."""
-        row = {**row, "scale": self._scale_name, "day": date.today().isoformat()}
+        """Take a row and write it, with its day and machine: those of one kind are not equally fast."""
+        machine = BOOT.read_text().strip() if BOOT.exists() else ""
+        row = {**row, "scale": self._scale_name, "day": date.today().isoformat(), "machine": machine}
         self._take(row)
         with self._path.open("a") as lines:
             lines.write(f"{json.dumps(row)}\n")
