@@ -211,7 +211,9 @@ class TaskState:
     def has_changed(self, shard: Shard, m: int, part: tuple[int, int], k: int, tensor: Tensor) -> bool:
         """Return True if a copy of the batch's, tensor k of what enters a shard, is not what entered."""
         entered = self.staging.given.targets[m] if part[0] else self.staging.entering(shard.index, m)
-        return not identical(copy_in_dram(tensor), entered.tensors[k])  # `.cpu()` closes gaps between elements
+        # Not `.cpu()`, which closes gaps between elements; and a copy of what is in DRAM would count as work there.
+        here = tensor if tensor.is_cpu else copy_in_dram(tensor)
+        return not identical(here, entered.tensors[k])
 
     def check_batch_is_free(
         self, shard: Shard, m: int, written: Iterable[tuple[tuple[int, int], int, Tensor]], *, training: bool
