@@ -211,7 +211,7 @@ class TaskState:
     def has_changed(self, shard: Shard, m: int, part: tuple[int, int], k: int, tensor: Tensor) -> bool:
         """Return True if a copy of the batch's, tensor k of what enters a shard, is not what entered."""
         entered = self.staging.given.targets[m] if part[0] else self.staging.entering(shard.index, m)
-        # Not `.cpu()`, which closes gaps between elements; and a copy of what is in DRAM would count as work there.
+        # `.cpu()` would close gaps between elements. On an emulated device a copy would count as the shard's work.
         here = tensor if tensor.is_cpu else copy_in_dram(tensor)
         return not identical(here, entered.tensors[k])
 
