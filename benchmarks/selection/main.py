@@ -115,6 +115,7 @@ PARTS = {
         sides=GRID,
         limits=tuple(Limit(title=each.title, over=each.over, under=each.under) for each in SHORTER),
         has_bound=True,
+        times_steps=4,
     ),
     "three": Part(
         title="three equal models",
