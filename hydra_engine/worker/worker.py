@@ -47,7 +47,7 @@ class Worker:
         self.index = index
         self.device = device
         self._residents = Residents(device.ledger)
-        spiller = Spiller(device, self._residents)
+        self._spiller = spiller = Spiller(device, self._residents)
         self._claims = Claims(device, self._residents, spiller)
         self._kept_graphs = KeptGraphs(self._residents, device.ledger)
         self._runner = Runner(index, device, trace, self._say, decide, spiller, self._claims, self._kept_graphs)
@@ -186,10 +186,12 @@ class Worker:
         self._claims.drop_all()
         self._claims.settle()
         self._residents.leave()
+        self._spiller.forget_views()
 
     def close(self) -> None:
         """End the lanes. What is still on its way, after an error elsewhere, is given up first: nothing hangs."""
         self.device.ledger.close()
         self._claims.give_up()
         self._residents.forget()
+        self._spiller.forget_views()
         self.device.close()
