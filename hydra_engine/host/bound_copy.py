@@ -132,7 +132,8 @@ class Layers:
         memo.update({id(value): Stale.of(what) for value, what in self._stale})
         held = reach(*self._named.items(), copied_only=True)
         tensors = [(path, value) for path, value, _ in held if isinstance(value, Tensor)]
-        memo["torch"] = _storages([value for _, value in tensors], memo)  # by which torch's deepcopy knows what it has copied
+        # By which torch's deepcopy knows what it has copied.
+        memo["torch"] = _storages([value for _, value in tensors], memo)
         copies = self._deepcopy(memo)
         for each, place in zip(self.registered, places, strict=True):
             vars(place).update(copy.deepcopy(vars(each.tensor), memo))  # what a user has set on a parameter
