@@ -128,9 +128,9 @@ class OpenEmulatedDevice(OpenDevice):
     def _copy(self, lane: str, pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int, *, urgent: bool) -> None:
         start_s = time.perf_counter()
         now = pairs if self._chaos is None else [each for each in pairs if not self._is_put_off(*each)]
-        if len(now) > 1:  # one call, in which the interpreter is given up once
+        if len(now) > 1 and not any(each.is_neg() or each.is_conj() for pair in now for each in pair):
             targets, sources = zip(*now, strict=True)
-            torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_(targets, sources)  # which gives the interpreter up once, and refuses such bits
         else:
             for target, source in now:
                 target.copy_(source)

@@ -134,7 +134,10 @@ class EmulatedLink:
         self._late_s = 0.0  # by so much was the last copy told late that it was through
 
     def spend(self, num_bytes: int, spent_s: float, *, urgent: bool) -> None:
-        """Wait as long as the link takes for these bytes, less the seconds spent on them already."""
+        """Wait as long as the link takes for these bytes, less the seconds spent on them already.
+
+        And less what the last copy was late, however long ago: so it is many copies that take their time, and not each.
+        """
         left_s = num_bytes / self._bytes_per_s - spent_s
         with self._changed:
             self._num_urgent += urgent
@@ -143,8 +146,7 @@ class EmulatedLink:
             while left_s > 0:
                 self._changed.wait_for(lambda: not self._is_busy and (urgent or not self._num_urgent))
                 self._is_busy = True
-                # Threads wake some 0.1 ms late. What one copy took too long, the next one takes less: else many small
-                # copies would be slower than the link.
+                # Threads wake some 0.1 ms late: many small copies would be slower than the link.
                 end_s = time.perf_counter() + left_s - self._late_s
                 while (left_s := end_s - time.perf_counter()) > 0 and (urgent or not self._num_urgent):
                     self._changed.wait(left_s)

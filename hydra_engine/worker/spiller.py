@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -47,7 +48,7 @@ class KeptTensor:
         return self.users.values()
 
 
-# Past 300 lines: it has a method for each kind of bytes that crosses the link, and five attributes.
+# Past 300 lines: it has a method for each kind of bytes that crosses the link, and six attributes.
 class Spiller:
     """Copies for one device; called in its load and store lanes."""
 
@@ -55,8 +56,10 @@ class Spiller:
         self._device = device
         self._residents = residents
         self._storing = ""  # the task of which something is stored; one at a time
-        self._views: dict[tuple[int, ...], tuple[Shard, dict[int, Tensor]]] = {}  # by shard and places; of `views`
+        # Of `views`, by task, shard and places; with the shard, so that no other has its id.
+        self._views: dict[tuple[str, int, tuple[int, ...]], tuple[Shard, dict[int, Tensor]]] = {}
         self._num_views = 0
+        self._lock = threading.Lock()  # of the two
 
     def load_slab(self, state: TaskState, shard: Shard, region: Region, make_room: Callable[[], bool]) -> Slab:
         """Take a slab, and fill it. make_room: makes some in the arena; False: there is nothing that could."""
@@ -93,25 +96,31 @@ class Spiller:
         were a third of what a unit costs beside its kernels. Not those of a slab beside the arena, whose memory would
         stay.
         """
-        is_in_arena = all(map(self._device.arena.holds, slabs.values()))
-        key = (id(shard), *(slabs[kind].offset for kind in sorted(slabs)))
-        if is_in_arena and (kept := self._views.get(key)) is not None:
+        is_kept = bool(slabs) and all(map(self._device.arena.holds, slabs.values()))
+        key = (state.name, id(shard), tuple([slabs[kind].offset for kind in sorted(slabs)]))
+        if is_kept and (kept := self._views.get(key)) is not None:
             return kept[1]
         found: dict[int, Tensor] = {}
         for index, offset in shard.offsets.items():
             slot = state.layout.slots[index]
             slab, base = slabs[slot.trainable], 0 if slot.trainable else shard.own_bytes
             found[index] = slot.link_view(slab.storage, slab.offset + offset - base)
-        if is_in_arena:
-            if self._num_views + len(found) > MOST_VIEWS:
-                self.forget_views()
-            self._views[key] = shard, found  # with its shard, so that no other has its id
-            self._num_views += len(found)
+        if is_kept:
+            with self._lock:
+                while self._views and self._num_views + len(found) > MOST_VIEWS:
+                    self._forget(next(iter(self._views)))
+                self._views[key] = shard, found
+                self._num_views += len(found)
         return found
 
-    def forget_views(self) -> None:
-        """Let go of the arena's memory."""
-        self._views, self._num_views = {}, 0
+    def forget_views(self, task: str | None = None) -> None:
+        """Let go of a task's views, whose units are through, None: of all, and so of the arena's memory."""
+        with self._lock:
+            for key in [key for key in self._views if task in (None, key[0])]:
+                self._forget(key)
+
+    def _forget(self, key: tuple[str, int, tuple[int, ...]]) -> None:
+        self._num_views -= len(self._views.pop(key)[1])
 
     def load_buffers(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:
         """Bring the buffers that a unit begins with."""

@@ -79,6 +79,7 @@ class Worker:
     def dismiss(self, name: str) -> None:
         self._executors.pop(name, None)  # its set-up may have failed before
         self._residents.forget(name)
+        self._spiller.forget_views(name)
         self._forget_passages(name)
 
     def dismiss_all(self) -> None:

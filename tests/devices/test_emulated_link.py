@@ -1,5 +1,7 @@
 """An emulated link by a clock of the test's own: copies take their bytes' time together, urgent ones stop others."""
 
+import threading
+import time
 from unittest import mock
 
 import pytest
@@ -91,3 +93,38 @@ def test_an_urgent_copy_stops_for_none(clock):
     clock.late_s, clock.comes_after_s, clock.urgent_s = 0.0, 0.25, 4.0
     clock.link.spend(1000, 0.0, urgent=True)
     assert clock.now_s == 1.0
+
+
+class Ahead:
+    """Stands in for `time`, which a test may set forward."""
+
+    by_s = 0.0
+
+    def perf_counter(self):
+        return time.perf_counter() + self.by_s
+
+
+def test_urgent_copies_of_other_threads_pass_one_that_takes_a_day():
+    ahead, link = Ahead(), EmulatedLink(BYTES_PER_S)
+
+    def spending(num_bytes, urgent):
+        return threading.Thread(target=link.spend, args=(num_bytes, 0.0), kwargs={"urgent": urgent}, daemon=True)
+
+    with mock.patch.object(lanes, "time", ahead):
+        day = spending(86_400 * BYTES_PER_S, False)
+        day.start()
+        while not link._is_busy:
+            pass
+        urgent = [spending(1, True) for _ in range(4)]
+        for thread in urgent:
+            thread.start()
+        for thread in urgent:
+            thread.join(timeout=60)
+        assert [thread.is_alive() for thread in (day, *urgent)] == [True, False, False, False, False]
+        while not link._is_busy:  # again
+            pass
+        ahead.by_s = 100_000.0
+        with link._changed:
+            link._changed.notify_all()
+        day.join(timeout=60)
+        assert not day.is_alive()

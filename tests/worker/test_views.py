@@ -16,7 +16,7 @@ from hydra_engine.worker import spiller as spiller_module
 from hydra_engine.worker.spiller import Spiller
 from hydra_engine.worker.worker import Worker
 from partitioners import Presharded
-from tests import exact
+from tests import exact, reference
 
 
 def task_of(num_steps, num_layers=4):
@@ -121,6 +121,52 @@ def test_a_slab_beside_the_arena_is_not_taken_for_one_at_the_same_offset_and_not
     gone = weakref.ref(memory)
     del memory, beside
     assert gone() is None
+
+
+def test_a_task_that_goes_takes_its_views_with_it(bench):
+    slab = bench.slab()
+    before = bench.views(slab)
+    bench.spiller.forget_views("another")
+    assert bench.views(slab) is before
+    bench.spiller.forget_views(bench.state.name)
+    assert bench.views(slab) is not before
+
+
+class Joined(nn.Module):
+    """Two numbers as one complex one: the gradient of the second is a view with a bit that negates it."""
+
+    def __init__(self):
+        super().__init__()
+        self.real, self.imaginary = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        return (x * torch.complex(self.real, self.imaginary).conj()).abs()
+
+
+class Stacked(nn.Module):
+    """Complex matrices in one: gradients are views beside multiples of 64, with a bit that conjugates them."""
+
+    def __init__(self):
+        super().__init__()
+        made = torch.Generator().manual_seed(0)
+        self.experts = nn.ParameterList(
+            nn.Parameter(torch.randn(5, 5, dtype=torch.complex64, generator=made)) for _ in range(3)
+        )
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ torch.cat(list(self.experts)).conj().mT).abs()
+
+
+@pytest.mark.parametrize(("layer", "shapes"), [(Joined, (3, 3)), (Stacked, (5, 15))])
+def test_gradients_that_are_negated_or_conjugated_go_down_too(layer, shapes):
+    made = torch.Generator().manual_seed(1)
+    batches = [tuple(torch.randn(4, size, generator=made) for size in shapes) for _ in range(3)]
+    plain, ours = nn.Sequential(layer(), nn.Tanh()), nn.Sequential(layer(), nn.Tanh())
+    reference.train(plain, nn.MSELoss(), batches, seed=0, lr=0.1)
+    task = ModelTask(ours, nn.MSELoss(), batches, 0.1, partitioner=Presharded([1, 2]), seed=0)
+    orchestra = exact.silent([task], devices=[EmulatedDevice("64KiB")])
+    orchestra.train_models().raise_failures()
+    exact.assert_same_state(ours.state_dict(), plain.state_dict())
 
 
 def test_a_closed_worker_holds_nothing_of_the_arena(bench):
