@@ -67,9 +67,8 @@ LOAD, COMPUTE, STORE = LANES = ("load", "compute", "store")
 INPUT = "input"
 QUEUES = (LOAD, INPUT, COMPUTE, STORE)
 
-# Of what a copy over an emulated link took too long, the next one makes up for so much at most: more is a machine that
-# had other work, which no link waits for.
-LATE_MAX_S = 0.001
+# A copy over an emulated link is in the way of an urgent one for so long at most.
+PIECE_S = 0.002
 
 
 class Lane:
@@ -124,34 +123,29 @@ def open_lanes(
 
 
 class EmulatedLink:
-    """One direction of an emulated link: one copy at a time; urgent ones, which units start from, stop the others."""
+    """One direction of an emulated link: one copy at a time; urgent ones, which units start from, between pieces."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
         self._changed = threading.Condition()
         self._is_busy = False
         self._num_urgent = 0
-        self._late_s = 0.0  # by so much was the last copy told late that it was through
 
     def spend(self, num_bytes: int, spent_s: float, *, urgent: bool) -> None:
-        """Wait as long as the link takes for these bytes, less the seconds spent on them already.
-
-        And less what the last copy was late, however long ago: so it is many copies that take their time, and not each.
-        """
+        """Wait as long as the link takes for these bytes, less the seconds spent on them already."""
         left_s = num_bytes / self._bytes_per_s - spent_s
         with self._changed:
             self._num_urgent += urgent
-            if urgent:
-                self._changed.notify_all()  # whoever is on the link stops
-            while left_s > 0:
+        while left_s > 0:
+            with self._changed:
                 self._changed.wait_for(lambda: not self._is_busy and (urgent or not self._num_urgent))
                 self._is_busy = True
-                # Threads wake some 0.1 ms late: many small copies would be slower than the link.
-                end_s = time.perf_counter() + left_s - self._late_s
-                while (left_s := end_s - time.perf_counter()) > 0 and (urgent or not self._num_urgent):
-                    self._changed.wait(left_s)
-                self._late_s = min(max(0.0, -left_s), LATE_MAX_S)
+            start_s = time.perf_counter()
+            time.sleep(left_s if urgent else min(left_s, PIECE_S))
+            left_s -= time.perf_counter() - start_s
+            with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
+        with self._changed:
             self._num_urgent -= urgent
             self._changed.notify_all()
