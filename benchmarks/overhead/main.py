@@ -187,13 +187,60 @@ def calls(_):
 
 def processor(pairs):
     """Processor time per unit where there is nothing to compute."""
-    costs = []
-    for _ in range(pairs):
-        orchestra = planned([empty()])
-        start_s = time.process_time()
-        orchestra.train_models().raise_failures()
-        costs.append((time.process_time() - start_s) / NUM_UNITS)
+    costs = [in_processor_s(trains(planned([empty()]))) / NUM_UNITS for _ in range(pairs)]
     print(f"processor per unit   {in_us(costs)}", flush=True)
+
+
+class Sums(nn.Module):
+    """Adds its parameters, which are many and small, to its input."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.summands = nn.ParameterList(nn.Parameter(torch.zeros(4)) for _ in range(number))
+
+    def forward(self, x):
+        for each in self.summands:
+            x = x + each
+        return x
+
+
+FEW, MANY, SUM_STEPS, SUM_SHARDS = 2, 102, 50, 4
+
+
+def parameters(pairs):
+    """Processor time that each parameter of a shard adds to its units, beside the same in the plain loop."""
+    num_units = SUM_STEPS * (2 * SUM_SHARDS - 1)
+    batches = [(torch.zeros(2, 4), torch.zeros(2, 4))] * SUM_STEPS
+
+    def spent_s(number, through):
+        return in_processor_s(through(nn.Sequential(*(Sums(number) for _ in range(SUM_SHARDS))))) / num_units
+
+    def engine(model):
+        ends = list(range(1, SUM_SHARDS + 1))
+        return trains(planned([task(batches, ends, model=model, loss_fn=nn.MSELoss())]))
+
+    def plain(model):
+        return lambda: plain_s(batches, model, nn.MSELoss())
+
+    found = {"engine": [], "plain loop": []}
+    for _ in range(pairs):
+        for costs, through in zip(found.values(), (engine, plain), strict=True):
+            costs.append((spent_s(MANY, through) - spent_s(FEW, through)) / (MANY - FEW))
+    for name, costs in found.items():
+        print(f"per parameter of a unit, {name:10} {in_us(costs)}", flush=True)
+    FIGURES.add("per parameter of a unit, us", [1e6 * each for each in found["engine"]], better="less")
+
+
+def trains(orchestra):
+    """Return a function that trains an orchestrator's tasks."""
+    return lambda: orchestra.train_models().raise_failures()
+
+
+def in_processor_s(function):
+    """Processor seconds of a call."""
+    start_s = time.process_time()
+    function()
+    return time.process_time() - start_s
 
 
 WAKES = Counter()  # by who was waiting
@@ -375,6 +422,7 @@ EXPERIMENTS = {
     "units": units,
     "calls": calls,
     "processor": processor,
+    "parameters": parameters,
     "handovers": handovers,
     "converted": converted,
     "together": together,

@@ -93,6 +93,10 @@ class Arena:
                 self._taken.append((start, start + size))
             return Slab(storage=self._storage, offset=start, num_bytes=size)
 
+    def holds(self, slab: Slab) -> bool:
+        """Return False for a slab that has memory of its own."""
+        return slab.storage is self._storage
+
     def close(self) -> None:
         """Free the storage; nothing can be taken any more."""
         self._storage = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
@@ -100,7 +104,7 @@ class Arena:
     def give_back(self, slab: Slab) -> int:
         """Free a region. Return its bytes where it lies elsewhere, else 0."""
         with self._lock:
-            if slab.storage is not self._storage:
+            if not self.holds(slab):
                 self._elsewhere_bytes -= slab.num_bytes
                 return slab.num_bytes
             if slab.num_bytes:

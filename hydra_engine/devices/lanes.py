@@ -67,9 +67,6 @@ LOAD, COMPUTE, STORE = LANES = ("load", "compute", "store")
 INPUT = "input"
 QUEUES = (LOAD, INPUT, COMPUTE, STORE)
 
-# A copy over an emulated link is in the way of an urgent one for so long at most.
-PIECE_S = 0.002
-
 
 class Lane:
     """A thread that works off a queue of jobs in order. Jobs handle their own errors."""
@@ -123,7 +120,7 @@ def open_lanes(
 
 
 class EmulatedLink:
-    """One direction of an emulated link: one copy at a time; urgent ones, which units start from, between pieces."""
+    """One direction of an emulated link: one copy at a time; urgent ones, which units start from, stop the others."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -136,16 +133,15 @@ class EmulatedLink:
         left_s = num_bytes / self._bytes_per_s - spent_s
         with self._changed:
             self._num_urgent += urgent
-        while left_s > 0:
-            with self._changed:
+            if urgent:
+                self._changed.notify_all()  # whoever is on the link stops
+            while left_s > 0:
                 self._changed.wait_for(lambda: not self._is_busy and (urgent or not self._num_urgent))
                 self._is_busy = True
-            start_s = time.perf_counter()
-            time.sleep(left_s if urgent else min(left_s, PIECE_S))
-            left_s -= time.perf_counter() - start_s
-            with self._changed:
+                end_s = time.perf_counter() + left_s
+                while (left_s := end_s - time.perf_counter()) > 0 and (urgent or not self._num_urgent):
+                    self._changed.wait(left_s)
                 self._is_busy = False
                 self._changed.notify_all()
-        with self._changed:
             self._num_urgent -= urgent
             self._changed.notify_all()

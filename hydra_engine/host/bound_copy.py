@@ -13,7 +13,7 @@ Whatever keeps this from being so is a `LayerFault`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -130,14 +130,16 @@ class Layers:
         memo: dict[Any, Any] = {id(r.tensor): place for r, place in zip(self.registered, places, strict=True)}
         # Nothing of the originals goes away meanwhile, so no id in the memo is taken over by another object.
         memo.update({id(value): Stale.of(what) for value, what in self._stale})
-        memo["torch"] = _storages(self._named, memo)  # by which torch's deepcopy knows what it has copied
+        held = reach(*self._named.items(), copied_only=True)
+        tensors = [(path, value) for path, value, _ in held if isinstance(value, Tensor)]
+        # By which torch's deepcopy knows what it has copied.
+        memo["torch"] = _storages([value for _, value in tensors], memo)
         copies = self._deepcopy(memo)
         for each, place in zip(self.registered, places, strict=True):
             vars(place).update(copy.deepcopy(vars(each.tensor), memo))  # what a user has set on a parameter
         self._check_bound(copies, memo)
         memory, placed = _Memory(self.registered), set(map(id, places))
-        held = reach(*self._named.items(), copied_only=True)
-        begins = {path: residue(value) for path, value, _ in held if isinstance(value, Tensor)}
+        begins = {path: residue(value) for path, value in tensors}
         for path, value, _ in reach(*copies.items(), copied_only=True):
             if isinstance(value, Stale) or id(value) in placed:
                 continue
@@ -218,16 +220,16 @@ def _copies_itself(module: nn.Module) -> bool:
     return False
 
 
-def _storages(layers: Mapping[str, nn.Module], memo: Mapping[Any, Any]) -> dict[int, torch.UntypedStorage]:
+def _storages(tensors: Iterable[Tensor], memo: Mapping[Any, Any]) -> dict[int, torch.UntypedStorage]:
     """Copy the storages that begin beside a multiple of 64, as an array of numpy does, to the same address modulo 64.
 
     Those of tensors in `memo` are not looked at.
     """
     found: dict[int, torch.UntypedStorage] = {}
-    for _, value, _ in reach(*layers.items(), copied_only=True):
-        if not isinstance(value, Tensor) or id(value) in memo or value.layout != torch.strided:
+    for tensor in tensors:
+        if id(tensor) in memo or tensor.layout != torch.strided:
             continue
-        storage = value.untyped_storage()
+        storage = tensor.untyped_storage()
         start = storage.data_ptr() % ALIGNMENT_BYTES if storage.device.type == "cpu" else 0
         if start and storage._cdata not in found:
             place = torch.UntypedStorage(start + storage.nbytes())[start:]  # type: ignore[no-untyped-call]

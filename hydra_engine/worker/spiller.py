@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -21,6 +22,8 @@ from partitioners.boundary import Boundary, extent_bytes
 # What of a boundary is kept on a device; keeping less costs more than copying it again.
 VALUE, GRADIENT = "value", "gradient"
 LEAST_KEPT_BYTES = 2**12
+# Tensors of parameters that a device keeps from unit to unit: some 10 MiB of Python objects.
+MOST_VIEWS = 2**14
 
 Pairs: TypeAlias = list[tuple[Tensor, Tensor]]  # target and source
 
@@ -45,7 +48,7 @@ class KeptTensor:
         return self.users.values()
 
 
-# Past 300 lines: it has a method for each kind of bytes that crosses the link, and three attributes.
+# Past 300 lines: it has a method for each kind of bytes that crosses the link, and six attributes.
 class Spiller:
     """Copies for one device; called in its load and store lanes."""
 
@@ -53,6 +56,10 @@ class Spiller:
         self._device = device
         self._residents = residents
         self._storing = ""  # the task of which something is stored; one at a time
+        # Of `views`, by task, shard and places; with the shard, so that no other has its id.
+        self._views: dict[tuple[str, int, tuple[int, ...]], tuple[Shard, dict[int, Tensor]]] = {}
+        self._num_views = 0
+        self._lock = threading.Lock()  # of the two
 
     def load_slab(self, state: TaskState, shard: Shard, region: Region, make_room: Callable[[], bool]) -> Slab:
         """Take a slab, and fill it. make_room: makes some in the arena; False: there is nothing that could."""
@@ -83,13 +90,37 @@ class Spiller:
         self._device.trace.count_work(state.name, loaded_bytes=num_bytes)
 
     def views(self, state: TaskState, shard: Shard, slabs: Mapping[bool, Slab]) -> dict[int, Tensor]:
-        """A shard's parameters, by slot, in its slabs by whether they are trainable."""
-        found = {}
+        """A shard's parameters, by slot, in its slabs by whether they are trainable.
+
+        Kept for the next unit whose slabs are at the same places: two calls of torch for each of hundreds of parameters
+        were a third of what a unit costs beside its kernels. Not those of a slab beside the arena, whose memory would
+        stay.
+        """
+        is_kept = bool(slabs) and all(map(self._device.arena.holds, slabs.values()))
+        key = (state.name, id(shard), tuple([slabs[kind].offset for kind in sorted(slabs)]))
+        if is_kept and (kept := self._views.get(key)) is not None:
+            return kept[1]
+        found: dict[int, Tensor] = {}
         for index, offset in shard.offsets.items():
             slot = state.layout.slots[index]
             slab, base = slabs[slot.trainable], 0 if slot.trainable else shard.own_bytes
             found[index] = slot.link_view(slab.storage, slab.offset + offset - base)
+        if is_kept:
+            with self._lock:
+                while self._views and self._num_views + len(found) > MOST_VIEWS:
+                    self._forget(next(iter(self._views)))
+                self._views[key] = shard, found
+                self._num_views += len(found)
         return found
+
+    def forget_views(self, task: str | None = None) -> None:
+        """Let go of a task's views, whose units are through, None: of all, and so of the arena's memory."""
+        with self._lock:
+            for key in [key for key in self._views if task in (None, key[0])]:
+                self._forget(key)
+
+    def _forget(self, key: tuple[str, int, tuple[int, ...]]) -> None:
+        self._num_views -= len(self._views.pop(key)[1])
 
     def load_buffers(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:
         """Bring the buffers that a unit begins with."""
@@ -232,10 +263,12 @@ class Spiller:
             staging.parts.put(shard.index, end, out.gradients, self._store, self._device.finish)
         elif out.gradients:
             state.pool.gradients.lend(shard)
+            pairs: Pairs = []
             for slot, gradient in out.gradients.items():
                 staging.has_gradient[slot] = gradient is not None
                 if gradient is not None:  # laid out as its parameter, except for dimensions of size 1
-                    self._store(state.pool.gradients.place(state.layout.slots[slot], gradient), gradient)
+                    pairs.append((state.pool.gradients.place(state.layout.slots[slot], gradient), gradient))
+            self._store_all(pairs)
 
     def store_buffers(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
         """Send the buffers that a unit changed to DRAM; a backward gives those alone that it has written to itself."""
@@ -387,8 +420,11 @@ class Spiller:
         self._store(flat(place), flat(tensor))
 
     def _store(self, place: Tensor, tensor: Tensor) -> None:
-        self._device.trace.count_work(self._storing, stored_bytes=tensor.nbytes)
-        self._device.copy(STORE, [(place, tensor)])
+        self._store_all([(place, tensor)])
+
+    def _store_all(self, pairs: Pairs) -> None:
+        num_bytes = self._device.copy(STORE, pairs)
+        self._device.trace.count_work(self._storing, stored_bytes=num_bytes)
 
 
 def buffers_of(state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:

@@ -47,7 +47,7 @@ class Worker:
         self.index = index
         self.device = device
         self._residents = Residents(device.ledger)
-        spiller = Spiller(device, self._residents)
+        self._spiller = spiller = Spiller(device, self._residents)
         self._claims = Claims(device, self._residents, spiller)
         self._kept_graphs = KeptGraphs(self._residents, device.ledger)
         self._runner = Runner(index, device, trace, self._say, decide, spiller, self._claims, self._kept_graphs)
@@ -79,6 +79,7 @@ class Worker:
     def dismiss(self, name: str) -> None:
         self._executors.pop(name, None)  # its set-up may have failed before
         self._residents.forget(name)
+        self._spiller.forget_views(name)
         self._forget_passages(name)
 
     def dismiss_all(self) -> None:
@@ -186,10 +187,12 @@ class Worker:
         self._claims.drop_all()
         self._claims.settle()
         self._residents.leave()
+        self._spiller.forget_views()
 
     def close(self) -> None:
         """End the lanes. What is still on its way, after an error elsewhere, is given up first: nothing hangs."""
         self.device.ledger.close()
         self._claims.give_up()
         self._residents.forget()
+        self._spiller.forget_views()
         self.device.close()
