@@ -23,6 +23,9 @@ CUT_STEPS, CUT_WARM_STEPS = 4, 2
 MOST_TASKS = 4
 # Of cuts whose predictions differ by less, the one with fewest shards is taken.
 SAME = 1.001
+# So much of a device's memory a cut is predicted with, too: one that just fits may load a shard once more than the
+# simulation has it, since boundaries and values that are kept stay a little longer than their units.
+TIGHT = 0.95
 
 # The cuts of all tasks together are chosen by simulations of so many units in all, which bounds the seconds that they
 # take: about three. One simulation has so many: of a longer run, fewer steps of each task, in proportion.
@@ -290,13 +293,22 @@ def least_round_s(task: TaskCost, run: RunAtHand) -> float:
 
 
 def round_s(task: TaskCost, run: RunAtHand) -> float:
-    """Simulate one device, with its share of the host: seconds in which each of its tasks takes a step, amid a run."""
+    """Simulate one device, with its share of the host: seconds in which each of its tasks takes a step, amid a run.
+
+    With all of its memory and with `TIGHT` of it, whichever takes longer.
+    """
+    most = run.device.memory_bytes
+    if most is None:
+        return _round_s(task, run, None)
+    # What is counted is an upper bound, which a rehearsal may have found to fit.
+    return max(_round_s(task, run, size) for size in {max(share * most, _most_bytes(task)) for share in (1.0, TIGHT)})
+
+
+def _round_s(task: TaskCost, run: RunAtHand, memory_bytes: float | None) -> float:
     task = replace(task, num_steps=CUT_STEPS, first_step_times=1.0, num_micro_batches=1)
     if run.num_busy > 1:
         task = replace(task, update_s=[run.num_busy * task.of_shard("update_s", j) for j in range(task.num_shards)])
-    device = run.device
-    if device.memory_bytes is not None:  # what is counted is an upper bound, which a rehearsal may have found to fit
-        device = replace(device, memory_bytes=max(device.memory_bytes, _most_bytes(task)))
+    device = replace(run.device, memory_bytes=memory_bytes)
     tasks = [replace(task, name=str(k)) for k in range(run.tasks_per_device)]
     host = replace(run.host, cores=None if run.host.cores is None else run.host.cores / run.num_busy)
     found = simulate(tasks, [device], host=host, double_buffer=run.double_buffer, record=True)
