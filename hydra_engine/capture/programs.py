@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.capture.cuts import Lives, choose_cuts
 from hydra_engine.capture.piece import Piece
-from hydra_engine.capture.shadow import Shadow, bytes_of, caches_apart, on_meta, state_of
+from hydra_engine.capture.shadow import Caches, Shadow, bytes_of, on_meta, state_of
 from hydra_engine.capture.tape import (
     HERE,
     Asked,
@@ -175,29 +175,30 @@ class Programs(Shared):
         return program
 
     def _record(self, form: Form, batch: _Batch) -> _Recorded:
+        caches = Caches()
         while True:
             # A new one each time: the first forward of a model may add hooks to it.
             shadow = Shadow(self.model, form.narrow)
             try:
                 with shadow.apart():
-                    return self._settled(shadow, form, batch)
+                    return self._settled(shadow, form, batch, caches)
             except Unknown as unknown:
                 self._keep(unknown)
 
-    def _settled(self, shadow: Shadow, form: Form, batch: _Batch) -> _Recorded:
+    def _settled(self, shadow: Shadow, form: Form, batch: _Batch, caches: Caches) -> _Recorded:
         """Record the forward, and see that no call of it depends on what those before have left."""
 
         def left() -> dict[str, str]:
             return shadow.left(lambda path: path in self._kept or is_leaf(self._named[path]))
 
         before = left()
-        recorded, asked = self._run(shadow, form, batch), list(batch.asked)
+        recorded, asked = self._run(shadow, form, batch, caches), list(batch.asked)
         for path in shadow.rebound():
             if not any(each == path or path.startswith(f"{each}.") for each in self._kept):
                 raise self._depends(path, "replaces a parameter or a buffer (write into it: copy_)")
         if changed := _difference(before, after := left()):
             owner, named = shadow.owner(changed), _shown(changed)
-            text = self._run(shadow, form, batch).text()
+            text = self._run(shadow, form, batch, caches).text()
             if text != recorded.text():
                 raise self._depends(owner, f"changes {named}, which its next call depends on")
             if again := _difference(after, left()):
@@ -207,17 +208,17 @@ class Programs(Shared):
             why = self._depends(owner, f"changes {named}, which calls for other batches depend on")
             self._left.setdefault(form.narrow, (shadow, why))
         batch.asked[:] = asked
-        self._check_others(_Known(form, batch.without_values(), recorded.text()))
+        self._check_others(_Known(form, batch.without_values(), recorded.text()), caches)
         return recorded
 
-    def _check_others(self, made: _Known) -> None:
+    def _check_others(self, made: _Known, caches: Caches) -> None:
         """Raise `Unknown` if what calls for one form of batches leave in attributes changes those for another one."""
         known = self._known.setdefault(made.form.narrow, [])
         if made.form.narrow in self._left:
             shadow, why = self._left[made.form.narrow]
             for each in (made, *(one for other in known for one in (other, made))):
                 try:
-                    found = self._run(shadow, each.form, each.batch)
+                    found = self._run(shadow, each.form, each.batch, caches)
                 except Exception:  # such as an answer to another question
                     raise why from None
                 if found.text() != each.text:
@@ -230,7 +231,7 @@ class Programs(Shared):
         where = "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}: "
         return Unknown(path, f"{where}{type(self._named[path]).__name__}.forward", why)
 
-    def _run(self, shadow: Shadow, form: Form, batch: _Batch) -> _Recorded:
+    def _run(self, shadow: Shadow, form: Form, batch: _Batch, caches: Caches) -> _Recorded:
         """Run the shadow's forward, and record it."""
         batch.asked.clear()
         tape = Tape(shadow, batch.here, frozenset(self._kept), batch.recorded)
@@ -240,7 +241,7 @@ class Programs(Shared):
         shadow.set_modes(dict(zip(self._named, form.flags, strict=True)))
         shadow.recorder = tape.module
         try:
-            with caches_apart(), tape.recording():
+            with caches.apart(), tape.recording():
                 out = without_caches(shadow.model(*args, **kwargs))
             if tape.raised is not None:
                 raise tape.raised

@@ -149,28 +149,34 @@ def bytes_of(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {hash(own.tobytes())}"
 
 
-@contextmanager
-def caches_apart() -> Iterator[None]:
-    """Empty the caches of functions (`functools.lru_cache`) that the body fills: what is in them may lie on meta.
+class Caches:
+    """Caches of functions (`functools.lru_cache`) that there are by now.
 
-    The model's own forward would take it from there, for batches that have values.
+    What recordings leave in them may lie on meta: the model's own forward would take it from there, for batches that
+    have values. To find them takes a look at each object of the process, so it is done once for several recordings.
     """
-    # Objects refer to their class, if Python tells the collector so: half of the time of a look at each object.
-    found = gc.get_referrers(_CACHE)
-    if not any(each is _A_CACHE for each in found):
-        found = gc.get_objects()
-    caches = [
-        (each, each.cache_info().misses)
-        for each in found
-        if type(each) is _CACHE and str(each.__module__).partition(".")[0] not in _NOT_OF_MODELS
-    ]
-    del found
-    try:
-        yield
-    finally:
-        for each, misses in caches:
-            if each.cache_info().misses != misses:
-                each.cache_clear()
+
+    def __init__(self) -> None:
+        # Objects refer to their class, if Python tells the collector so: half of the time of a look at each object.
+        found = gc.get_referrers(_CACHE)
+        if not any(each is _A_CACHE for each in found):
+            found = gc.get_objects()
+        self._found = [
+            each
+            for each in found
+            if type(each) is _CACHE and str(each.__module__).partition(".")[0] not in _NOT_OF_MODELS
+        ]
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Empty those that the body fills."""
+        misses = [each.cache_info().misses for each in self._found]
+        try:
+            yield
+        finally:
+            for each, before in zip(self._found, misses, strict=True):
+                if each.cache_info().misses != before:
+                    each.cache_clear()
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor | None]:

@@ -7,7 +7,7 @@
 //
 // Every line rounds as torch's kernels do: what they contract to a fused multiply-add is one here (`madd`), and nothing
 // else is (-ffp-contract=off). The loops are plain, and the compiler makes vectors of them. A block's values pass from
-// one loop to the next in the first-level cache.
+// one loop to the next in the first-level cache. Narrow weights, which are only written, go past it.
 
 #include <algorithm>
 #include <atomic>
@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -33,6 +33,7 @@ namespace {
 constexpr int64_t kBlock = 128;
 constexpr int64_t kAhead = 2 * kBlock;
 constexpr int64_t kUnit = 128 * kBlock;  // elements that a thread takes at a time
+constexpr int64_t kLine = 64;  // bytes of the cache
 
 enum Type : int32_t { kFloat32, kBFloat16, kFloat16 };
 enum Rule : int32_t { kAdam, kSgd };
@@ -146,6 +147,36 @@ void narrow(const float* __restrict from, uint16_t* __restrict to, int64_t size,
 #endif
 }
 
+// Whether narrow weights are written past the cache: lines of it would be fetched only to be overwritten. Those of a
+// split weight are read as well.
+bool goes_past_cache([[maybe_unused]] const Update& u) {
+#if defined(__AVX2__)
+    return u.master && u.narrow && u.narrow_type != kFloat32 && reinterpret_cast<uintptr_t>(u.narrow) % kLine == 0;
+#else
+    return false;
+#endif
+}
+
+// As `narrow`, past the cache; `to` begins a line of it, and `size` is that of whole ones.
+void narrow_past_cache(const float* from, uint16_t* to, int64_t size, Type type) {
+    alignas(kLine) uint16_t rounded[kBlock];
+    narrow(from, rounded, size, type);
+#if defined(__AVX2__)
+    for (int64_t i = 0; i < size; i += 16) {
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), *reinterpret_cast<const __m256i*>(rounded + i));
+    }
+#else
+    std::memcpy(to, rounded, size * sizeof(uint16_t));
+#endif
+}
+
+// Let this thread's writes past the cache be seen before those that follow.
+void end_writes() {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
 // VML_HA, VML_FTZDAZ_OFF and VML_ERRMODE_IGNORE, as torch calls it.
 constexpr int64_t kModeOfTorch = 0x2 | 0x140000 | 0x100;
 
@@ -251,7 +282,25 @@ void decay_towards(float* __restrict average, const float* value, const float* o
     }
 }
 
+// The most frequent case of `step_adam` in one loop, in which loads of one element pass divisions of another.
+void step_adam_at_once(const Update& u, const Values& values, int64_t size) {
+    const float* __restrict gradient = values.gradient;
+    float* __restrict master = values.master;
+    float* __restrict first = values.moments[0];
+    float* __restrict second = values.moments[1];
+    for (int64_t i = 0; i < size; ++i) {
+        first[i] = madd(u.one_minus_beta1, gradient[i] - first[i], first[i]);
+        second[i] = madd(u.one_minus_beta2 * gradient[i], gradient[i], second[i] * u.beta2);
+        const float denominator = std::sqrt(second[i]) / u.correction + u.eps;
+        master[i] = master[i] * u.keep + (u.minus_step * first[i]) / denominator;
+    }
+}
+
 void step_adam(const Update& u, const Values& values, int64_t size, bool is_tail) {
+    const bool has_own_roots = !u.refines_roots && !u.roots_of_library;
+    if (has_own_roots && std::fabs(u.one_minus_beta1) < 0.5f && !values.moments[2] && !is_tail) {
+        return step_adam_at_once(u, values, size);
+    }
     const float* __restrict gradient = values.gradient;
     float* __restrict master = values.master;
     float* __restrict first = values.moments[0];
@@ -296,8 +345,7 @@ void step_sgd(const Update& u, const Values& values, int64_t size, bool is_tail)
 // Fetch so many bytes into the cache, to be written. An address beyond the end does no harm.
 template <int64_t kBytes>
 void fetch_bytes(const char* at) {
-    constexpr int64_t line = 64;
-    for (int64_t k = 0; k < kBytes; k += line) __builtin_prefetch(at + k, 1, 3);
+    for (int64_t k = 0; k < kBytes; k += kLine) __builtin_prefetch(at + k, 1, 3);
 }
 
 // Fetch a block of these elements, if there are any. In loops of a length that the compiler knows: with others an update of
@@ -317,7 +365,8 @@ bool step_block(const Update& u, int64_t begin, int64_t size, bool is_tail, int3
     float gradient[kBlock], whole[kBlock], widened[3][kBlock];
     fetch(u.gradient, begin + kAhead, u.gradient_type);
     fetch(u.master, begin + kAhead, kFloat32);
-    fetch(u.narrow, begin + kAhead, u.narrow_type);
+    const bool is_past = goes_past_cache(u) && size == kBlock;
+    if (!is_past) fetch(u.narrow, begin + kAhead, u.narrow_type);
     fetch(u.rest, begin + kAhead, kBFloat16);
     for (const void* moment : u.moments) fetch(moment, begin + kAhead, u.moments_type);
 
@@ -364,6 +413,8 @@ bool step_block(const Update& u, int64_t begin, int64_t size, bool is_tail, int3
     if (!u.master) return split_halves(u, begin, size, whole, update, found);
     if (u.narrow && u.narrow_type == kFloat32) {
         std::memcpy(static_cast<float*>(u.narrow) + begin, u.master + begin, size * sizeof(float));
+    } else if (is_past) {
+        narrow_past_cache(u.master + begin, static_cast<uint16_t*>(u.narrow) + begin, size, u.narrow_type);
     } else if (u.narrow) {
         narrow(u.master + begin, static_cast<uint16_t*>(u.narrow) + begin, size, u.narrow_type);
     }
@@ -438,6 +489,7 @@ void hydra_update(const Update* updates, int64_t num_updates, int64_t num_thread
             const int64_t begin = (unit - (k ? ends[k - 1] : 0)) * kUnit;
             step_range(updates[k], begin, std::min(begin + kUnit, updates[k].size), static_cast<int32_t>(k), mine);
         }
+        end_writes();
         const std::lock_guard<std::mutex> lock(mutex);
         found.insert(found.end(), mine.begin(), mine.end());
     };

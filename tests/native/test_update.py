@@ -12,7 +12,7 @@ from hydra_engine.host.blocked import step_narrow
 from hydra_engine.native import NarrowUpdate, native, update
 from hydra_engine.native.library import Library
 from hydra_engine.native.update import Native
-from tests.host.updates import SCALED, assert_bits_are_plain, groups, parameters, plain_step, threads
+from tests.host.updates import SCALED, SMALL_CHUNK, assert_bits_are_plain, groups, parameters, plain_step, threads
 
 HOWS = ({}, {"foreach": True}, {"fused": True})
 VARIANTS = {
@@ -84,6 +84,22 @@ def test_the_kernel_makes_the_updates(factors, dtype, taken):
     assert taken == []
     step_narrow(optimizer, updates, factors)
     assert taken == [p.numel() for p in values if p.dim() and p.is_contiguous() | (p.numel() != 40 * 30)]
+
+
+@pytest.mark.parametrize("begin", [0, 1, 16, 31, 32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_begin_anywhere_and_end_where_they_end(dtype, begin, taken):
+    """Whole blocks of those that begin a line are written past the cache."""
+    size = 3 * SMALL_CHUNK + 17
+    parameter = nn.Parameter(torch.linspace(-3, 5, size))
+    memory = torch.full((size + 64,), 7, dtype=dtype)
+    narrow = memory[begin : begin + size]
+    optimizer = torch.optim.AdamW([parameter], lr=0.01, fused=True)
+    for step in range(3):
+        step_narrow(optimizer, [NarrowUpdate(parameter, torch.full_like(narrow, 0.1 * (step + 1)), narrow)])
+        assert torch.equal(narrow, parameter.to(dtype))
+    assert taken == [size] * 2
+    assert all(torch.equal(each, torch.full_like(each, 7)) for each in (memory[:begin], memory[begin + size :]))
 
 
 def test_gradients_and_what_is_not_stepped_stay_as_they_are(taken):
