@@ -138,10 +138,10 @@ void narrow(const float* __restrict from, uint16_t* __restrict to, int64_t size,
         return;
     }
 #if defined(__F16C__)
-    int64_t i = 0;
-    for (; i + 8 <= size; i += 8)
+    const int64_t whole = size - size % 8;
+    for (int64_t i = 0; i < whole; i += 8)
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
-    for (; i < size; ++i) to[i] = _cvtss_sh(from[i], 0);
+    for (int64_t i = whole; i < size; ++i) to[i] = _cvtss_sh(from[i], 0);
 #elif defined(__ARM_FP16_FORMAT_IEEE)
     for (int64_t i = 0; i < size; ++i) reinterpret_cast<__fp16*>(to)[i] = from[i];
 #endif
@@ -157,16 +157,16 @@ bool goes_past_cache([[maybe_unused]] const Update& u) {
 #endif
 }
 
-// As `narrow`, past the cache; `to` begins a line of it, and `size` is that of whole ones.
-void narrow_past_cache(const float* from, uint16_t* to, int64_t size, Type type) {
+// As `narrow`, past the cache, of a whole block; `to` begins a line.
+void narrow_past_cache(const float* from, uint16_t* to, Type type) {
     alignas(kLine) uint16_t rounded[kBlock];
-    narrow(from, rounded, size, type);
+    narrow(from, rounded, kBlock, type);  // a length that the compiler knows, as in `fetch`
 #if defined(__AVX2__)
-    for (int64_t i = 0; i < size; i += 16) {
+    for (int64_t i = 0; i < kBlock; i += 16) {
         _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), *reinterpret_cast<const __m256i*>(rounded + i));
     }
 #else
-    std::memcpy(to, rounded, size * sizeof(uint16_t));
+    std::memcpy(to, rounded, sizeof rounded);
 #endif
 }
 
@@ -288,9 +288,10 @@ void step_adam_at_once(const Update& u, const Values& values, int64_t size) {
     float* __restrict master = values.master;
     float* __restrict first = values.moments[0];
     float* __restrict second = values.moments[1];
+    const float weight = u.one_minus_beta1, beta2 = u.beta2, scale = u.one_minus_beta2;  // or it is no loop of vectors
     for (int64_t i = 0; i < size; ++i) {
-        first[i] = madd(u.one_minus_beta1, gradient[i] - first[i], first[i]);
-        second[i] = madd(u.one_minus_beta2 * gradient[i], gradient[i], second[i] * u.beta2);
+        first[i] = madd(weight, gradient[i] - first[i], first[i]);
+        second[i] = madd(scale * gradient[i], gradient[i], second[i] * beta2);
         const float denominator = std::sqrt(second[i]) / u.correction + u.eps;
         master[i] = master[i] * u.keep + (u.minus_step * first[i]) / denominator;
     }
@@ -414,7 +415,7 @@ bool step_block(const Update& u, int64_t begin, int64_t size, bool is_tail, int3
     if (u.narrow && u.narrow_type == kFloat32) {
         std::memcpy(static_cast<float*>(u.narrow) + begin, u.master + begin, size * sizeof(float));
     } else if (is_past) {
-        narrow_past_cache(u.master + begin, static_cast<uint16_t*>(u.narrow) + begin, size, u.narrow_type);
+        narrow_past_cache(u.master + begin, static_cast<uint16_t*>(u.narrow) + begin, u.narrow_type);
     } else if (u.narrow) {
         narrow(u.master + begin, static_cast<uint16_t*>(u.narrow) + begin, size, u.narrow_type);
     }
