@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hydra_engine import Model, ModelTask
+from hydra_engine.capture.shadow import Caches
 from tests import exact, reference, zoo
 from tests.any_model import harness
 
@@ -270,6 +271,27 @@ def test_caches_of_functions_hold_nothing_that_was_recorded():
     assert_exact(Cached)
     positions.cache_clear()
     Model(Cached(), example=torch.ones(2, 6))
+    assert not positions(6).is_meta
+
+
+class CachedAndLeaves(Cached):
+    """Leaves something besides, so that each form of batches is recorded several times, with those before it."""
+
+    def inner(self, h):
+        self.last = len(h)
+        return super().inner(h)
+
+
+def test_caches_of_functions_are_empty_for_each_run_of_a_recording_and_looked_for_once(monkeypatch):
+    assert_exact(CachedAndLeaves)
+    positions.cache_clear()
+    looks, runs = [], []
+    monkeypatch.setattr(Caches, "__init__", lambda self, init=Caches.__init__: looks.append(init(self)))
+    monkeypatch.setattr(Caches, "apart", lambda self, apart=Caches.apart: runs.append(self) or apart(self))
+    model = Model(CachedAndLeaves(), example=torch.ones(2, 6))
+    before = len(looks), len(runs)
+    model(torch.ones(3, 6))
+    assert len(looks) - before[0] == 1 < len(runs) - before[1]
     assert not positions(6).is_meta
 
 
