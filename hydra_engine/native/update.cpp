@@ -282,7 +282,7 @@ void decay_towards(float* __restrict average, const float* value, const float* o
     }
 }
 
-// The most frequent case of `step_adam` in one loop, in which loads of one element pass divisions of another.
+// As `step_adam` in its most frequent case, in one loop: values of a block stay in registers.
 void step_adam_at_once(const Update& u, const Values& values, int64_t size) {
     const float* __restrict gradient = values.gradient;
     float* __restrict master = values.master;

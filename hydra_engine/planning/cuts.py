@@ -145,15 +145,16 @@ class CutChoice:
         for k in sorted(range(len(tasks)), key=lambda k: (bounds[k], tasks[k].num_shards)):
             if found and bounds[k] >= min(found.values()):
                 break  # no schedule makes it, or those after it, better than one that was simulated
+            enough_s = SAME * min(found.values(), default=math.inf)
             # A few steps may be through before what they leave to a slow host is.
-            found[k] = max(round_s(tasks[k], self.run), bounds[k])
+            found[k] = max(round_s(tasks[k], self.run, enough_s), bounds[k])
         least_s = min(found.values())
         equals = [k for k, seconds in found.items() if seconds <= SAME * least_s]
         best = min(equals, key=lambda k: (len(self.candidates[k]), found[k]))
         few = min(range(len(tasks)), key=lambda k: (tasks[k].num_shards, bounds[k]))
         fewest = None
         if tasks[few].num_shards < tasks[best].num_shards:
-            fewest = tasks[few].num_shards, found[few] if few in found else self.predicted(self.candidates[few]).step_s
+            fewest = tasks[few].num_shards, self.predicted(self.candidates[few]).step_s
         chosen = self._predicted(tasks[best], self.candidates[best], found[best])
         return chosen._replace(num_cuts=len(tasks), fewest=fewest)
 
@@ -292,16 +293,20 @@ def least_round_s(task: TaskCost, run: RunAtHand) -> float:
     return float(f"{max(bounds):.9g}")  # equal sums of other shards differ in their last bits
 
 
-def round_s(task: TaskCost, run: RunAtHand) -> float:
+def round_s(task: TaskCost, run: RunAtHand, enough_s: float = math.inf) -> float:
     """Simulate one device, with its share of the host: seconds in which each of its tasks takes a step, amid a run.
 
-    With all of its memory and with `TIGHT` of it, whichever takes longer.
+    With all of its memory and with `TIGHT` of it, whichever takes longer. Beyond `enough_s`, one of the two will do.
     """
     most = run.device.memory_bytes
     if most is None:
         return _round_s(task, run, None)
     # What is counted is an upper bound, which a rehearsal may have found to fit.
-    return max(_round_s(task, run, size) for size in {max(share * most, _most_bytes(task)) for share in (1.0, TIGHT)})
+    all_of_it, tight = (max(share * most, _most_bytes(task)) for share in (1.0, TIGHT))
+    seconds = _round_s(task, run, all_of_it)
+    if tight < all_of_it and seconds <= enough_s:
+        seconds = max(seconds, _round_s(task, run, tight))
+    return seconds
 
 
 def _round_s(task: TaskCost, run: RunAtHand, memory_bytes: float | None) -> float:

@@ -1,4 +1,4 @@
-"""An emulated link by a clock of the test's own: copies take their bytes' time together, urgent ones stop others."""
+"""An emulated link by a clock of the test's own: copies take their bytes' time, and urgent ones stop others."""
 
 import threading
 import time

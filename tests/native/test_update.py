@@ -98,7 +98,8 @@ def test_narrow_weights_begin_anywhere_and_end_where_they_end(dtype, begin, take
     for step in range(3):
         step_narrow(optimizer, [NarrowUpdate(parameter, torch.full_like(narrow, 0.1 * (step + 1)), narrow)])
         assert torch.equal(narrow, parameter.to(dtype))
-    assert taken == [size] * 2
+    is_native = dtype == torch.bfloat16 or native()._library.load().hydra_has_float16()
+    assert taken == ([size] * 2 if is_native else [])
     assert all(torch.equal(each, torch.full_like(each, 7)) for each in (memory[:begin], memory[begin + size :]))
 
 
