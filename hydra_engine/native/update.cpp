@@ -19,6 +19,7 @@
 #include <system_error>
 #include <thread>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -33,6 +34,8 @@ namespace {
 constexpr int64_t kBlock = 128;
 constexpr int64_t kAhead = 2 * kBlock;
 constexpr int64_t kUnit = 128 * kBlock;  // elements that a thread takes at a time
+constexpr int64_t kSpan = 32;            // elements of `step_spans`: few enough for registers
+constexpr int64_t kAheadOfSpan = 3 * kSpan;
 constexpr int64_t kLine = 64;  // bytes of the cache
 
 enum Type : int32_t { kFloat32, kBFloat16, kFloat16 };
@@ -157,16 +160,15 @@ bool goes_past_cache([[maybe_unused]] const Update& u) {
 #endif
 }
 
-// As `narrow`, past the cache, of a whole block; `to` begins a line.
-void narrow_past_cache(const float* from, uint16_t* to, Type type) {
-    alignas(kLine) uint16_t rounded[kBlock];
-    narrow(from, rounded, kBlock, type);  // a length that the compiler knows, as in `fetch`
+// Copy narrow weights there past the cache. Both begin lines.
+template <int64_t kSize>
+inline void copy_past_cache(const uint16_t* from, uint16_t* to) {
 #if defined(__AVX2__)
-    for (int64_t i = 0; i < kBlock; i += 16) {
-        _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), *reinterpret_cast<const __m256i*>(rounded + i));
+    for (int64_t i = 0; i < kSize; i += 16) {
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), *reinterpret_cast<const __m256i*>(from + i));
     }
 #else
-    std::memcpy(to, rounded, sizeof rounded);
+    std::memcpy(to, from, kSize * sizeof *to);
 #endif
 }
 
@@ -282,26 +284,41 @@ void decay_towards(float* __restrict average, const float* value, const float* o
     }
 }
 
-// As `step_adam` in its most frequent case, in one loop: values of a block stay in registers.
+// An element of Adam as most use it. A copy of its options, since the compiler would read those of an update again after
+// each write, or make no vectors.
+struct Adam {
+    const float weight, beta2, scale, correction, eps, keep, minus_step;
+
+    explicit Adam(const Update& u)
+        : weight(u.one_minus_beta1), beta2(u.beta2), scale(u.one_minus_beta2), correction(u.correction), eps(u.eps),
+          keep(u.keep), minus_step(u.minus_step) {}
+
+    // Whether `step_adam` does the same to all that is not a tail.
+    static bool is_of(const Update& u) {
+        const bool has_own_roots = !u.refines_roots && !u.roots_of_library;
+        return u.rule == kAdam && has_own_roots && std::fabs(u.one_minus_beta1) < 0.5f && !u.moments[2];
+    }
+
+    void step(float gradient, float& first, float& second, float& master) const {
+        first = madd(weight, gradient - first, first);
+        second = madd(scale * gradient, gradient, second * beta2);
+        const float denominator = std::sqrt(second) / correction + eps;
+        master = master * keep + (minus_step * first) / denominator;
+    }
+};
+
+// In one loop: values stay in registers.
 void step_adam_at_once(const Update& u, const Values& values, int64_t size) {
     const float* __restrict gradient = values.gradient;
     float* __restrict master = values.master;
     float* __restrict first = values.moments[0];
     float* __restrict second = values.moments[1];
-    const float weight = u.one_minus_beta1, beta2 = u.beta2, scale = u.one_minus_beta2;  // or it is no loop of vectors
-    for (int64_t i = 0; i < size; ++i) {
-        first[i] = madd(weight, gradient[i] - first[i], first[i]);
-        second[i] = madd(scale * gradient[i], gradient[i], second[i] * beta2);
-        const float denominator = std::sqrt(second[i]) / u.correction + u.eps;
-        master[i] = master[i] * u.keep + (u.minus_step * first[i]) / denominator;
-    }
+    const Adam adam(u);
+    for (int64_t i = 0; i < size; ++i) adam.step(gradient[i], first[i], second[i], master[i]);
 }
 
 void step_adam(const Update& u, const Values& values, int64_t size, bool is_tail) {
-    const bool has_own_roots = !u.refines_roots && !u.roots_of_library;
-    if (has_own_roots && std::fabs(u.one_minus_beta1) < 0.5f && !values.moments[2] && !is_tail) {
-        return step_adam_at_once(u, values, size);
-    }
+    if (Adam::is_of(u) && !is_tail) return step_adam_at_once(u, values, size);
     const float* __restrict gradient = values.gradient;
     float* __restrict master = values.master;
     float* __restrict first = values.moments[0];
@@ -415,11 +432,63 @@ bool step_block(const Update& u, int64_t begin, int64_t size, bool is_tail, int3
     if (u.narrow && u.narrow_type == kFloat32) {
         std::memcpy(static_cast<float*>(u.narrow) + begin, u.master + begin, size * sizeof(float));
     } else if (is_past) {
-        narrow_past_cache(u.master + begin, static_cast<uint16_t*>(u.narrow) + begin, u.narrow_type);
+        alignas(kLine) uint16_t rounded[kBlock];
+        narrow(u.master + begin, rounded, kBlock, u.narrow_type);  // a length that the compiler knows, as in `fetch`
+        copy_past_cache<kBlock>(rounded, static_cast<uint16_t*>(u.narrow) + begin);
     } else if (u.narrow) {
         narrow(u.master + begin, static_cast<uint16_t*>(u.narrow) + begin, size, u.narrow_type);
     }
     return false;
+}
+
+// Whether `step_spans` steps it: the weight is whole, and crosses the link in bfloat16 (kNarrow) or as it is.
+template <bool kNarrow>
+bool has_spans(const Update& u) {
+    const bool crosses = kNarrow ? goes_past_cache(u) && u.narrow_type == kBFloat16 : !u.narrow;
+    const bool has_types = u.master && u.moments_type == kFloat32 && u.gradient_type == (kNarrow ? kBFloat16 : kFloat32);
+    return Adam::is_of(u) && has_types && crosses;
+}
+
+// As `step_block`, in one loop from gradient to narrow weight, so that divisions and memory wait for each other least.
+// Return where the last whole span ends.
+template <bool kNarrow>
+int64_t step_spans(const Update& u, int64_t begin, int64_t end) {
+    using Given = std::conditional_t<kNarrow, uint16_t, float>;
+    const Given* __restrict given = static_cast<const Given*>(u.gradient);
+    float* __restrict master = u.master;
+    float* __restrict first = static_cast<float*>(u.moments[0]);
+    float* __restrict second = static_cast<float*>(u.moments[1]);
+    const float decay = u.weight_decay;
+    const int32_t num_factors = u.num_factors;
+    const Adam adam(u);
+    for (; begin + kSpan <= end; begin += kSpan) {
+        fetch_bytes<kSpan * sizeof(Given)>(reinterpret_cast<const char*>(given + begin + kAheadOfSpan));
+        for (const float* values : {master, first, second}) {
+            fetch_bytes<kSpan * sizeof(float)>(reinterpret_cast<const char*>(values + begin + kAheadOfSpan));
+        }
+        float gradient[kSpan];
+        alignas(kLine) uint16_t rounded[kSpan];
+        for (int64_t i = 0; i < kSpan; ++i) {
+            if constexpr (kNarrow) {
+                gradient[i] = from_bits(static_cast<uint32_t>(given[begin + i]) << 16);
+            } else {
+                gradient[i] = given[begin + i];
+            }
+        }
+        for (int32_t k = 0; k < num_factors; ++k) {
+            for (int64_t i = 0; i < kSpan; ++i) gradient[i] *= u.factors[k];
+        }
+        if (decay != 0) {
+            for (int64_t i = 0; i < kSpan; ++i) gradient[i] = madd(master[begin + i], decay, gradient[i]);
+        }
+        for (int64_t i = 0; i < kSpan; ++i) {
+            const int64_t k = begin + i;
+            adam.step(gradient[i], first[k], second[k], master[k]);
+            if constexpr (kNarrow) rounded[i] = to_bfloat16(master[k]);
+        }
+        if constexpr (kNarrow) copy_past_cache<kSpan>(rounded, static_cast<uint16_t*>(u.narrow) + begin);
+    }
+    return begin;
 }
 
 // While it lives, MKL begins no threads of its own for a block that this thread has in hand.
@@ -440,6 +509,8 @@ class Alone {
 void step_range(const Update& u, int64_t begin, int64_t end, int32_t update, std::vector<Found>& found) {
     const int64_t tail = u.size - u.tail;
     bool has_nan = false;
+    if (has_spans<true>(u)) begin = step_spans<true>(u, begin, std::min(end, tail));
+    if (has_spans<false>(u)) begin = step_spans<false>(u, begin, std::min(end, tail));
     while (begin < end) {
         const bool is_tail = begin >= tail;
         const int64_t size = std::min({kBlock, end - begin, is_tail ? end - begin : tail - begin});
