@@ -7,7 +7,8 @@
 //
 // Every line rounds as torch's kernels do: what they contract to a fused multiply-add is one here (`madd`), and nothing
 // else is (-ffp-contract=off). The loops are plain, and the compiler makes vectors of them. A block's values pass from
-// one loop to the next in the first-level cache. Narrow weights, which are only written, go past it.
+// one loop to the next in the first-level cache; those of Adam as most use it stay in registers, in one loop (`step_spans`).
+// Narrow weights, which are only written, go past the cache.
 
 #include <algorithm>
 #include <atomic>
@@ -35,7 +36,7 @@ constexpr int64_t kBlock = 128;
 constexpr int64_t kAhead = 2 * kBlock;
 constexpr int64_t kUnit = 128 * kBlock;  // elements that a thread takes at a time
 constexpr int64_t kSpan = 32;            // elements of `step_spans`: few enough for registers
-constexpr int64_t kAheadOfSpan = 3 * kSpan;
+constexpr int64_t kAheadOfSpan = 3 * kSpan;  // 64 to 128 are alike; fetched in longer pieces, memory waits for divisions
 constexpr int64_t kLine = 64;  // bytes of the cache
 
 enum Type : int32_t { kFloat32, kBFloat16, kFloat16 };
