@@ -34,7 +34,7 @@ namespace {
 // is fetched: longer blocks, or none fetched, and memory waits for divisions (benchmarks/host_optimizer).
 constexpr int64_t kBlock = 128;
 constexpr int64_t kAhead = 2 * kBlock;
-constexpr int64_t kUnit = 128 * kBlock;  // elements that a thread takes at a time
+constexpr int64_t kUnit = 512 * kBlock;  // elements that a thread takes at a time: of fewer, cores fetch what is the others'
 constexpr int64_t kSpan = 32;            // elements of `step_spans`: few enough for registers
 constexpr int64_t kAheadOfSpan = 3 * kSpan;  // 64 to 128 are alike; fetched in longer pieces, memory waits for divisions
 constexpr int64_t kLine = 64;  // bytes of the cache
