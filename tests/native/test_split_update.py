@@ -24,10 +24,9 @@ from tests.host.updates import (
     split_updates,
     threads,
 )
-from tests.native.test_update import HOWS, SETTINGS, SEVERAL_UNITS
+from tests.native.test_update import HOWS, SETTINGS, SEVERAL_UNITS, UNIT
 
 LOWER = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xC000, 0xFFFF]
-UNIT = 2**16  # elements that a thread takes at a time
 
 
 def assert_taken(taken, kind, options, without=()):

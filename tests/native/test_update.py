@@ -33,7 +33,8 @@ SETTINGS = [
     for name, variants in VARIANTS.items()
     for options, how in product(variants, HOWS)
 ]
-SEVERAL_UNITS = (3 * 2**16 + 13, 5, 2**16)
+UNIT = 2**16  # elements that a thread takes at a time
+SEVERAL_UNITS = (3 * UNIT + 13, 5, UNIT)
 
 
 @pytest.mark.parametrize(("kind", "options"), SETTINGS)
@@ -44,8 +45,8 @@ def test_bits_of_every_setting(kind, options, taken):
 @pytest.mark.parametrize("factors", [(), SCALED], ids=["plain", "scaled"])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_bits_at_the_ends_of_spans_and_units(kind, factors, taken):
-    """The fused step goes over spans of 32 elements and units of 2^16; what is left of them is stepped in blocks."""
-    sizes = [1, 31, 32, 33, 63, 95, 161, 2**16 - 1, 2**16 + 32, 2**16 + 45]
+    """The fused step goes over spans of 32 elements and units; what is left of them is stepped in blocks."""
+    sizes = [1, 31, 32, 33, 63, 95, 161, UNIT - 1, UNIT + 32, UNIT + 45]
     assert_bits_are_plain(
         lambda own: kind(own, lr=0.01, weight_decay=0.1, fused=True),
         lambda: [nn.Parameter(torch.linspace(-1, 1, size)) for size in sizes for _ in range(3)],
