@@ -302,11 +302,17 @@ struct Adam {
         return u.rule == kAdam && has_own_roots && std::fabs(u.one_minus_beta1) < 0.5f && !u.moments[2];
     }
 
+    // All is read before anything is written: cores take a read for one of what was just written where both addresses have
+    // the same lowest 12 bits, as those of one element have in tensors that each begin a page, and wait. Where moments were
+    // written before the master was read, updates took 1.03 to 1.23 times as long, by where their tensors happened to lie.
     void step(float gradient, float& first, float& second, float& master) const {
-        first = madd(weight, gradient - first, first);
-        second = madd(scale * gradient, gradient, second * beta2);
-        const float denominator = std::sqrt(second) / correction + eps;
-        master = master * keep + (minus_step * first) / denominator;
+        const float old_first = first, old_second = second, old_master = master;
+        const float mean = madd(weight, gradient - old_first, old_first);
+        const float square = madd(scale * gradient, gradient, old_second * beta2);
+        const float denominator = std::sqrt(square) / correction + eps;
+        first = mean;
+        second = square;
+        master = old_master * keep + (minus_step * mean) / denominator;
     }
 };
 

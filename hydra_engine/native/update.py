@@ -207,17 +207,17 @@ def _work(
         counter = state.get("step")
         if not isinstance(counter, Tensor) or counter.dtype != torch.float32:
             return None
-    moments = {name: state.get(name) for name in names}
-    if not all(isinstance(each, Tensor) and each.dtype == moments_type for each in moments.values()):
-        return None
-    others = [gradient, *moments.values(), *(() if narrow is None else (narrow,))]
-    if not all(each.dtype in TYPES and each.layout == torch.strided for each in others):
-        return None
     if master.dim() == 0 or master.dtype != torch.float32 or not is_dense(master):
         return None
+    moments: dict[str, Tensor] = {}
+    for name in names:
+        moments[name] = moment = state.get(name)
+        if not isinstance(moment, Tensor) or moment.dtype != moments_type:
+            return None
     shape, stride = master.shape, master.stride()
-    if any(each.shape != shape or each.stride() != stride for each in others):
-        return None
+    for each in (gradient, *moments.values(), *(() if narrow is None else (narrow,))):
+        if each.dtype not in TYPES or each.layout != torch.strided or each.shape != shape or each.stride() != stride:
+            return None
     return Work(master, gradient, narrow, group, moments, counter, update.master and update.master.split)
 
 
