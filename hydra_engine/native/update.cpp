@@ -55,6 +55,9 @@ using RootsOfLibrary = void (*)(int64_t, const float*, float*, int64_t);
 // MKL_Set_Num_Threads_Local: of the calling thread; returns those of before.
 using SetThreads = int (*)(int);
 
+// GOMP_parallel of the OpenMP library whose threads torch keeps for its caller: work, its argument, threads, flags.
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
 // A parameter and its options, as PLACES and REST of update.py pack them. Pointers are to dense memory.
 struct Update {
     float* master;        // null: the weight is split
@@ -557,19 +560,21 @@ void hydra_roots(const float* from, float* to, int64_t size, int32_t refines, Ro
 // Return the size of an update here, which the caller's has to be.
 int64_t hydra_update_bytes() { return sizeof(Update); }
 
-// Make all updates, with this many threads: the caller, and others that end with the call. They take units in turn, so
-// that one that is slow, or another process on its core, does not hold up the rest. No element depends on their number.
+// Make all updates, with this many threads: the caller, and those that torch keeps for it. They take units in turn, so that
+// one that is slow, or another process on its core, does not hold up the rest. No element depends on their number.
+// parallel: null where torch keeps none. Others are begun then, that end with the call: beside torch's, which look for work
+// for some ms after each of its operations, they would wait for cores.
 // Return a list of what the halves of split weights do not tell, by update and place, and its length; `hydra_take` frees
 // it. Null: there is nothing. set_threads: of the library that takes roots; null: none does.
-void hydra_update(const Update* updates, int64_t num_updates, int64_t num_threads, SetThreads set_threads, void** list,
-                  int64_t* num_found) {
+void hydra_update(const Update* updates, int64_t num_updates, int64_t num_threads, Parallel parallel, SetThreads set_threads,
+                  void** list, int64_t* num_found) {
     std::vector<int64_t> ends(num_updates);  // of each update's units, counted over all of them
     int64_t num_units = 0;
     for (int64_t k = 0; k < num_updates; ++k) ends[k] = num_units += (updates[k].size + kUnit - 1) / kUnit;
     std::atomic<int64_t> next{0};
     std::vector<Found> found;
     std::mutex mutex;
-    const auto work = [&] {
+    auto work = [&] {
         const Alone alone(set_threads);
         std::vector<Found> mine;
         for (int64_t unit = next++; unit < num_units; unit = next++) {
@@ -581,13 +586,18 @@ void hydra_update(const Update* updates, int64_t num_updates, int64_t num_thread
         const std::lock_guard<std::mutex> lock(mutex);
         found.insert(found.end(), mine.begin(), mine.end());
     };
-    std::vector<std::thread> team;
-    try {
-        while (static_cast<int64_t>(team.size()) + 1 < std::min(num_threads, num_units)) team.emplace_back(work);
-    } catch (const std::system_error&) {  // the system gives no more threads: those there are do it
+    if (parallel && std::min(num_threads, num_units) > 1) {  // all of them, or the library ends those left over
+        const auto call = [](void* own) { (*static_cast<decltype(work)*>(own))(); };
+        parallel(call, &work, static_cast<unsigned>(num_threads), 0);
+    } else {
+        std::vector<std::thread> team;
+        try {
+            while (static_cast<int64_t>(team.size()) + 1 < std::min(num_threads, num_units)) team.emplace_back(work);
+        } catch (const std::system_error&) {  // the system gives no more threads: those there are do it
+        }
+        work();
+        for (auto& thread : team) thread.join();
     }
-    work();
-    for (auto& thread : team) thread.join();
     std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) {
         return std::tie(a.update, a.place) < std::tie(b.update, b.place);
     });

@@ -56,6 +56,7 @@ class Arithmetic(NamedTuple):
 
 
 SQUARE_ROOTS, SET_THREADS = "vmsSqrt", "MKL_Set_Num_Threads_Local"  # of MKL
+PARALLEL = "GOMP_parallel"  # of GNU's OpenMP library, and of LLVM's: by the threads that torch keeps for its caller
 PLAIN = tuple(Arithmetic(refines, 1) for refines in (False, True))
 FUSED = tuple(Arithmetic(False, vector) for vector in (8, 16, 4, 1))  # torch's own vectors take the processor's roots
 # Sizes of a sample's tensors: many rests of a vector, and one that torch divides among its threads.
@@ -237,11 +238,12 @@ def _call(
         if key not in known:
             known[key] = _rest(kind, work, step, factors, arithmetic)
         rows += [_places(work, arithmetic), known[key]]
-    set_threads = _of_mkl(SET_THREADS) if any(arithmetic.roots_at for _, arithmetic in works) else 0
+    set_threads = _of_torch(SET_THREADS) if any(arithmetic.roots_at for _, arithmetic in works) else 0
     found, num_found = ctypes.c_void_p(), ctypes.c_int64()
     library.hydra_update(
         *(b"".join(rows), ctypes.c_int64(len(works)), ctypes.c_int64(torch.get_num_threads())),
-        *(ctypes.c_void_p(set_threads), ctypes.byref(found), ctypes.byref(num_found)),
+        *(ctypes.c_void_p(_of_torch(PARALLEL)), ctypes.c_void_p(set_threads)),
+        *(ctypes.byref(found), ctypes.byref(num_found)),
     )
     elements = np.empty(num_found.value, FOUND)
     if len(elements):
@@ -335,8 +337,8 @@ def _agree(library: ctypes.CDLL, kind: type[Optimizer], like: Work, num_factors:
 
 
 @cache
-def _of_mkl(name: str) -> int:
-    """Return the address of a function of MKL, which is part of torch's library; 0: that does not name it."""
+def _of_torch(name: str) -> int:
+    """Return the address of a function of torch's library, or of one that it is linked to; 0: they do not name it."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
@@ -346,8 +348,8 @@ def _of_mkl(name: str) -> int:
 
 def _unfused() -> tuple[Arithmetic, ...]:
     """Candidates where torch's step is not fused. MKL takes roots in another way on each kind of processor."""
-    has_both = _of_mkl(SQUARE_ROOTS) and _of_mkl(SET_THREADS)
-    return (*PLAIN, Arithmetic(False, 1, _of_mkl(SQUARE_ROOTS))) if has_both else PLAIN
+    has_both = _of_torch(SQUARE_ROOTS) and _of_torch(SET_THREADS)
+    return (*PLAIN, Arithmetic(False, 1, _of_torch(SQUARE_ROOTS))) if has_both else PLAIN
 
 
 @cache

@@ -33,7 +33,7 @@ SETTINGS = [
     for name, variants in VARIANTS.items()
     for options, how in product(variants, HOWS)
 ]
-UNIT = 2**16  # elements that a thread takes at a time
+UNIT = 2**17  # elements that a thread takes at a time
 SEVERAL_UNITS = (3 * UNIT + 13, 5, UNIT)
 
 
@@ -65,6 +65,16 @@ def test_bits_depend_on_no_number_of_threads(how, num_threads, taken):
                 lambda: [nn.Parameter(torch.linspace(-1, 1, n)) for n in SEVERAL_UNITS],
                 num_steps=3,
             )
+
+
+def test_threads_are_begun_where_torch_keeps_none(monkeypatch, taken):
+    """As in builds of torch without OpenMP."""
+    monkeypatch.setattr(update, "PARALLEL", "GOMP_nothing")
+    with threads(3):
+        assert_bits_are_plain(
+            lambda own: torch.optim.AdamW(own, lr=0.01, fused=True),
+            lambda: [nn.Parameter(torch.linspace(-1, 1, n)) for n in SEVERAL_UNITS],
+        )
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
@@ -207,11 +217,11 @@ def test_one_wrong_root_of_all_mantissas_is_seen(wrong):
 def test_square_roots_are_torchs_on_every_processor_whose_library_names_its_own(taken):
     """Whatever MKL does here: by a formula of the kernel, or by calling it."""
     library = Library(update.SOURCE).load()
-    assert any(update._same_roots(library, each) for each in update._unfused()) or not update._of_mkl("vmsSqrt")
+    assert any(update._same_roots(library, each) for each in update._unfused()) or not update._of_torch("vmsSqrt")
 
 
 def test_a_function_that_no_library_names_is_not_called(monkeypatch):
-    assert update._of_mkl("vmsNothing") == 0
+    assert update._of_torch("vmsNothing") == 0
     monkeypatch.setattr(update, "SQUARE_ROOTS", "vmsNothing")
     assert update._unfused() == update.PLAIN
 
