@@ -35,7 +35,7 @@ namespace {
 constexpr int64_t kBlock = 128;
 constexpr int64_t kAhead = 2 * kBlock;
 // Elements that a thread takes at a time: with half of them two threads took 1.01 to 1.08 times as long, with an eighth
-// longer yet, and with twice as many no less.
+// longer yet; with twice as many, the same within noise.
 constexpr int64_t kUnit = 1024 * kBlock;
 // Elements of `step_spans`, few enough for registers, and how far ahead it fetches: from 160 on it is slower.
 constexpr int64_t kSpan = 32;
@@ -167,8 +167,8 @@ bool goes_past_cache([[maybe_unused]] const Update& u) {
 #endif
 }
 
-// Copy narrow weights there past the cache. Both begin lines. Where a line was written in halves, two threads took 1.02 to
-// 1.1 times as long.
+// Copy narrow weights there past the cache. Both begin lines. Where a line was written in halves, two threads took 1.02
+// to 1.1 times as long.
 template <int64_t kSize>
 inline void copy_past_cache(const uint16_t* from, uint16_t* to) {
 #if defined(__AVX512F__)
@@ -311,9 +311,9 @@ struct Adam {
         return u.rule == kAdam && has_own_roots && std::fabs(u.one_minus_beta1) < 0.5f && !u.moments[2];
     }
 
-    // All is read before anything is written: cores take a read for one of what was just written where both addresses have
-    // the same lowest 12 bits, as those of one element have in tensors that each begin a page, and wait. Where moments were
-    // written before the master was read, updates took 1.03 to 1.23 times as long, by where their tensors happened to lie.
+    // All is read before anything is written: cores take a read for one of what was just written where both addresses
+    // have the same lowest 12 bits, as those of one element have in tensors that each begin a page, and wait. Where
+    // moments were written before the master was read, updates took 1.03 to 1.24 times as long, by where tensors lay.
     void step(float gradient, float& first, float& second, float& master) const {
         const float old_first = first, old_second = second, old_master = master;
         const float mean = madd(weight, gradient - old_first, old_first);
@@ -560,14 +560,14 @@ void hydra_roots(const float* from, float* to, int64_t size, int32_t refines, Ro
 // Return the size of an update here, which the caller's has to be.
 int64_t hydra_update_bytes() { return sizeof(Update); }
 
-// Make all updates, with this many threads: the caller, and those that torch keeps for it. They take units in turn, so that
-// one that is slow, or another process on its core, does not hold up the rest. No element depends on their number.
-// parallel: null where torch keeps none. Others are begun then, that end with the call: beside torch's, which look for work
-// for some ms after each of its operations, they would wait for cores.
+// Make all updates, with this many threads: the caller, and those that torch keeps for it. They take units in turn, so
+// that one that is slow, or another process on its core, does not hold up the rest. No element depends on their number.
+// parallel: null if no library names it. Threads are begun then, and end with the call. Where torch keeps threads,
+// those would wait for cores: torch's look for work for some ms after each operation.
 // Return a list of what the halves of split weights do not tell, by update and place, and its length; `hydra_take` frees
 // it. Null: there is nothing. set_threads: of the library that takes roots; null: none does.
-void hydra_update(const Update* updates, int64_t num_updates, int64_t num_threads, Parallel parallel, SetThreads set_threads,
-                  void** list, int64_t* num_found) {
+void hydra_update(const Update* updates, int64_t num_updates, int64_t num_threads, Parallel parallel,
+                  SetThreads set_threads, void** list, int64_t* num_found) {
     std::vector<int64_t> ends(num_updates);  // of each update's units, counted over all of them
     int64_t num_units = 0;
     for (int64_t k = 0; k < num_updates; ++k) ends[k] = num_units += (updates[k].size + kUnit - 1) / kUnit;
@@ -586,7 +586,8 @@ void hydra_update(const Update* updates, int64_t num_updates, int64_t num_thread
         const std::lock_guard<std::mutex> lock(mutex);
         found.insert(found.end(), mine.begin(), mine.end());
     };
-    if (parallel && std::min(num_threads, num_units) > 1) {  // all of them, or the library ends those left over
+    if (parallel && std::min(num_threads, num_units) > 1) {
+        // As many as torch asks for, even for fewer units: of a smaller team the library would end the others.
         const auto call = [](void* own) { (*static_cast<decltype(work)*>(own))(); };
         parallel(call, &work, static_cast<unsigned>(num_threads), 0);
     } else {

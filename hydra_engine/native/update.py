@@ -1,4 +1,4 @@
-"""The host update of a shard as one native call: each element read and written once, by a team of threads.
+"""The host update of a shard as one native call: each element read and written once, by torch's threads.
 
 The arithmetic is that of torch's own kernels, which differs between torch's implementations of a step, processors and
 libraries that torch calls. So nothing is assumed: before the first update with settings of a kind, a sample is stepped
@@ -56,7 +56,7 @@ class Arithmetic(NamedTuple):
 
 
 SQUARE_ROOTS, SET_THREADS = "vmsSqrt", "MKL_Set_Num_Threads_Local"  # of MKL
-PARALLEL = "GOMP_parallel"  # of GNU's OpenMP library, and of LLVM's: by the threads that torch keeps for its caller
+PARALLEL = "GOMP_parallel"  # of GNU's OpenMP library, and of LLVM's: runs work by threads that it keeps for its caller
 PLAIN = tuple(Arithmetic(refines, 1) for refines in (False, True))
 FUSED = tuple(Arithmetic(False, vector) for vector in (8, 16, 4, 1))  # torch's own vectors take the processor's roots
 # Sizes of a sample's tensors: many rests of a vector, and one that torch divides among its threads.

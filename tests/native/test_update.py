@@ -1,6 +1,8 @@
 """The native update has the bits of torch's own step in every implementation, or it is not used."""
 
 import ctypes
+import re
+import sys
 from itertools import product
 
 import pytest
@@ -33,7 +35,10 @@ SETTINGS = [
     for name, variants in VARIANTS.items()
     for options, how in product(variants, HOWS)
 ]
-UNIT = 2**17  # elements that a thread takes at a time
+BLOCK, BLOCKS = (
+    int(re.search(text, update.SOURCE.read_text())[1]) for text in (r"kBlock = (\d+);", r"kUnit = (\d+) \* kBlock;")
+)
+UNIT = BLOCKS * BLOCK  # elements that a thread takes at a time
 SEVERAL_UNITS = (3 * UNIT + 13, 5, UNIT)
 
 
@@ -52,6 +57,7 @@ def test_bits_at_the_ends_of_spans_and_units(kind, factors, taken):
         lambda: [nn.Parameter(torch.linspace(-1, 1, size)) for size in sizes for _ in range(3)],
         factors,
     )
+    assert set(taken) == set(sizes)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
@@ -65,16 +71,25 @@ def test_bits_depend_on_no_number_of_threads(how, num_threads, taken):
                 lambda: [nn.Parameter(torch.linspace(-1, 1, n)) for n in SEVERAL_UNITS],
                 num_steps=3,
             )
+    assert set(taken) == set(SEVERAL_UNITS) or "fused" not in how
 
 
-def test_threads_are_begun_where_torch_keeps_none(monkeypatch, taken):
-    """As in builds of torch without OpenMP."""
-    monkeypatch.setattr(update, "PARALLEL", "GOMP_nothing")
+@pytest.mark.parametrize("function", [update.PARALLEL, "GOMP_nothing"])
+def test_torchs_threads_make_the_update_where_they_can_be_called(function, monkeypatch, taken):
+    if sys.platform != "linux" or "backend: OpenMP" not in torch.__config__.parallel_info():
+        pytest.skip("torch's threads are not those of an OpenMP library that is known here")
+    monkeypatch.setattr(update, "PARALLEL", function)
+    library, calls = native()._library.load(), []
+    real = library.hydra_update
+    monkeypatch.setattr(library, "hydra_update", lambda *row: calls.append(row[3].value) or real(*row))
     with threads(3):
         assert_bits_are_plain(
             lambda own: torch.optim.AdamW(own, lr=0.01, fused=True),
             lambda: [nn.Parameter(torch.linspace(-1, 1, n)) for n in SEVERAL_UNITS],
         )
+    assert set(taken) == set(SEVERAL_UNITS)
+    assert calls
+    assert all(bool(address) == (function == "GOMP_parallel") for address in calls)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
