@@ -31,6 +31,10 @@ os.environ["HYDRA_ENGINE_CEILINGS"] = str(NO_CEILINGS)
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", metavar="K/N", help="of the tests that are chosen, every N-th, beginning with the K-th")
+
+
 def pytest_configure(config):
     # Output capturing is off only here, so this is the terminal's stderr and not the captured one.
     config.stderr_of_the_terminal = os.dup(2)
@@ -40,21 +44,25 @@ def pytest_unconfigure(config):
     os.close(config.stderr_of_the_terminal)
 
 
-def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available() or os.environ.get(
-        "HYDRA_ENGINE_FAKE_CUDA"
-    ):  # the latter: see tests/devices/test_gpu.py
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
+def pytest_collection_modifyitems(config, items):
+    # HYDRA_ENGINE_FAKE_CUDA: see tests/devices/test_gpu.py
+    if not torch.cuda.is_available() and not os.environ.get("HYDRA_ENGINE_FAKE_CUDA"):
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if part := config.getoption("--part"):
+        first, step = map(int, part.split("/"))
+        chosen = items[first - 1 :: step]
+        config.hook.pytest_deselected(items=[item for k, item in enumerate(items) if k % step != first - 1])
+        items[:] = chosen
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request):
     threads_before = set(threading.enumerate())
     num_threads_before = torch.get_num_threads()
-    patience_s = HANG_S * (5 if request.node.get_closest_marker("slow") else 1)
+    patience_s = HANG_S * (5 if request.node.get_closest_marker("rest") else 1)
     faulthandler.dump_traceback_later(patience_s, exit=True, file=request.config.stderr_of_the_terminal)
     yield
     faulthandler.cancel_dump_traceback_later()

@@ -21,7 +21,7 @@ import traceback
 import zlib
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import lru_cache, partial
-from itertools import combinations, cycle, islice, product
+from itertools import cycle, islice, product
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ import torch
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from partitioners import Presharded
 from tests import reference, zoo
+from tests.covering import cover
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, 0.1),
@@ -242,44 +243,9 @@ def run_of():
     return {case: cases for cases in runs() for case in cases}
 
 
-def covering(seed=0, num_cases=40, num_candidates=60):
-    """Cases with every pair of values of every two factors, the same for a seed: a greedy covering, then random."""
-    rng = random.Random(seed)
-    missing = {((a, x), (b, y)) for a, b in combinations(FACTORS, 2) for x, y in product(FACTORS[a], FACTORS[b])}
-    cases = []
-    while missing:
-        forced = min(missing, key=repr)  # each case covers at least one missing pair, so this ends
-        candidates = [
-            {factor: rng.choice(values) for factor, values in FACTORS.items()} | dict(forced)
-            for _ in range(num_candidates)
-        ]
-        best = max(candidates, key=lambda values: len(missing & pairs(values)))
-        best = _improved(best, forced, missing)
-        missing -= pairs(best)
-        cases.append(Case(**best))
-    while len(cases) < num_cases:  # what room is left goes to random triples
-        case = Case(**{factor: rng.choice(values) for factor, values in FACTORS.items()})
-        if case not in cases:
-            cases.append(case)
-    return cases
-
-
-def pairs(values):
-    """Every pair of (factor, value) in a case given as a dict."""
-    items = [(factor, values[factor]) for factor in FACTORS]
-    return set(combinations(items, 2))
-
-
-def _improved(values, forced, missing):
-    """Change one factor at a time for as long as that covers more missing pairs."""
-    while True:
-        neighbours = [
-            values | {factor: value} for factor in FACTORS if factor not in dict(forced) for value in FACTORS[factor]
-        ]
-        best = max(neighbours, key=lambda other: len(missing & pairs(other)))
-        if len(missing & pairs(best)) <= len(missing & pairs(values)):
-            return values
-        values = best
+def covering():
+    """Cases with every pair of values of every two factors, and random ones up to 40."""
+    return [Case(**values) for values in cover(FACTORS, num_cases=40)]
 
 
 def main(argv=None):

@@ -55,7 +55,7 @@ def exit_code(benchmark, monkeypatch, *arguments):
     return ended.value.code
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.parametrize("main", sorted(ROOT.glob("benchmarks/*/main.py")), ids=lambda path: path.parent.name)
 def test_command_starts_as_it_is_installed(main, tmp_path):
     """From another folder and without PYTHONPATH: the packages come from the installation alone."""

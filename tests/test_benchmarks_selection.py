@@ -107,7 +107,7 @@ def test_fsdp2_learns_nearly_the_same(selection, scale):
         assert offloaded[name] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_a_pipeline_of_two_processes_learns_nearly_the_same(name, selection, scale):
     job = scale.selection()[0]
@@ -119,7 +119,7 @@ def test_a_pipeline_of_two_processes_learns_nearly_the_same(name, selection, sca
     assert outcome.losses[job.name] == pytest.approx(plain[job.name], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_a_process_that_raises_ends_its_side_with_its_traceback(selection, scale):
     job = replace(scale.selection()[0], lr=-1.0)
     with pytest.raises(RuntimeError, match=r"(?s)\(f\) .* failed:.*Invalid learning rate"):

@@ -53,7 +53,7 @@ def test_blocks_that_do_not_run_are_these():
     assert {page: [why for each, why in reasons if each == page] for page, _ in reasons} == NOT_RUN
 
 
-@pytest.mark.slow  # searches of a page commit to databases, which takes minutes where the disk is busy
+@pytest.mark.rest  # searches of a page commit to databases, which takes minutes where the disk is busy
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft calls it
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name_of)
 def test_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):

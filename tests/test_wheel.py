@@ -26,7 +26,7 @@ FILES = (
     "CHANGELOG.md",
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.rest
 
 
 def built(kind, source, folder):

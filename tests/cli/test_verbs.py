@@ -200,7 +200,7 @@ def test_neither_a_failed_task_nor_a_failed_save_hides_the_other(said, function,
     assert ("1 of 2 tasks failed: b" in err) == (function == "one_breaks")
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_a_closed_pipe_and_signs_that_a_terminal_lacks_lose_no_report(tmp_path):
     def trained(path, **options):
         argv = [sys.executable, "-m", "hydra_engine", "train", f"{HERE}:chinese", "--devices", "1MiB"]
@@ -244,7 +244,7 @@ def test_a_failure_is_one_line_and_the_others_are_trained(said, capsys):
         main(shlex.split(f"train {HERE}:all_break --devices 1MiB --quiet --debug"))
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_ctrl_c_names_the_command_that_goes_on(tmp_path):
     marker, runs, report = tmp_path / "interrupted", tmp_path / "runs", tmp_path / "run.json"
     environment = os.environ | {"INTERRUPT_ONCE": str(marker), "OMP_NUM_THREADS": "1"}

@@ -218,7 +218,7 @@ def test_training_needs_no_stdout(make, monkeypatch):
         stream.close()
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_a_notebooks_cell_is_redrawn():
     outputs = run_notebook()
     shown = [each for each in outputs if each.output_type == "display_data"]

@@ -215,7 +215,7 @@ def test_one_display_at_a_time_has_the_terminal(monkeypatch):
 # -- whole runs, in processes of their own
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.parametrize(("num_tasks", "columns"), [(2, 80), (6, 80), (30, 80), (2, 160), (6, 160), (30, 160)])
 def test_a_run_leaves_no_row_behind(num_tasks, columns):
     child = Child(command(num_tasks, 60 if num_tasks < 30 else 6, prints=True), columns)
@@ -244,7 +244,7 @@ def test_a_run_leaves_no_row_behind(num_tasks, columns):
         assert sum(row.startswith("emulated:") for row in rows) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_a_terminal_without_line_signs_shows_others():
     child = Child(command(2, 30), 80, PYTHONIOENCODING="ascii")
     assert child.finish() == 0, child.emulator.rows

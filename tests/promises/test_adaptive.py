@@ -861,7 +861,7 @@ def test_a_record_is_replayed_through_a_resume(tmp_path):
 # -- disturbed runs
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_killed_runs_have_the_bits_of_their_record():
     adaptive_changes.run_kills(2, seed=1)
 

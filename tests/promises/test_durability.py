@@ -12,7 +12,7 @@ from tests import durable
 from tests.durability import in_own_process
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.parametrize("options", [("--seed", 1), ("--seed", 2, "--other-settings")], ids=["same", "other settings"])
 def test_killed_runs_end_with_every_bit_of_the_uninterrupted_one(options, tmp_path):
     plain, *runs = in_own_process("--kills", 2, "--aimed", 1, "--folder", tmp_path, *options)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from hydra_engine import EmulatedDevice, Model, ModelOrchestrator, ModelTask
 from partitioners import Presharded
 from tests import exact, reference, zoo
+from tests.covering import parts
 
 COVERING = exact.covering()
 
@@ -40,7 +41,7 @@ def test_case_of_the_covering(case):
 
 
 def test_covering_has_every_pair_of_factor_values():
-    covered = set().union(*(exact.pairs(case._asdict()) for case in COVERING))
+    covered = set().union(*(parts({f: getattr(case, f) for f in exact.FACTORS}) for case in COVERING))
     for a, b in combinations(exact.FACTORS, 2):
         for x, y in product(exact.FACTORS[a], exact.FACTORS[b]):
             assert ((a, x), (b, y)) in covered

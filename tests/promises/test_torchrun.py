@@ -5,7 +5,7 @@ import pytest
 from tests.durability import TORCHRUN_KILLS, under_torchrun
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_two_kills_under_torchrun_leave_the_bits_of_the_uninterrupted_run(tmp_path):
     different, struck, begun = under_torchrun(tmp_path)
     assert different == []

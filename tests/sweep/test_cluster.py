@@ -244,7 +244,7 @@ class Come(Callback):
                 threading.Event().wait(HANG_S)  # until its node is killed
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_twelve_trials_on_three_nodes_of_which_one_is_killed_and_another_comes(nodes, tmp_path):
     import ray
 
@@ -273,7 +273,7 @@ def test_twelve_trials_on_three_nodes_of_which_one_is_killed_and_another_comes(n
         assert all(map(torch.equal, there.model(study.trials[number]).parameters(), weights))
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_what_no_trial_could_do_without_ends_a_sweep_on_nodes(nodes):
     with pytest.raises(TypeError, match=r"^build_task: trial-\d got a int, limit: a ModelTask"):
         Sweep(lambda trial: 3, num_trials=5, cluster="auto").run()

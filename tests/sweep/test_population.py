@@ -174,7 +174,7 @@ def test_ended_in_the_middle_of_a_decision_it_decides_the_same_again(tmp_path, m
     assert decided(sweep_in(tmp_path).run()) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.parametrize("who", ["parent", "fork"])
 def test_killed_as_a_parent_or_its_fork_goes_on_it_ends_with_the_same_values(tmp_path, expected, who):
     number = expected[NUM_TRIALS][1]["trial"] if who == "parent" else NUM_TRIALS

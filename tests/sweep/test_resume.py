@@ -41,7 +41,7 @@ def assert_as_alone(study):
             assert found == validation_losses
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.parametrize(("number", "step"), [(0, 1), (3, 5), (5, 12)])
 def test_killed_it_goes_on_with_each_trial(tmp_path, number, step):
     command = [sys.executable, "-m", "tests.sweep.space", str(tmp_path), str(number), str(step)]

@@ -352,7 +352,7 @@ def grid_of(*learning_rates):
     return optuna.samplers.GridSampler({"width": [4, 8], "lr": list(learning_rates)}, seed=2)
 
 
-@pytest.mark.parametrize(("num_trials", "num_held"), [(9, 3), pytest.param(60, 6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("num_trials", "num_held"), [(9, 3), pytest.param(60, 6, marks=pytest.mark.rest)])
 def test_more_trials_than_dram_holds(num_trials, num_held, monkeypatch):
     """All complete, none is trained twice, and DRAM is never past the limit: by the plans, and by pools that are open.
 
