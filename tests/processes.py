@@ -1,6 +1,8 @@
 """Processes of tests: forked from one server that has loaded torch and the engine, in a tenth of a second each."""
 
 import multiprocessing
+import os
+import sys
 import traceback
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -12,7 +14,7 @@ def start(function, *args):
 
     The function and its arguments are pickled, so a function is one of a module's top level.
     """
-    process = _CONTEXT.Process(target=_call, args=(None, function, args))
+    process = _CONTEXT.Process(target=_call, args=(os.environ.get("PYTEST_CURRENT_TEST", ""), None, function, args))
     process.start()
     return process
 
@@ -23,7 +25,7 @@ def run(function, *args, timeout_s=100):
     A process that ends without a result, because something kills it, raises ProcessEnded.
     """
     receiver, sender = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_call, args=(sender, function, args))
+    process = _CONTEXT.Process(target=_call, args=(os.environ.get("PYTEST_CURRENT_TEST", ""), sender, function, args))
     process.start()
     sender.close()
     try:
@@ -49,9 +51,12 @@ class ProcessEnded(Exception):
         self.exitcode = exitcode
 
 
-def _call(sender, function, args):
+def _call(test, sender, function, args):
     import torch
 
+    os.environ["PYTEST_CURRENT_TEST"] = test
+    if "coverage" in sys.modules and (current := sys.modules["coverage"].Coverage.current()):  # see tests/mutants.py
+        current.switch_context(test)
     torch.set_num_threads(1)
     if sender is None:
         function(*args)
