@@ -45,18 +45,14 @@ def test_trials_that_wait_on_disk(tmp_path, options, states):
         ([f"{BUILD}er"], "function: 'builder' 'tests.sweep.space'"),
         ([BUILD, "--parallel", "0"], "--parallel: '0'"),
         ([BUILD, "--devices", "3lots"], "--devices: '3lots'"),
-        ([BUILD, "--rungs", "1:1", "--checkpoint-dir", "unused"], "reduction_factor: 1"),
-        ([BUILD, "--rungs", "1:3"], "rungs: checkpoint_dir"),
         ([BUILD, "--population", "lr", "--interval", "no"], "--interval: 'no'"),
         ([BUILD, "--population", "lr", "lr"], "settings: ['lr', 'lr']"),
-        ([BUILD, "--dram", "much"], "dram: 'much'"),
-        ([BUILD, "--checkpoint-every", "often"], "checkpoint_every: 'often'"),
         ([BUILD, "--devices", "1MiB", "--study", "sqlite:////no/such/folder/a.db"], "study: 'sqlite:////no/such"),
         ([BUILD, "--devices", "1MiB", "--checkpoint-dir", "/dev/null/a"], "checkpoint_dir: /dev/null/a"),
     ],
 )
 def test_refused_in_one_line(capsys, arguments, says):
-    """More of them: tests/cli/test_wrong_lines.py."""
+    """One of each kind of error; tests/cli/test_wrong_lines.py has more lines, and test_refusals.py more values."""
     assert main(["sweep", *arguments]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("hydra-engine sweep: ")

@@ -200,10 +200,16 @@ def test_a_trial_that_a_callback_ends_before_an_epoch_gives_way_to_the_next(epoc
 
 
 @pytest.mark.parametrize("hook", ["on_step", "on_task_end"])
-def test_a_trial_whose_callback_does_not_return_gives_way_to_the_next(hook, monkeypatch):
+def test_a_trial_whose_callback_does_not_return_gives_way_to_the_next(hook, monkeypatch, hangs):
     monkeypatch.setattr("hydra_engine.sweep.search.LOOK_S", 0.02)
-    may_return, blocked = threading.Event(), Callback()
-    setattr(blocked, hook, lambda report: may_return.wait(60))
+    may_return, is_called, blocked = threading.Event(), threading.Event(), Callback()
+    hangs.append(is_called)
+
+    def block(report):
+        is_called.set()
+        may_return.wait(60)
+
+    setattr(blocked, hook, block)
     try:
         trial = beside_two(blocked, callback_timeout_s=0.2)
     finally:
