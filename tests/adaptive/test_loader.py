@@ -410,15 +410,6 @@ def test_a_run_that_restarts_after_every_batch_equals_one_that_does_not():
     assert run(True) == run(False)
 
 
-def test_two_restarts_within_a_pass_leave_the_number_of_batches_that_fits():
-    loader = adaptive(Numbers(100))
-    assert len(batches(loader, 10, 10)) == 2
-    loader = restarted(loader)
-    assert len(batches(loader, *[12] * 5)) == 5
-    loader = restarted(loader)
-    assert list(loader) == span(80, 90, 100)
-
-
 def test_states_share_one_order_and_plain_values():
     loader = adaptive(Numbers(30))
     assert loader.state_dict() == {

@@ -28,7 +28,11 @@ def test_a_sweep(tmp_path, capsys):
     ("options", "states"),
     [
         (["--rungs", "1:2"], ["COMPLETE", "PRUNED", "PRUNED"]),
-        (["--population", "lr", "--interval", "2"], ["COMPLETE", "COMPLETE", "COMPLETE", "PRUNED"]),
+        pytest.param(
+            ["--population", "lr", "--interval", "2"],
+            ["COMPLETE", "COMPLETE", "COMPLETE", "PRUNED"],
+            marks=pytest.mark.rest,
+        ),
     ],
 )
 def test_trials_that_wait_on_disk(tmp_path, options, states):
