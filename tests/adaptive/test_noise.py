@@ -223,6 +223,7 @@ def train(num_samples):
     return len(factors), progress, np.array(factors), noise
 
 
+@pytest.mark.rest
 def test_a_larger_batch_minimizes_the_rosenbrock_function_in_no_more_steps():
     """The initial batch trains as without a rule."""
     small_steps, progress, factors, noise = train(2)
