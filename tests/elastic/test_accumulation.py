@@ -277,7 +277,7 @@ def test_groups_state_and_hooks_are_those_of_the_wrapped_optimizer():
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.param_groups is inner.param_groups
     assert optimizer.param_groups[1]["lr"] == 0.5
-    with pytest.raises(AttributeError, match="nothing"):
+    with refused(AttributeError, says="nothing"):
         optimizer.nothing  # noqa: B018
 
 
