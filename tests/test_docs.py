@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
 NAMES = DOCS / "names.py"  # what pages call `model`, `loader` and so on
 COMPLETE = {"README.md", "docs/README.md", "docs/start.md"}  # run when pasted, without names.py
-QUICK = COMPLETE | {f"docs/{name}.md" for name in ("errors", "evaluation", "memory", "precision", "threads")}
+QUICK = {"README.md"} | {f"docs/{name}.md" for name in ("errors", "evaluation", "memory", "precision", "threads")}
 
 # A block of a page, and what stands in the line before it. One that readers need not see is a comment, `<!-- python`.
 BLOCK = re.compile(

@@ -124,7 +124,6 @@ def test_lora_sweep_trains_trials_over_one_base_as_plain_pytorch_does(run, tmp_p
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.net
 def test_plain_and_with_hydra_print_the_same_result(run):
     plain, with_hydra = run("plain.py"), run("with_hydra.py")
     assert plain.startswith("loss ")

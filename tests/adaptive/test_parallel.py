@@ -501,7 +501,7 @@ def test_an_iterable_without_a_length_is_read_once_per_epoch():
 # -- replay and restarts
 
 
-@pytest.mark.parametrize("name", ["momentum", "adamw"])
+@pytest.mark.parametrize("name", [pytest.param("momentum", marks=pytest.mark.rest), "adamw"])
 def test_a_replay_has_the_bits_of_the_run_that_it_repeats(name):
     first, _ = adapting(optimizer=name)
     second, _ = adapting(optimizer=name, replay=first.steps)
@@ -547,7 +547,7 @@ def test_an_interrupted_run_goes_on_exactly(optimizer, num_steps):
     assert resumed.model.noise_scale == whole.model.noise_scale
 
 
-@pytest.mark.parametrize("num_steps", [1, 33])
+@pytest.mark.parametrize("num_steps", [pytest.param(1, marks=pytest.mark.rest), 33])
 def test_an_interrupted_run_that_does_not_adapt_goes_on_exactly(num_steps):
     whole = Training(adapts=False).train()
     assert len(whole.model.steps) == 96

@@ -142,6 +142,7 @@ def test_a_study_of_ones_own_goes_on_beside_other_trials(tmp_path):
     assert own.trials[other.number].state.name == "RUNNING"
 
 
+@pytest.mark.rest
 def test_a_trial_that_ended_before_it_could_be_told_is_told(tmp_path):
     """Its end was saved, and the process was killed: nothing of it is trained again."""
     again = untold(tmp_path, sweep_in(tmp_path, num_trials=2).run())
@@ -235,7 +236,7 @@ def test_a_trials_model_comes_back_with_its_weights(tmp_path):
     ("is_asked", "is_own"),
     [
         (True, True),
-        (False, False),
+        pytest.param(False, False, marks=pytest.mark.rest),
         pytest.param(True, False, marks=pytest.mark.rest),
         pytest.param(False, True, marks=pytest.mark.rest),
     ],

@@ -220,7 +220,7 @@ def test_a_trial_whose_callback_does_not_return_gives_way_to_the_next(hook, monk
     names(trial.user_attrs["error"], task="trial-1", says=f"CallbackTimeout: {hook} 0.2")
 
 
-@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("is_done", [pytest.param(False, marks=pytest.mark.rest), True])
 def test_a_storage_that_does_not_answer_for_a_moment_fails_no_trial(is_done, monkeypatch):
     """is_done: it has done what it was asked for, and the answer alone was lost."""
     monkeypatch.setattr("hydra_engine.sweep.study.PAUSE_S", 0.0)
