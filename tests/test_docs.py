@@ -16,6 +16,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
 NAMES = DOCS / "names.py"  # what pages call `model`, `loader` and so on
 COMPLETE = {"README.md", "docs/README.md", "docs/start.md"}  # run when pasted, without names.py
+QUICK = {"README.md"} | {f"docs/{name}.md" for name in ("errors", "evaluation", "memory", "precision", "threads")}
 
 # A block of a page, and what stands in the line before it. One that readers need not see is a comment, `<!-- python`.
 BLOCK = re.compile(
@@ -53,9 +54,15 @@ def test_blocks_that_do_not_run_are_these():
     assert {page: [why for each, why in reasons if each == page] for page, _ in reasons} == NOT_RUN
 
 
-@pytest.mark.rest  # searches of a page commit to databases, which takes minutes where the disk is busy
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft calls it
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name_of(page), marks=() if name_of(page) in QUICK else pytest.mark.rest)
+        for page in PAGES
+        if blocks(page)
+    ],
+)
 def test_blocks_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     space = {"__name__": "__main__"}
@@ -76,11 +83,12 @@ def site(tmp_path_factory):
     return folder
 
 
-def test_every_page_is_in_the_menu(site):
+def test_every_page_is_in_the_menu():
     menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2].partition("not_in_nav")[0]
     assert {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} == set(re.findall(r"[\w./-]+\.md", menu))
 
 
+@pytest.mark.rest
 def test_links_of_the_site_lead_to_its_own_pages(site):
     """Also in what the API pages make of docstrings, and without a server."""
     anchors = {}
@@ -102,11 +110,12 @@ def test_api_pages_name_every_public_name():
     assert {f"hydra_engine.{name}" for name in hydra_engine.__all__ if name != "__version__"} <= named
 
 
-@pytest.mark.parametrize("name", ["Plan", "TaskPlan", "Report", "TaskReport", "DeviceReport", "CheckpointReport"])
-def test_api_page_describes_every_field(site, name):
+@pytest.mark.rest
+def test_api_page_describes_every_field(site):
     page = (site / "api" / "plan-and-report.html").read_text()
-    fields = {field.name for field in dataclasses.fields(getattr(hydra_engine, name))}
-    assert {each for each in fields if f'id="hydra_engine.{name}.{each}"' not in page} == set()
+    for name in ("Plan", "TaskPlan", "Report", "TaskReport", "DeviceReport", "CheckpointReport"):
+        fields = {field.name for field in dataclasses.fields(getattr(hydra_engine, name))}
+        assert {each for each in fields if f'id="hydra_engine.{name}.{each}"' not in page} == set()
 
 
 def test_messages_of_the_page_of_errors_are_those_of_the_code():

@@ -31,6 +31,7 @@ class EndsAt(Callback):
             raise PauseTask
 
 
+@pytest.mark.rest
 def test_tasks_go_on_wherever_they_are_after_a_change_of_membership(example, tmp_path):
     def train(rank, num_ranks, **steps):
         callback = EndsAt(steps)

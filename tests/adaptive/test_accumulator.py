@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from hydra_engine.adaptive import Accumulator
+from tests.refused import refused
 
 
 def restarted(accumulator, **added):
@@ -75,7 +76,7 @@ def test_inside_a_block_it_is_a_dict():
         with accumulator.synchronized():
             assert accumulator["mean"] == 1.5
         assert accumulator["mean"] == 1.5
-        with pytest.raises(KeyError, match="loss"):
+        with refused(KeyError, says="loss"):
             accumulator["loss"]
     assert repr(accumulator) == "Accumulator(outside of synchronized())"
 
@@ -132,41 +133,39 @@ def test_reset_forgets_everything():
 )
 def test_reading_outside_of_a_block_is_refused(use):
     accumulator = Accumulator(a=3, b=1)
-    message = r"accumulator\['a'\] was read outside of synchronized\(\); use it inside `with accumulator.synchronized"
-    with pytest.raises(RuntimeError, match=message):
+    with refused(RuntimeError, says="['a'] read synchronized()"):
         use(accumulator)
     assert read(accumulator) == {"a": 3, "b": 1}
 
 
 def test_setting_deleting_and_clearing_outside_of_a_block_is_refused():
     accumulator = Accumulator(a=3)
-    with pytest.raises(TypeError, match=r"accumulator\['a'\] = ... outside of synchronized\(\), limit: \+= and -="):
+    with refused(TypeError, says="['a'] = synchronized()"):
         accumulator["a"] = 4
-    with pytest.raises(TypeError, match=r"accumulator\['b'\] = "):
+    with refused(TypeError, says="['b'] ="):
         accumulator["b"] = accumulator["a"] + 1
-    with pytest.raises(TypeError, match=r"accumulator\['a'\] = "):
+    with refused(TypeError, says="['a'] ="):
         accumulator["a"] = Accumulator()["a"]
-    with pytest.raises(RuntimeError, match=r"del accumulator\['a'\] outside"):
+    with refused(RuntimeError, says="del ['a']"):
         del accumulator["a"]
-    message = r"clear\(\) outside of synchronized\(\); use it inside .* or call reset\(\)"
-    with pytest.raises(RuntimeError, match=message):
+    with refused(RuntimeError, says="clear() synchronized() reset()"):
         accumulator.clear()
     assert read(accumulator) == {"a": 3}
 
 
 def test_only_single_numbers_are_added():
     accumulator = Accumulator()
-    with pytest.raises(ValueError, match=r"a tensor of shape \[2\], limit: no dimensions; add its .sum\(\)"):
+    with refused(says="[2] .sum()"):
         accumulator["a"] += torch.ones(2)
-    with pytest.raises(TypeError, match="a str was added, limit: a number or a tensor"):
+    with refused(TypeError, says="str tensor"):
         accumulator["a"] += "1"
-    with pytest.raises(TypeError, match="a _Sum was added"):
+    with refused(TypeError, says="_Sum"):
         accumulator["a"] += accumulator["b"]
     assert read(accumulator) == {}
 
 
 def test_another_state_is_refused():
-    with pytest.raises(ValueError, match=r"state: keys \['epoch'\], limit: \['sums'\]"):
+    with refused(says="epoch sums"):
         Accumulator().load_state_dict({"epoch": 1})
 
 

@@ -18,6 +18,7 @@ from hydra_engine.adaptive import (
     choices_from_state,
     choices_to_state,
 )
+from tests.refused import refused
 
 INITIAL = 32
 
@@ -77,12 +78,10 @@ def best_batch(seconds, *, sqr, var, most, high=None):
 @pytest.mark.parametrize(
     ("times", "high"),
     [
-        ((0.05, 0.0005), None),
-        ((0.02, 0.0001), None),
-        ((0.05, 0.0005), 256),
         ((0.1, 0.002), None),
         ((0.01, 0.001, 0.3), None),  # bound by the link until the batch is large
-        ((0.01, 0.001, 0.3), 64),
+        pytest.param((0.05, 0.0005), 256, marks=pytest.mark.rest),
+        pytest.param((0.01, 0.001, 0.3), 64, marks=pytest.mark.rest),
     ],
     ids=str,
 )
@@ -91,8 +90,8 @@ def test_the_batch_follows_the_best_one_as_the_gradient_shrinks(times, high):
     var, most, seconds = 100.0, 4096, passes(*times)
     found = adaptation(most, local_bsz_bounds=None if high is None else (1, high))
     after, ratios = run(found, 20, seconds, sqr=20.0, var=var)[-1], []
-    for k in range(20):
-        sqr = 20.0 * 0.7**k
+    for k in range(10):
+        sqr = 20.0 * 0.5**k
         for _ in range(60):  # the noise scale forgets in a thousand steps
             for _ in range(50):
                 found.measured(measures(after, sqr=sqr, var=var))
@@ -118,7 +117,7 @@ def test_all_noise_makes_the_batch_as_large_as_pays():
 # -- limits
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_choice_is_above_its_limits_whatever_is_measured(seed):
     rng = random.Random(seed)
     initial = rng.choice([2, 5, 32])
@@ -292,20 +291,18 @@ def test_a_record_is_made_again_whatever_is_measured():
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("change", "says"),
     [
-        (lambda c: c[1:], "replay: its steps do not count up from 0"),
-        (lambda c: [c[1], c[0]], "replay: its steps do not count up from 0"),
-        (lambda c: [replace(c[0], batch_size=31), *c[1:]], "replay: it begins with a batch of 31, limit: .* 32"),
-        (
-            lambda c: [*c[:2], replace(c[2], batch_size=1025)],
-            "replay: it has a batch of 1025, limit: max_batch_size 1024",
-        ),
+        (lambda c: c[1:], "replay: steps 0"),
+        (lambda c: [c[1], c[0]], "replay: steps 0"),
+        (lambda c: [replace(c[0], batch_size=31), *c[1:]], "replay: 31 32"),
+        (lambda c: [*c[:2], replace(c[2], batch_size=1025)], "replay: 1025 max_batch_size"),
+        (lambda c: [replace(c[0], factors=(1.0, 2.0)), *c[1:]], "replay: factors 2"),  # the optimizer has one group
     ],
 )
-def test_a_record_of_something_else_is_refused(change, why):
+def test_a_record_of_something_else_is_refused(change, says):
     choices = [StepChoice(step=k, batch_size=32 + k, micro_batches=2, progress=float(k)) for k in range(3)]
-    with pytest.raises(ValueError, match=f"^{why}"):
+    with refused(says=says):
         adaptation(replay=change(choices))
 
 
@@ -315,7 +312,6 @@ def test_a_record_of_something_else_is_refused(change, why):
         {"micro_batches": 0},
         {"micro_batches": 33},
         {"batch_size": 0},
-        {"batch_size": -1},
         {"gain": 0.0},
         {"gain": math.nan},
         {"gain": math.inf},
@@ -327,14 +323,8 @@ def test_a_record_of_something_else_is_refused(change, why):
     ids=str,
 )
 def test_a_choice_that_makes_no_sense_is_refused(change):
-    with pytest.raises(ValueError, match=r"^StepChoice: .* give a choice as TaskReport\.adaptive has it$"):
+    with refused(says="StepChoice TaskReport.adaptive"):
         replace(CHOICES[0], **change)
-
-
-def test_a_record_of_other_groups_is_refused():
-    message = r"^replay: step 0 has factors for 2 parameter groups, limit: the optimizer's 1"
-    with pytest.raises(ValueError, match=message):
-        adaptation(replay=[replace(CHOICES[0], factors=(1.0, 2.0))])
 
 
 # -- progress

@@ -8,6 +8,7 @@ import pytest
 
 from hydra_engine.adaptive import Choice, Goodput, GradientNoiseScale, NoiseLevel, ThroughputModel, ThroughputParameters
 from hydra_engine.elastic import split_batch
+from tests.refused import refused
 
 RESIDENT = ThroughputParameters(a_c=0.121, b_c=0.00568, a_n=0.0236, b_n=0.00634, a_r=0.0118, b_r=0.00317, gamma=1.14)
 INITIAL = 128
@@ -57,7 +58,7 @@ def test_noise_as_measured_and_as_a_value_are_the_same():
     assert unknown.efficiency(64) == 16 / 64
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_choices_keep_all_limits(seed):
     rng = random.Random(seed)
     each = random_goodput(rng)
@@ -85,7 +86,7 @@ def test_choices_keep_all_limits(seed):
     assert num_refused < 20
 
 
-@pytest.mark.parametrize("devices", range(1, 6))
+@pytest.mark.parametrize("devices", [1, 3, 5])
 def test_only_the_initial_batch_is_left_where_it_is_the_largest(devices):
     choice = goodput().optimize(devices, max_batch_size=INITIAL)
     assert split_of(choice) == (128, -(-128 // devices), 0)
@@ -99,7 +100,7 @@ def test_one_device_accumulates_what_it_has_no_memory_for():
     # 128 samples are 2 micro-batches of 64, and 192 are 2 of 96. More of them are no faster on one device.
     choice = goodput(var=1e4).optimize(1, max_batch_size=1280, bounds=(1, 96))
     assert split_of(choice) == (192, 96, 1)
-    with pytest.raises(ValueError, match="without accumulation; give more bounds or fewer devices"):
+    with refused(says="accumulation bounds devices"):
         goodput().optimize(1, max_batch_size=1280, bounds=(1, 64), accumulation=False)
     choice = goodput(var=1e4).optimize(2, max_batch_size=1280, bounds=(1, 64), accumulation=False)
     assert split_of(choice) == (128, 64, 0)
@@ -121,7 +122,7 @@ def test_transfers_are_paid_for_by_accumulation():
 
 def test_the_best_of_all_splits_is_found_to_within_a_step_of_the_candidates():
     rng = random.Random(11)
-    for _ in range(10):
+    for _ in range(4):
         each, devices = random_goodput(rng), rng.randint(1, 4)
         choice = each.optimize(devices, max_batch_size=1280, bounds=(1, 96))
         best = max(
@@ -198,37 +199,25 @@ def test_devices_are_wanted_while_each_does_half_of_one():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "why"),
+    ("method", "arguments", "options", "error", "says"),
     [
-        (lambda each: each.optimize(1, max_batch_size=64), ValueError, "max_batch_size: 64, limit: at least 128, the"),
-        (lambda each: each.optimize(0, max_batch_size=128), ValueError, "devices: 0, limit: at least 1; give more"),
-        (lambda each: each.optimize(1.0, max_batch_size=128), TypeError, "devices: 1.0 is not an int; give a whole"),
-        (lambda each: each.optimize(1, max_batch_size=128, bounds=(0, 4)), ValueError, "bounds: 0, limit: at least 1"),
-        (lambda each: each.optimize(1, max_batch_size=128, bounds=(8, 4)), ValueError, "bounds: 4, limit: at least 8"),
-        (
-            lambda each: each.optimize(1, max_batch_size=128, least_micro_batches=0),
-            ValueError,
-            "least_micro_batches: 0, limit: at least 1",
-        ),
-        (
-            lambda each: each.optimize(4, max_batch_size=200, bounds=(64, 96)),
-            ValueError,
-            "devices: 4, no batch of 128 to 200 samples has at least 1 micro-batches of 64 to 96 samples with accum",
-        ),
-        (lambda each: each.goodputs(0, max_batch_size=128), ValueError, "max_devices: 0, limit: at least 1"),
-        (
-            lambda each: each.desired_devices(2, max_batch_size=128, bounds=(129, 200)),
-            ValueError,
-            "max_devices: 2, no batch of up to 128 samples can be split for them; give",
-        ),
-        (
-            lambda each: each.desired_devices(2, max_batch_size=128, least_share=2.0),
-            ValueError,
-            "least_share: 2.0, limit: from 0 to 1",
-        ),
-        (lambda each: each.efficiency(0), ValueError, "batch_size: 0, limit: more than 0"),
+        ("optimize", [1], {"max_batch_size": 64}, ValueError, "max_batch_size: 64 128"),
+        ("optimize", [0], {}, ValueError, "devices: 0"),
+        ("optimize", [1.0], {}, TypeError, "devices: 1.0"),
+        ("optimize", [1], {"bounds": (0, 4)}, ValueError, "bounds: 0"),
+        ("optimize", [1], {"bounds": (8, 4)}, ValueError, "bounds: 4 8"),
+        ("optimize", [1], {"least_micro_batches": 0}, ValueError, "least_micro_batches: 0"),
+        ("optimize", [4], {"max_batch_size": 200, "bounds": (64, 96)}, ValueError, "devices: 4 200"),
+        ("goodputs", [0], {}, ValueError, "max_devices: 0"),
+        ("desired_devices", [2], {"bounds": (129, 200)}, ValueError, "max_devices: 2 128"),
+        ("desired_devices", [2], {"least_share": 2.0}, ValueError, "least_share: 2.0"),
     ],
 )
-def test_bad_arguments_are_refused(call, error, why):
-    with pytest.raises(error, match=why):
-        call(goodput())
+def test_bad_arguments_are_refused(method, arguments, options, error, says):
+    with refused(error, says=says):
+        getattr(goodput(), method)(*arguments, **{"max_batch_size": 128, **options})
+
+
+def test_a_batch_of_no_samples_has_no_efficiency():
+    with refused(says="batch_size: 0"):
+        goodput().efficiency(0)

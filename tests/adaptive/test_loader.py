@@ -11,6 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SubsetRandomSampler, TensorDataset
 
 from hydra_engine.adaptive import AdaptiveDataLoader, Autoscale, remaining_epochs_until
+from tests.covering import covering
+from tests.refused import refused
 
 
 class Numbers(Dataset):
@@ -111,9 +113,7 @@ def same(a, b):
 # -- passes
 
 
-@pytest.mark.parametrize("length", [9, 15, 25])
-@pytest.mark.parametrize("sizes", [(1,), (3,), (5, 2), (7, 1, 30), (100,)])
-@pytest.mark.parametrize("shuffle", [False, True])
+@covering(length=[9, 25], sizes=[(1,), (3,), (7, 1, 30), (100,)], shuffle=[False, True])
 def test_each_sample_is_given_once_per_pass_at_any_sizes(length, sizes, shuffle):
     loader = adaptive(Numbers(length), 4, shuffle=shuffle)
     found, asked = [], cycle(sizes)
@@ -129,7 +129,7 @@ def test_each_sample_is_given_once_per_pass_at_any_sizes(length, sizes, shuffle)
     assert (passes[0] != passes[1]) == shuffle
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_each_sample_is_given_once_over_random_sizes_and_restarts(seed):
     draw = random.Random(seed)
     torch.manual_seed(seed)
@@ -201,7 +201,7 @@ def test_a_sample_that_failed_is_read_again():
     loader = adaptive(Fails(10), 5)
     iterator = iter(loader)
     assert next(iterator) == [0, 1, 2, 3, 4]
-    with pytest.raises(OSError, match="gone"):
+    with refused(OSError, says="gone"):
         next(iterator)
     assert list(loader) == span(5, 10)
 
@@ -216,9 +216,7 @@ def test_a_copy_goes_on_by_itself():
 # -- as torch's loader
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("own", [False, True])
+@covering(shuffle=[False, True], drop_last=[False, True], own=[False, True])
 def test_fixed_sizes_give_the_batches_of_torch_under_the_same_seed(shuffle, drop_last, own):
     def epochs(kind):
         torch.manual_seed(5)
@@ -256,7 +254,7 @@ def test_a_data_set_has_to_return_a_list_of_samples():
         def __getitems__(self, indices):
             return torch.tensor(indices)
 
-    with pytest.raises(TypeError, match="__getitems__ of the data set returned a Tensor, limit: a list"):
+    with refused(TypeError, says="__getitems__ Tensor list"):
         next(iter(adaptive(Collated(20))))
 
 
@@ -342,13 +340,13 @@ def test_iterable_data_that_end_before_the_position_are_refused():
     batches(loader, 20)
     other = adaptive(Flow(15))
     other.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match="the data set ended after 15 samples, limit: 20, which were given"):
+    with refused(says="15 20"):
         next(iter(other))
 
 
 def test_iterable_data_without_samples_end_an_epoch_and_stop_a_guide():
     assert list(adaptive(Flow(0))) == []
-    with pytest.raises(ValueError, match="a whole pass over the data gave no batch, batch_size: 10, drop_last: True"):
+    with refused(says="batch_size: 10 drop_last"):
         batches(adaptive(Flow(5), drop_last=True), 10)
 
 
@@ -412,15 +410,6 @@ def test_a_run_that_restarts_after_every_batch_equals_one_that_does_not():
     assert run(True) == run(False)
 
 
-def test_two_restarts_within_a_pass_leave_the_number_of_batches_that_fits():
-    loader = adaptive(Numbers(100))
-    assert len(batches(loader, 10, 10)) == 2
-    loader = restarted(loader)
-    assert len(batches(loader, *[12] * 5)) == 5
-    loader = restarted(loader)
-    assert list(loader) == span(80, 90, 100)
-
-
 def test_states_share_one_order_and_plain_values():
     loader = adaptive(Numbers(30))
     assert loader.state_dict() == {
@@ -453,16 +442,16 @@ def test_states_of_other_data_are_refused():
     loader = adaptive(Numbers(30))
     batches(loader, 10)
     state = loader.state_dict()
-    with pytest.raises(ValueError, match="samples of the data set: 31, limit: 30, those of the one that was saved"):
-        adaptive(Numbers(31)).load_state_dict(state)
-    with pytest.raises(ValueError, match="data set: iterable, limit: indexed, as it was saved"):
-        adaptive(Flow(30)).load_state_dict({**state, "num_samples": None})
-    with pytest.raises(ValueError, match="data set: indexed, limit: iterable, as it was saved"):
-        adaptive(Numbers(30)).load_state_dict({**state, "order": None})
-    with pytest.raises(ValueError, match=r"state: keys \['epoch'\], limit: \['epoch', 'generators'"):
+    for other, change, says in (
+        (adaptive(Numbers(31)), {}, "31 30"),
+        (adaptive(Flow(30)), {"num_samples": None}, "iterable indexed"),
+        (adaptive(Numbers(30)), {"order": None}, "iterable indexed"),
+        (adaptive(Numbers(30), generator=torch.Generator()), {}, "generators: 1 0"),
+    ):
+        with refused(says=says):
+            other.load_state_dict({**state, **change})
+    with refused(says="epoch generators"):
         loader.load_state_dict({"epoch": 0})
-    with pytest.raises(ValueError, match="generators: 1, limit: 0, those of the loader that was saved"):
-        adaptive(Numbers(30), generator=torch.Generator()).load_state_dict(state)
     assert list(loader) == span(10, 20, 30)  # as before
 
 
@@ -528,12 +517,12 @@ def test_epochs_without_a_batch_do_not_go_on_for_ever():
     loader = adaptive(Numbers(20))
     epochs = remaining_epochs_until(2, loader)
     assert next(epochs) == 0
-    with pytest.raises(RuntimeError, match="epoch 0 ended without a batch of the loader, limit: at least one"):
+    with refused(RuntimeError, says="epoch 0"):
         next(epochs)
 
 
 def test_a_number_of_epochs_is_an_int():
-    with pytest.raises(TypeError, match=r"num_epochs: 2\.0, limit: an int"):
+    with refused(TypeError, says="num_epochs 2.0"):
         next(remaining_epochs_until(2.0, adaptive(Numbers(20))))
 
 
@@ -550,61 +539,56 @@ def test_autoscaling_keeps_its_limits():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
+    ("arguments", "error", "says"),
     [
-        ((15,), ValueError, "max_batch_size: 15, limit: at least 16, the initial batch_size; raise max_batch_size"),
-        ((64.0,), TypeError, "max_batch_size: 64.0, limit: an int"),
-        ((True,), TypeError, "max_batch_size: True, limit: an int"),
-        ((64, 8), TypeError, "local_bsz_bounds: 8, limit: a pair of ints"),
-        ((64, (1, 2, 3)), TypeError, r"local_bsz_bounds: \(1, 2, 3\), limit: a pair"),
-        ((64, (1, 2.5)), TypeError, r"local_bsz_bounds\[1\]: 2.5, limit: an int"),
-        ((64, (0, 8)), ValueError, r"local_bsz_bounds\[0\]: 0, limit: at least 1"),
-        ((64, (8, 4)), ValueError, r"local_bsz_bounds: \(8, 4\), limit: the smallest first; give \(4, 8\)"),
-        (
-            (64, (9, 32)),
-            ValueError,
-            r"local_bsz_bounds\[0\]: 9, limit: 8, the initial batch_size // 2, since a step that",
-        ),
-        ((64, (17, 32), False), ValueError, r"local_bsz_bounds\[0\]: 17, limit: 16, the initial batch_size; lower it"),
-        ((64, (4, 15), False), ValueError, r"local_bsz_bounds\[1\]: 15, limit: at least 16, the initial batch_size"),
-        ((64, None, 1), TypeError, "gradient_accumulation: 1, limit: True or False"),
+        ((15,), ValueError, "max_batch_size: 15, 16"),
+        ((64.0,), TypeError, "max_batch_size: 64.0"),
+        ((True,), TypeError, "max_batch_size: True"),
+        ((64, 8), TypeError, "local_bsz_bounds: 8"),
+        ((64, (1, 2, 3)), TypeError, "local_bsz_bounds: 3)"),
+        ((64, (1, 2.5)), TypeError, "local_bsz_bounds[1] 2.5"),
+        ((64, (0, 8)), ValueError, "local_bsz_bounds[0] 0 1"),
+        ((64, (8, 4)), ValueError, "local_bsz_bounds: (4, 8)"),
+        ((64, (9, 32)), ValueError, "local_bsz_bounds[0] 9, 8"),
+        ((64, (17, 32), False), ValueError, "local_bsz_bounds[0] 17, 16"),
+        ((64, (4, 15), False), ValueError, "local_bsz_bounds[1] 15, 16"),
+        ((64, None, 1), TypeError, "gradient_accumulation: 1"),
     ],
 )
-def test_limits_that_exclude_the_initial_batch_are_refused(arguments, kind, message):
+def test_limits_that_exclude_the_initial_batch_are_refused(arguments, error, says):
     loader = adaptive(Numbers(100), 16)
-    with pytest.raises(kind, match=message):
+    with refused(error, says=says):
         loader.autoscale_batch_size(*arguments)
     assert loader.autoscale is None
 
 
 @pytest.mark.parametrize(
-    ("data", "options", "kind", "message"),
+    ("data", "options", "error", "says"),
     [
-        (Numbers(9), {}, ValueError, "batch_size: 10, limit: 9, the samples of a pass; lower batch_size"),
-        (Numbers(9), {"batch_size": 0}, ValueError, "batch_size: 0, limit: at least 1"),
-        (Numbers(9), {"batch_size": None}, TypeError, "batch_size: None, limit: an int"),
-        (Numbers(9), {"batch_sampler": [[0]]}, ValueError, "batch_sampler: given, limit: none"),
-        (Numbers(9), {"batches": 3}, TypeError, "unexpected keyword argument 'batches'"),
-        (Numbers(9), {"shuffle": True, "sampler": range(9)}, ValueError, "mutually exclusive with shuffle"),
-        (Flow(9), {"shuffle": True}, ValueError, "IterableDataset: expected unspecified shuffle"),
+        (Numbers(9), {}, ValueError, "batch_size: 10, 9"),
+        (Numbers(9), {"batch_size": 0}, ValueError, "batch_size: 0"),
+        (Numbers(9), {"batch_size": None}, TypeError, "batch_size: None"),
+        (Numbers(9), {"batch_sampler": [[0]]}, ValueError, "batch_sampler:"),
+        (Numbers(9), {"batches": 3}, TypeError, "'batches'"),
+        (Numbers(9), {"shuffle": True, "sampler": range(9)}, ValueError, "exclusive shuffle"),
+        (Flow(9), {"shuffle": True}, ValueError, "IterableDataset shuffle"),
     ],
 )
-def test_arguments_that_make_no_batches_are_refused(data, options, kind, message):
-    with pytest.raises(kind, match=message):
+def test_arguments_that_make_no_batches_are_refused(data, options, error, says):
+    with refused(error, says=says):
         AdaptiveDataLoader(data, **{"batch_size": 10, **options})
 
 
-@pytest.mark.parametrize(("size", "kind"), [(0, ValueError), (2.0, TypeError), (True, TypeError)])
-def test_sizes_that_are_none_are_refused(size, kind):
-    with pytest.raises(kind, match=r"next_size\(\): "):
+@pytest.mark.parametrize(("size", "error"), [(0, ValueError), (2.0, TypeError), (True, TypeError)])
+def test_sizes_that_are_none_are_refused(size, error):
+    with refused(error, says=f"next_size() {size}"):
         batches(adaptive(Numbers(20)), size)
 
 
 @pytest.mark.parametrize("odd", ["b", 0.5, None, True])
 def test_samplers_of_other_than_numbers_are_refused(odd):
-    loader = adaptive(Numbers(20), 2, sampler=[odd, odd])
-    with pytest.raises(TypeError, match=f"sampler: gives {odd!r}, limit: an int for each sample"):
-        iter(loader)
+    with refused(TypeError, says=f"sampler: {odd!r}"):
+        iter(adaptive(Numbers(20), 2, sampler=[odd, odd]))
 
 
 def test_length_is_the_batches_of_a_pass_at_the_initial_size():

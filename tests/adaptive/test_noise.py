@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hydra_engine.adaptive import AdaScale, GradientNoiseScale, NoiseLevel
+from tests.refused import refused
 
 FIRST = ((1, 0), (0, 1), (1, 2), (2, 1))
 SECOND = ((3, 0), (0, 1), (1, 0), (0, 3))
@@ -94,8 +95,7 @@ def test_groups_are_averaged_apart_and_their_sums_make_the_gain():
     assert noise.level == NoiseLevel(sqr=sum(noise.sqr), var=sum(noise.var), initial_batch_size=1)
 
 
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize(("number", "place"), [(math.nan, 0), (math.inf, 1), (-math.inf, 2), (math.nan, 2)])
 def test_a_step_with_a_number_that_is_not_finite_changes_nothing(number, place):
     noise = known()
     before = noise.state_dict()
@@ -104,23 +104,6 @@ def test_a_step_with_a_number_that_is_not_finite_changes_nothing(number, place):
     assert noise.update([4, 4], [[norms[0]], [norms[1]]], [norms[2]]) is False
     assert noise.update([4, 4], [[1e308], [1e308]], [0.0]) is False  # finite, but 8 times as much is not
     assert noise.state_dict() == before
-
-
-def test_training_on_targets_that_are_often_nan_keeps_finite_averages():
-    rng = np.random.default_rng(0)
-    noise = GradientNoiseScale(1)
-    weight, num_added = 1.0, 0
-    for _ in range(200):
-        gradients = [2 * (weight - (math.nan if rng.random() > 0.75 else 4.0 + rng.normal())) for _ in range(2)]
-        mean = sum(gradients) / 2
-        is_added = noise.update([1, 1], [[each**2] for each in gradients], [mean**2])
-        assert is_added is math.isfinite(mean)
-        num_added += is_added
-        if math.isfinite(mean):
-            weight -= 0.05 * mean
-    assert 80 < num_added < 150
-    assert weight == pytest.approx(4.0, abs=0.7)
-    assert all(map(math.isfinite, noise.sqr + noise.var))
 
 
 def test_gains_lie_between_1_and_the_scale():
@@ -183,39 +166,35 @@ def test_a_saved_state_goes_on_with_the_same_bits():
 
 def test_a_state_that_does_not_fit_is_refused():
     state = known().state_dict()
-    with pytest.raises(ValueError, match="averages of 1 parameter groups, limit: 2, as in num_groups; give"):
+    with refused(says="1 2 num_groups"):
         GradientNoiseScale(1, num_groups=2).load_state_dict(state)
-    with pytest.raises(ValueError, match="initial_batch_size: 2, saved: 1; give the one that was saved"):
+    with refused(says="initial_batch_size: 2 1"):
         GradientNoiseScale(2).load_state_dict(state)
     noise = GradientNoiseScale(1)
-    with pytest.raises(ValueError, match="no 'initial_batch_size', keys: "):
+    with refused(says="'initial_batch_size'"):
         noise.load_state_dict({})
     assert not noise.is_known
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "why"),
+    ("call", "error", "says"),
     [
-        (lambda: GradientNoiseScale(0), ValueError, "initial_batch_size: 0, limit: at least 1; give more"),
-        (lambda: GradientNoiseScale(1.5), TypeError, "initial_batch_size: 1.5 is not an int; give a whole number"),
-        (lambda: GradientNoiseScale(1, num_groups=0), ValueError, "num_groups: 0, limit: at least 1"),
-        (lambda: GradientNoiseScale(1, smoothing=1), ValueError, "smoothing: 1, limit: from 0 to below 1"),
-        (lambda: known().update([4], [[1.0]], [1.0]), ValueError, "1 micro-batches, limit: at least 2; use"),
-        (lambda: known().update([4, 4], [[1.0]], [1.0]), ValueError, "of 1 micro-batches, limit: 2, as in batch_sizes"),
-        (lambda: known().update([4, 0], [[1.0]] * 2, [1.0]), ValueError, "batch_sizes: 0, limit: more than 0"),
-        (lambda: known().update([4, 4], [[1.0]] * 2, []), ValueError, "total_square_norms: 0 squared norms, limit: 1"),
-        (
-            lambda: known().update([4, 4], [[-1.0]] * 2, [1.0]),
-            ValueError,
-            "-1.0, limit: at least 0; give squared norms",
-        ),
-        (lambda: known().gain(0), ValueError, "batch_size: 0, limit: more than 0 and finite"),
-        (lambda: NoiseLevel(sqr=-1.0, var=1.0, initial_batch_size=1), ValueError, "sqr: -1.0, limit: finite"),
-        (lambda: NoiseLevel(sqr="1", var=1.0, initial_batch_size=1), TypeError, "sqr: '1' is not a number; give"),
+        (lambda: GradientNoiseScale(0), ValueError, "initial_batch_size: 0"),
+        (lambda: GradientNoiseScale(1.5), TypeError, "initial_batch_size: 1.5"),
+        (lambda: GradientNoiseScale(1, num_groups=0), ValueError, "num_groups: 0"),
+        (lambda: GradientNoiseScale(1, smoothing=1), ValueError, "smoothing: 1"),
+        (lambda: known().update([4], [[1.0]], [1.0]), ValueError, "1 micro-batches 2"),
+        (lambda: known().update([4, 4], [[1.0]], [1.0]), ValueError, "1 2 batch_sizes"),
+        (lambda: known().update([4, 0], [[1.0]] * 2, [1.0]), ValueError, "batch_sizes: 0"),
+        (lambda: known().update([4, 4], [[1.0]] * 2, []), ValueError, "total_square_norms: 0 1"),
+        (lambda: known().update([4, 4], [[-1.0]] * 2, [1.0]), ValueError, "-1.0"),
+        (lambda: known().gain(0), ValueError, "batch_size: 0"),
+        (lambda: NoiseLevel(sqr=-1.0, var=1.0, initial_batch_size=1), ValueError, "sqr: -1.0"),
+        (lambda: NoiseLevel(sqr="1", var=1.0, initial_batch_size=1), TypeError, "sqr: '1'"),
     ],
 )
-def test_bad_numbers_are_refused(call, error, why):
-    with pytest.raises(error, match=why):
+def test_bad_numbers_are_refused(call, error, says):
+    with refused(error, says=says):
         call()
 
 
@@ -244,33 +223,18 @@ def train(num_samples):
     return len(factors), progress, np.array(factors), noise
 
 
-def test_the_rosenbrock_function_is_minimized_at_the_initial_batch_as_without_a_rule():
-    num_steps, progress, factors, noise = train(2)
-    assert progress == num_steps
+@pytest.mark.rest
+def test_a_larger_batch_minimizes_the_rosenbrock_function_in_no_more_steps():
+    """The initial batch trains as without a rule."""
+    small_steps, progress, factors, noise = train(2)
+    assert progress == small_steps
     assert (factors == 1).all()
     assert noise.is_known
-
-
-def test_a_larger_batch_minimizes_the_rosenbrock_function_in_no_more_steps():
-    small_steps = train(2)[0]
     num_steps, progress, factors, noise = train(8)
     assert ((factors >= 1) & (factors <= 4)).all()
     assert num_steps <= small_steps
     assert num_steps <= progress <= 4 * num_steps
     assert 1 <= noise.gain(8) <= 4
-
-
-def test_more_noise_makes_a_larger_batch_worth_more():
-    gains = []
-    for spread in (0.01, 0.1, 1.0):
-        rng = np.random.default_rng(1)
-        noise = GradientNoiseScale(2)
-        for _ in range(200):
-            add(noise, [rosenbrock((0.5, 0.6), rng, 1, spread) for _ in range(2)])
-        gains.append(noise.gain(8))
-    assert gains == sorted(gains)
-    assert gains[0] == pytest.approx(1.0, abs=0.01)
-    assert gains[-1] > 1.3
 
 
 def test_norms_may_be_tensors():

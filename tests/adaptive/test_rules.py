@@ -16,6 +16,7 @@ from hydra_engine.adaptive import (
     rule_for,
 )
 from hydra_engine.elastic import GradientAccumulation
+from tests.refused import refused
 
 SCALES = (0.5, 1, 2, 4, 10)
 GAINS = {
@@ -58,10 +59,10 @@ def test_a_warm_up_takes_as_many_epochs_more_as_the_batch_is_larger(scale):
     assert factors(LEGWScale(0, EPOCH), scale) == (math.sqrt(scale),) * 4
 
 
-@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("rule", [AdaScale(), AdamScale()], ids=repr)
-def test_gains_are_1_while_the_noise_is_not_known(rule, scale):
-    assert rule.factors(GradientNoiseScale(10, num_groups=2), round(10 * scale), 0.0) == (1.0, 1.0)
+def test_gains_are_1_while_the_noise_is_not_known(rule):
+    for scale in SCALES:
+        assert rule.factors(GradientNoiseScale(10, num_groups=2), round(10 * scale), 0.0) == (1.0, 1.0)
 
 
 def test_rules_are_values():
@@ -75,14 +76,11 @@ def parameters():
     return [torch.nn.Parameter(torch.ones(1))]
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam"])
-def test_variants_of_adam_get_the_square_root(name):
-    assert rule_for(getattr(torch.optim, name)(parameters())) == AdamScale()
-
-
-@pytest.mark.parametrize("name", ["SGD", "RMSprop", "Adagrad", "Adadelta", "ASGD"])
-def test_other_optimizers_get_the_gain(name):
-    assert rule_for(getattr(torch.optim, name)(parameters(), lr=0.1)) == AdaScale()
+def test_variants_of_adam_get_the_square_root_and_other_optimizers_the_gain():
+    for name in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam"):
+        assert rule_for(getattr(torch.optim, name)(parameters())) == AdamScale(), name
+    for name in ("SGD", "RMSprop", "Adagrad", "Adadelta", "ASGD"):
+        assert rule_for(getattr(torch.optim, name)(parameters(), lr=0.1)) == AdaScale(), name
 
 
 def test_a_variant_of_another_library_is_known_by_its_name():
@@ -99,16 +97,16 @@ def test_a_wrapped_optimizer_decides():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "why"),
+    ("call", "error", "says"),
     [
-        (lambda: rule_for(3), TypeError, "optimizer: int is not a torch.optim.Optimizer; give one"),
-        (lambda: LEGWScale(-1, 10), ValueError, "warmup_epochs: -1, limit: finite and at least 0"),
-        (lambda: LEGWScale("1", 10), TypeError, "warmup_epochs: '1' is not a number"),
-        (lambda: LEGWScale(1, 0), ValueError, "data_size: 0, limit: at least 1"),
-        (lambda: LinearScale().factors(noise_of_four_groups(), 0, 0.0), ValueError, "batch_size: 0, limit: at least 1"),
-        (lambda: AdaScale().factors(noise_of_four_groups(), 0, 0.0), ValueError, "batch_size: 0, limit: more than 0"),
+        (lambda: rule_for(3), TypeError, "optimizer: int"),
+        (lambda: LEGWScale(-1, 10), ValueError, "warmup_epochs: -1"),
+        (lambda: LEGWScale("1", 10), TypeError, "warmup_epochs: '1'"),
+        (lambda: LEGWScale(1, 0), ValueError, "data_size: 0"),
+        (lambda: LinearScale().factors(noise_of_four_groups(), 0, 0.0), ValueError, "batch_size: 0"),
+        (lambda: AdaScale().factors(noise_of_four_groups(), 0, 0.0), ValueError, "batch_size: 0"),
     ],
 )
-def test_bad_arguments_are_refused(call, error, why):
-    with pytest.raises(error, match=why):
+def test_bad_arguments_are_refused(call, error, says):
+    with refused(error, says=says):
         call()

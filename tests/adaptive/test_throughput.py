@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hydra_engine.adaptive import StepTime, ThroughputModel, ThroughputParameters
+from tests.refused import refused
 
 PUBLISHED = ThroughputParameters(a_c=0.121, b_c=0.00568, a_n=0.0236, b_n=0.00634, a_r=0.0118, b_r=0.00317, gamma=1.14)
 SLOW_EXCHANGE = replace(PUBLISHED, a_r=0.118, b_r=0.0317, gamma=1.6)
@@ -138,7 +139,7 @@ def test_three_observations_tell_the_exchange_of_two_devices():
 @pytest.mark.parametrize("count", range(1, 7))
 def test_few_random_observations_give_finite_seconds_of_the_right_size(count):
     rng = random.Random(count)
-    for _ in range(4):
+    for _ in range(2):
         steps = timed(SLOW_EXCHANGE, rng.sample(ALL_SHAPES, count))
         model = ThroughputModel.fit(steps)
         assert min(vars(model.parameters).values()) >= 0
@@ -164,22 +165,22 @@ def test_steps_that_wait_for_transfers_leave_room_for_accumulation():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "why"),
+    ("call", "says"),
     [
-        (lambda: replace(PUBLISHED, a_c=-1.0), ValueError, "a_c: -1.0, limit: finite and at least 0"),
-        (lambda: replace(PUBLISHED, b_r=float("nan")), ValueError, "b_r: nan, limit: finite and at least 0"),
-        (lambda: replace(PUBLISHED, gamma=0.5), ValueError, "gamma: 0.5, limit: at least 1; give 1 for no overlap"),
-        (lambda: replace(PUBLISHED, a_c=0.0, b_c=0.0), ValueError, "a_c, b_c: 0.0, 0.0, limit: one above 0"),
-        (lambda: throughput(PUBLISHED, 0, 1, 0), ValueError, "devices: 0, limit: at least 1; give more"),
-        (lambda: throughput(PUBLISHED, 1, 0, 0), ValueError, "micro_batch: 0, limit: at least 1; give more"),
-        (lambda: throughput(PUBLISHED, 1, 1, -1), ValueError, "accumulation_steps: -1, limit: at least 0; give more"),
-        (lambda: throughput(PUBLISHED, 1, 1, 0, 2), ValueError, "nodes: 2, limit: 1, as many as devices; give fewer"),
-        (lambda: ThroughputModel.fit([]), ValueError, "observations: none, limit: at least 1; time a step first"),
-        (lambda: ThroughputModel.fit(timed(PUBLISHED, [(1, 1, 0)]), load_s=-1.0), ValueError, "load_s: -1.0, limit:"),
-        (lambda: step_of(1, 1, 0, seconds=0.0), ValueError, "seconds: 0, limit: more than 0; leave the step out"),
-        (lambda: step_of(1, 1, 0, seconds=float("inf")), ValueError, "seconds: inf, limit: finite"),
+        (lambda: replace(PUBLISHED, a_c=-1.0), "a_c: -1.0"),
+        (lambda: replace(PUBLISHED, b_r=float("nan")), "b_r: nan"),
+        (lambda: replace(PUBLISHED, gamma=0.5), "gamma: 0.5"),
+        (lambda: replace(PUBLISHED, a_c=0.0, b_c=0.0), "a_c, b_c: 0.0"),
+        (lambda: throughput(PUBLISHED, 0, 1, 0), "devices: 0"),
+        (lambda: throughput(PUBLISHED, 1, 0, 0), "micro_batch: 0"),
+        (lambda: throughput(PUBLISHED, 1, 1, -1), "accumulation_steps: -1"),
+        (lambda: throughput(PUBLISHED, 1, 1, 0, 2), "nodes: 2 1"),
+        (lambda: ThroughputModel.fit([]), "observations: none"),
+        (lambda: ThroughputModel.fit(timed(PUBLISHED, [(1, 1, 0)]), load_s=-1.0), "load_s: -1.0"),
+        (lambda: step_of(1, 1, 0, seconds=0.0), "seconds: 0"),
+        (lambda: step_of(1, 1, 0, seconds=float("inf")), "seconds: inf"),
     ],
 )
-def test_bad_numbers_are_refused(call, error, why):
-    with pytest.raises(error, match=why):
+def test_bad_numbers_are_refused(call, says):
+    with refused(says=says):
         call()

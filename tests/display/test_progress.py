@@ -130,12 +130,12 @@ def test_numbers_are_short(shown, value, text):
     assert shown(value) == text
 
 
-@pytest.mark.parametrize("exponent", range(-12, 13))
-def test_numbers_fit_their_columns_whatever_they_are(exponent):
-    value = 9.8765 * 10.0**exponent
-    assert max(len(number(value)), len(number(-value)), len(rate(value))) <= 8
-    assert len(duration(value)) <= 6
-    assert len(bytes_rate(value)) <= 10
+def test_numbers_fit_their_columns_whatever_they_are():
+    for exponent in range(-12, 13):
+        value = 9.8765 * 10.0**exponent
+        assert max(len(number(value)), len(number(-value)), len(rate(value))) <= 8, value
+        assert len(duration(value)) <= 6, value
+        assert len(bytes_rate(value)) <= 10, value
 
 
 @pytest.mark.parametrize(

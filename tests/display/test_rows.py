@@ -4,11 +4,10 @@ import io
 import itertools
 import re
 
-import pytest
-
 from hydra_engine.display.progress import AtWork, DeviceProgress, Doing, History, RunProgress, TaskProgress, width
 from hydra_engine.display.rows import LINES, PLAIN, Painter, as_html, rows, text
 from hydra_engine.schedule import Unit
+from tests.covering import covering
 
 
 def run(now_s, num_tasks, num_devices=2, name="task-{}"):
@@ -69,8 +68,11 @@ def test_sixty_four_devices_leave_room_for_tasks():
     assert sum("computing" in row or "callbacks" in row for row in found[1:]) == 12
 
 
-@pytest.mark.parametrize("name", ["task-{}", "a-task-of-a-long-name-{}", "学习" * 9 + "{}", "e\u0301" * 9 + "\n{}"])
-@pytest.mark.parametrize("columns", [1, 5, 20, 40, 60, 79, 99, 100, 159, 300])
+@covering(
+    name=["task-{}", "a-task-of-a-long-name-{}", "学习" * 9 + "{}", "e\u0301" * 9 + "\n{}"],
+    columns=[1, 5, 40, 79, 99, 100, 300],
+    strength=1,
+)
 def test_rows_fit_whatever_the_names_and_the_window(name, columns):
     for number, lines in itertools.product((0, 1, 2, 6, 30), (1, 4, 10, 23)):
         found = shown(number, columns, lines, name=name)

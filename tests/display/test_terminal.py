@@ -18,6 +18,8 @@ from hydra_engine.display import terminal as terminal_module
 from hydra_engine.display.terminal import Terminal, can_redraw
 from tests.screens import Child, Emulator, command
 
+pytestmark = pytest.mark.rest
+
 
 class Stream(io.StringIO):
     """A terminal's stream that goes to an emulator."""
@@ -49,6 +51,7 @@ def opened():
             terminal.close()
 
 
+@pytest.mark.net
 def test_rows_are_written_over():
     with opened() as (stream, shown):
         for k in range(20):
@@ -58,6 +61,7 @@ def test_rows_are_written_over():
         assert stream.emulator.rows == ["", "less"]
 
 
+@pytest.mark.net
 def test_prints_appear_above_and_stay():
     with opened() as (stream, shown):
         for k in range(12):
@@ -78,6 +82,7 @@ def test_many_prints_are_not_followed_by_a_picture_each(monkeypatch):
         assert stream.emulator.rows == ["0", "1", "2", "", "row"]
 
 
+@pytest.mark.net
 def test_a_line_that_was_begun_appears_with_the_next_picture_and_goes_on():
     with opened() as (stream, shown):
         shown.show(["row"])
@@ -93,6 +98,7 @@ def test_a_line_that_was_begun_appears_with_the_next_picture_and_goes_on():
         assert stream.emulator.rows == ["working ... done", "2 of 3", "row"]
 
 
+@pytest.mark.net
 def test_lines_of_two_threads_do_not_mix():
     with opened() as (stream, shown):
         shown.show(["row"])
@@ -104,6 +110,7 @@ def test_lines_of_two_threads_do_not_mix():
         assert stream.emulator.rows == ["whole", "begun and ended", "", "row"]
 
 
+@pytest.mark.net
 def test_what_passes_python_by_is_shown_too():
     with opened() as (stream, shown):
         shown.show(["row 0", "row 1"])
@@ -136,6 +143,7 @@ def test_a_row_that_is_wider_than_was_thought_takes_one_row():
         assert stream.emulator.rows == ["", "x" * 30, "next"]
 
 
+@pytest.mark.net
 def test_the_end_leaves_all_rows_the_cursor_below_and_streams_as_they_were():
     with opened() as (stream, shown):
         above = sys.stdout
@@ -151,6 +159,7 @@ def test_the_end_leaves_all_rows_the_cursor_below_and_streams_as_they_were():
         assert pyte.modes.DECAWM in stream.emulator.screen.mode
 
 
+@pytest.mark.net
 def test_a_forked_process_prints_as_ever():
     with opened() as (stream, shown):
         shown.show(["row"])
@@ -202,6 +211,7 @@ def test_a_sign_that_the_terminal_lacks_raises_where_it_is_printed():
     os.close(reader)
 
 
+@pytest.mark.net
 def test_one_display_at_a_time_has_the_terminal(monkeypatch):
     with opened() as (stream, _):
         monkeypatch.setenv("TERM", "xterm")
@@ -215,7 +225,6 @@ def test_one_display_at_a_time_has_the_terminal(monkeypatch):
 # -- whole runs, in processes of their own
 
 
-@pytest.mark.rest
 @pytest.mark.parametrize(("num_tasks", "columns"), [(2, 80), (6, 80), (30, 80), (2, 160), (6, 160), (30, 160)])
 def test_a_run_leaves_no_row_behind(num_tasks, columns):
     child = Child(command(num_tasks, 60 if num_tasks < 30 else 6, prints=True), columns)
@@ -244,7 +253,6 @@ def test_a_run_leaves_no_row_behind(num_tasks, columns):
         assert sum(row.startswith("emulated:") for row in rows) == 2
 
 
-@pytest.mark.rest
 def test_a_terminal_without_line_signs_shows_others():
     child = Child(command(2, 30), 80, PYTHONIOENCODING="ascii")
     assert child.finish() == 0, child.emulator.rows

@@ -17,26 +17,20 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 from hydra_engine.elastic import GradientAccumulation, split_batch
+from tests.covering import covering
+from tests.refused import refused
 
+# The wrapper knows nothing of an optimizer: these differ in where they keep their state and how they read gradients.
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1),
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
     "adam": partial(torch.optim.Adam, lr=0.01),
     "adam, fused": partial(torch.optim.Adam, lr=0.01, fused=True),
     "adamw, foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True, amsgrad=True),
-    "nadam": partial(torch.optim.NAdam, lr=0.01),
-    "radam": partial(torch.optim.RAdam, lr=0.01),
-    "adamax": partial(torch.optim.Adamax, lr=0.01),
-    "adagrad": partial(torch.optim.Adagrad, lr=0.05),
-    "adadelta": partial(torch.optim.Adadelta, lr=0.5),
-    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
     "asgd": partial(torch.optim.ASGD, lr=0.01),
     "rprop": partial(torch.optim.Rprop, lr=0.01),
 }
-REDUCTIONS = ("mean", "sum")
-
-every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
-every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
+REDUCTIONS = ["mean", "sum"]
 
 
 class Linear(nn.Module):
@@ -129,16 +123,14 @@ def assert_equal(found, expected):
 # --- accumulated equals undivided ---
 
 
-@every_reduction
-@every_optimizer
+@covering(name=[*OPTIMIZERS], reduction=REDUCTIONS, strength=1)
 def test_accumulated_is_undivided(name, reduction):
     model, optimizer = wrapped(name, reduction=reduction)
     train(model, optimizer, micro(batches()), reduction)
     assert_equal((model, optimizer), undivided(name, reduction))
 
 
-@every_reduction
-@every_optimizer
+@covering(name=["sgd", "adam"], reduction=REDUCTIONS, strength=1)
 def test_unequal_micro_batches_of_a_network(name, reduction):
     """In float64, within a relative 1e-8: sums are in another order, and sizes are no powers of two."""
 
@@ -188,12 +180,12 @@ class Logging(torch.optim.SGD):
         super().zero_grad(set_to_none)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+@pytest.mark.parametrize("steps", [1, 2, 7])
 def test_it_steps_at_the_last_micro_batch_and_clears_at_the_first(steps):
     model = Linear()
     optimizer = GradientAccumulation(Logging(model.parameters()), steps)
     samples = batches(1)[0]
-    for i in range(22):
+    for i in range(15):
         before = len(optimizer.calls)
         descend(optimizer, model(samples).mean())
         is_last = i % steps == steps - 1
@@ -285,7 +277,7 @@ def test_groups_state_and_hooks_are_those_of_the_wrapped_optimizer():
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.param_groups is inner.param_groups
     assert optimizer.param_groups[1]["lr"] == 0.5
-    with pytest.raises(AttributeError, match="nothing"):
+    with refused(AttributeError, says="nothing"):
         optimizer.nothing  # noqa: B018
 
 
@@ -319,8 +311,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("way", ["stepped", "hook", "of the wrapped"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@covering(name=[*SCHEDULES], way=["stepped", "hook", "of the wrapped"], strength=1)
 def test_a_schedule_counts_steps(name, way):
     expected, (model, optimizer) = unwrapped(), wrapped()
     plainly = SCHEDULES[name](expected[1])
@@ -350,8 +341,7 @@ def test_a_plateau_is_watched_as_ever():
 # --- states ---
 
 
-@pytest.mark.parametrize("at", [0, 1, 3, 4, 6, 15])
-@every_optimizer
+@covering(name=["sgd", "adam", "adamw, foreach", "asgd"], at=[0, 1, 3, 4, 6, 15], strength=1)
 def test_a_resumed_step_is_one_that_was_not_interrupted(name, at):
     """Saved after so many of 16 micro-batches, also in the middle of a step, and loaded in a new process's objects."""
     inputs = micro(batches())
@@ -434,8 +424,7 @@ def test_within_a_step_another_number_is_refused_and_nothing_is_loaded(steps, re
     model, optimizer = wrapped()
     train(model, optimizer, micro(batches())[:6])
     _, other = wrapped(steps=steps, reduction=reduction)
-    message = f"steps, reduction: {steps}, {reduction}, limit: the state's 4, mean in the mid"
-    with pytest.raises(ValueError, match=message):
+    with refused(says=f"{steps}, {reduction}, 4,"):
         other.load_state_dict(optimizer.state_dict())
     assert not other.state
     assert other.accumulated == 0
@@ -444,8 +433,7 @@ def test_within_a_step_another_number_is_refused_and_nothing_is_loaded(steps, re
 # --- closures ---
 
 
-@every_reduction
-@pytest.mark.parametrize("name", ["sgd", "adam", "asgd"])
+@covering(name=["sgd", "adam"], reduction=REDUCTIONS, strength=1)
 def test_closures_are_evaluated_micro_batch_by_micro_batch(name, reduction):
     """They may read a variable of the loop, as most do."""
     (expected, plain), (model, optimizer) = unwrapped(name), wrapped(name, reduction=reduction)
@@ -476,8 +464,7 @@ def square(model, optimizer, samples, reduction, weigh=lambda loss, *_: loss):
     return loss
 
 
-@every_reduction
-@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@covering(search=[None, "strong_wolfe"], reduction=REDUCTIONS, strength=1)
 def test_lbfgs_evaluates_all_micro_batches_again(search, reduction):
     """In float64, within a relative 1e-8. Sizes are 6, 5 and 5."""
     expected, model = Linear().double(), Linear().double()
@@ -522,7 +509,7 @@ def test_closures_that_forget_their_data_are_not_evaluated_again(kind):
         optimizer.step(closures[1])
         assert optimizer.stepped
         return
-    with pytest.raises(RuntimeError, match="LBFGS evaluates again: 1 closures, micro-batches: 2; give each its data"):
+    with refused(RuntimeError, says="LBFGS 1 2"):
         optimizer.step(closures[1])
     assert optimizer.accumulated == 0
 
@@ -530,7 +517,7 @@ def test_closures_that_forget_their_data_are_not_evaluated_again(kind):
 def test_closures_are_of_all_micro_batches_or_of_none():
     model, optimizer = wrapped()
     train(model, optimizer, micro(batches())[:1])
-    with pytest.raises(ValueError, match="closures: 0, micro-batches: 1; give all or none"):
+    with refused(says="closures: 0, 1"):
         optimizer.step(lambda: evaluate(model, optimizer, batches()[0]))
 
 
@@ -568,8 +555,11 @@ def scaled_step(model, optimizer, scaler, samples):
     scaler.update()
 
 
-@pytest.mark.parametrize("way", ["each micro-batch", "unscaled first", "whole steps only"])
-@every_optimizer
+@covering(
+    name=["momentum", "adam, fused", "rprop"],
+    way=["each micro-batch", "unscaled first", "whole steps only"],
+    strength=1,
+)
 def test_a_scaler_leaves_no_trace(name, way):
     """Its scale grows in the middle of steps, where it is called for each micro-batch."""
     scaler = scaler_of(growth_interval=3)
@@ -630,7 +620,7 @@ def test_gradients_in_float16_are_refused_as_a_scaler_does():
     scaler = scaler_of()
     optimizer = GradientAccumulation(torch.optim.SGD(model.parameters(), lr=0.1), 2)
     scaler.scale(model(batches()[0].half()).mean()).backward()
-    with pytest.raises(ValueError, match="gradients: float16 with a GradScaler, limit: float32"):
+    with refused(says="float16 GradScaler float32"):
         scaler.step(optimizer)
 
 
@@ -638,21 +628,20 @@ def test_gradients_in_float16_are_refused_as_a_scaler_does():
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "error", "says"),
     [
-        ({"optimizer": nn.Linear(1, 1)}, TypeError, "optimizer: Linear is not a torch.optim.Optimizer; give one"),
-        ({"steps": 0}, ValueError, "steps: 0, limit: at least 1; give more"),
-        ({"steps": 2.0}, TypeError, "steps: 2.0 is not an int; give a whole number"),
-        ({"reduction": "none"}, ValueError, "reduction: 'none', known: mean, sum; give that of the loss"),
+        ({"optimizer": nn.Linear(1, 1)}, TypeError, "optimizer Linear"),
+        ({"steps": 0}, ValueError, "steps 0"),
+        ({"steps": 2.0}, TypeError, "steps 2.0"),
+        ({"reduction": "none"}, ValueError, "'none' mean sum"),
     ],
 )
-def test_bad_arguments_are_refused(change, error, message):
+def test_bad_arguments_are_refused(change, error, says):
     given = {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1), "steps": 2, "reduction": "mean", **change}
-    with pytest.raises(error) as refused:
+    with refused(error, says=says):
         GradientAccumulation(**given)
-    assert str(refused.value) == message
 
 
 def test_an_empty_micro_batch_has_no_loss_to_weigh():
-    with pytest.raises(ValueError, match="size: 0, limit: at least 1"):
+    with refused(says="size 0"):
         wrapped()[1].weigh(torch.zeros(()), 0, 16)

@@ -7,6 +7,7 @@ import pytest
 
 from hydra_engine.elastic import FreeGpus, GiveUp, SeenGpu, Watch
 from hydra_engine.elastic.free_gpus import UNSEEN_BYTES, Take
+from tests.refused import refused
 
 OWN, GIB = 77, 2**30
 seen = partial(SeenGpu, total_bytes=80 * GIB)
@@ -54,24 +55,23 @@ def test_with_memory_asked_for_other_processes_do_not_matter():
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("setting", "value"),
     [
-        ({"memory": "20G"}, "memory: '20G' is not a size"),
-        ({"memory": 0}, "memory: 0 is 0 bytes"),
-        ({"poll_s": 0}, "poll_s: 0, limit: seconds, more than 0, a day at most"),
-        ({"poll_s": 86401}, "poll_s: 86401, limit: seconds, more than 0, a day at most"),
-        ({"poll_s": "5"}, "poll_s: '5', limit"),
-        ({"poll_s": True}, "poll_s: True, limit"),
-        ({"free_s": -1}, "free_s: -1, limit: seconds, 0 or more"),
-        ({"free_s": "1"}, "free_s: '1', limit"),
-        ({"grace_s": float("nan")}, "grace_s: nan, limit: seconds, 0 or more, or None"),
+        ("memory", "20G"),
+        ("memory", 0),
+        ("poll_s", 0),
+        ("poll_s", 86401),
+        ("poll_s", "5"),
+        ("poll_s", True),
+        ("free_s", -1),
+        ("free_s", "1"),
+        ("grace_s", float("nan")),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_bad_settings_are_refused(settings, told):
-    with pytest.raises(ValueError, match=told) as refused:
-        FreeGpus(**settings)
-    assert "\n" not in str(refused.value)
+def test_bad_settings_are_refused(setting, value):
+    with refused(says=f"{setting}: {value!r}") as error:
+        FreeGpus(**{setting: value})
+    assert "\n" not in str(error.value)
 
 
 # --- over time ---
@@ -162,7 +162,7 @@ def test_looks_of_an_earlier_run_do_not_count(watch):
     assert watch.decide(6060, {"b": FREE}, {}) == [Take("b")]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_no_gpu_flaps_whatever_others_do(seed):
     """At each of 500 looks: a GPU in use is not kept, and none is taken that was not free at all looks for 60 s."""
     draw, watch = random.Random(seed), Watch(FreeGpus(free_s=60))

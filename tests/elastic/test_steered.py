@@ -15,6 +15,7 @@ from hydra_engine.elastic import FreeGpus
 from hydra_engine.tasks import Callback
 from tests.devices.test_watcher import FakeNvml
 from tests.fake_cuda import FakeCuda
+from tests.refused import refused
 
 STEPS = 8
 
@@ -63,13 +64,13 @@ def test_devices_leave_and_join_a_run_by_its_socket(tmp_path, alone):
         def order(what, name):
             seen.append(ask(tmp_path, {"do": what, "name": name}))
 
-        def refused():
-            with pytest.raises(ValueError, match="remove_device: 'emulated:7' is not in"):
+        def order_what_is_not_there():
+            with refused(says="remove_device: 'emulated:7'"):
                 ask(tmp_path, {"do": "remove", "name": "emulated:7"})
 
         return At(
             step_2=lambda: order("remove", "emulated:1"),
-            step_3=refused,
+            step_3=order_what_is_not_there,
             step_5=lambda: order("add", "emulated:1"),
         )
 

@@ -14,6 +14,7 @@ from hydra_engine.pictures import timeline as timeline_module
 from hydra_engine.pictures.picture import Area, Box, Line, Words, colour
 from hydra_engine.pictures.timeline import LEFT, RIGHT, ticks
 from hydra_engine.trace import MemoryUse, Span
+from tests.refused import refused
 
 WIDTH = LEFT + RIGHT + 1000
 
@@ -94,12 +95,12 @@ def test_of_a_run_whose_first_spans_are_gone_the_rest_is_drawn():
     [{"start_s": 10.0}, {"start_s": 3.0, "end_s": 3.0}, {"end_s": 0.0}, {"end_s": math.inf}, {"end_s": math.nan}],
 )
 def test_empty_window_is_refused(window):
-    with pytest.raises(ValueError, match=r"start_s: .*, limit: below end_s"):
+    with refused(says="start_s: end_s"):
         draw_timeline(figures([]), **window)
 
 
 def test_picture_without_room_is_refused():
-    with pytest.raises(ValueError, match="width: 300 pixels, limit: at least 400"):
+    with refused(says="width: 300 400"):
         draw_timeline(figures([]), width=300)
 
 
@@ -128,7 +129,7 @@ def test_memory_that_is_not_known_any_more_is_white():
     assert (row.x, row.width) == (LEFT + 400, 600)
 
 
-@pytest.mark.parametrize("number", [1, 2, 4, 5, 16, 17, 64])
+@pytest.mark.parametrize("number", [1, 5, 17, 64])
 def test_every_device_has_its_rows_and_names_do_not_overlap(number):
     names = [f"cuda:{k}" for k in range(number)]
     spans = [Span(name, lane, "a.f0@0", 1.0, 2.0) for name in names for lane in ("compute", "load", "store")]
@@ -191,6 +192,7 @@ def test_svg_is_xml_whatever_tasks_are_called():
     assert "a step began again at <a & 'b'> ?? ü$x$.f0@0, 2 s" in titles
 
 
+@pytest.mark.rest
 def test_png_has_the_pictures_shape_at_twice_its_pixels(tmp_path):
     pytest.importorskip("matplotlib")
     uses = [MemoryUse("cpu:0", 0.0, 20), MemoryUse("cpu:0", 5.0, 60)]

@@ -19,6 +19,7 @@ from hydra_engine.sweep.population import PARENT
 from hydra_engine.sweep.rungs import RUNG, mark
 from hydra_engine.sweep.study import Trials
 from tests import reference
+from tests.refused import refused
 from tests.sweep.space import DEVICES, EPOCHS, STEPS, Kill, batches, build, keeping, settings, study_in
 
 optuna = pytest.importorskip("optuna")
@@ -108,7 +109,7 @@ def decided(study):
     return [(trial.params, parent_of(trial), trial.state, trial.values) for trial in study.trials]
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.rest)])
 def test_forks_have_the_bits_of_a_plain_loop_that_copies_weights_and_optimizer_state(tmp_path, num_devices):
     kept = {}
     sweep = sweep_in(tmp_path, keeping(kept), devices=[EmulatedDevice("1MiB") for _ in range(num_devices)])
@@ -119,6 +120,7 @@ def test_forks_have_the_bits_of_a_plain_loop_that_copies_weights_and_optimizer_s
     assert all(map(torch.equal, model.parameters(), kept[study.best_trial.number][2]))
 
 
+@pytest.mark.rest
 def test_where_devices_cannot_plan_beside_training_groups_wait(tmp_path):
     device = EmulatedDevice("1MiB")
     device.has_room_for_planning = False
@@ -141,7 +143,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("write", [0, 1, 3, 5])
+@pytest.mark.parametrize("write", [1, *(pytest.param(write, marks=pytest.mark.rest) for write in (0, 3, 5))])
 def test_ended_in_the_middle_of_a_decision_it_decides_the_same_again(tmp_path, monkeypatch, expected, write):
     """A decision writes: for each birth the trial and a mark, for each that goes on a mark, for each other its end."""
     num, is_deciding, climb = 0, [], Trials.climb
@@ -296,34 +298,34 @@ def test_values_stay_in_their_range(name, value, factors, expected):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "text"),
+    ("options", "error", "says"),
     [
-        ({"rungs": Rungs()}, ValueError, "population: given beside rungs, limit: one of the two"),
-        ({"population": 3}, TypeError, "population: 3 is a int; give a Population"),
-        ({"checkpoint_dir": None}, ValueError, "population: no checkpoint_dir"),
-        ({"metric": ["a", "b"], "direction": ["minimize"] * 2}, ValueError, "population: 2 metrics"),
-        ({"num_trials": 1}, ValueError, "num_trials: 1, limit: at least 2, the members"),
+        ({"rungs": Rungs()}, ValueError, "population: rungs"),
+        ({"population": 3}, TypeError, "population: 3 Population"),
+        ({"checkpoint_dir": None}, ValueError, "population: checkpoint_dir"),
+        ({"metric": ["a", "b"], "direction": ["minimize"] * 2}, ValueError, "population: 2"),
+        ({"num_trials": 1}, ValueError, "num_trials: 1 2"),
     ],
 )
-def test_refused(options, error, text):
-    with pytest.raises(error, match=text):
+def test_options_that_a_population_refuses(options, error, says):
+    with refused(error, says=says):
         Sweep(build, **{"population": POPULATION, "checkpoint_dir": "unused", **options})
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "text"),
+    ("options", "error", "says"),
     [
-        ({"settings": "lr"}, TypeError, "settings: 'lr', limit: a list of names"),
-        ({"settings": []}, ValueError, "settings: .*at least one name"),
-        ({"interval": 0}, ValueError, "interval: 0, limit: at least 1"),
-        ({"interval": 1.5}, TypeError, r"interval: 1\.5 is a float; give an int"),
-        ({"quantile": 0.6}, ValueError, r"quantile: 0\.6, limit: above 0, and at most 0\.5"),
-        ({"resample_probability": 2}, ValueError, "resample_probability: 2, limit: 0 to 1"),
-        ({"factors": (0.0, 1.2)}, ValueError, "factors: .*limit: numbers above 0"),
+        ({"settings": "lr"}, TypeError, "settings: 'lr'"),
+        ({"settings": []}, ValueError, "settings: []"),
+        ({"interval": 0}, ValueError, "interval: 0"),
+        ({"interval": 1.5}, TypeError, "interval: 1.5"),
+        ({"quantile": 0.6}, ValueError, "quantile: 0.6"),
+        ({"resample_probability": 2}, ValueError, "resample_probability: 2"),
+        ({"factors": (0.0, 1.2)}, ValueError, "factors: 0.0"),
     ],
 )
-def test_a_population_that_cannot_be(options, error, text):
-    with pytest.raises(error, match=text):
+def test_a_population_that_cannot_be(options, error, says):
+    with refused(error, says=says):
         Population(**{"settings": ["lr"], **options})
 
 
@@ -334,36 +336,20 @@ def build_batches(trial):
 
 
 @pytest.mark.parametrize(
-    ("build_task", "names", "text"),
+    ("build_task", "settings", "task", "says"),
     [
-        (
-            build,
-            ["lr", "width"],
-            r"settings 'width' changes 0.weight: .*\[[48], 8\].* with [48], .*; take it out of se",
-        ),
-        (build_batches, ["num"], "settings 'num' changes the number of batches: . with ., . with ., limit: settings"),
-        (build, ["momentum"], "settings 'momentum', known of trial-0: 'width', 'lr'; name values that every trial"),
-        (lambda trial: build(trial, keep_best="loss"), ["lr"], "trial-0 has keep_best 'loss', limit: none"),
-        (
-            lambda trial: build(trial, optimizer_scope="task"),
-            ["lr"],
-            "trial-0 has optimizer_scope 'task', limit: 'shard'",
-        ),
-        (
-            lambda trial: build(trial, early_release="all"),
-            ["lr"],
-            "trial-0 has early_release 'all', limit: False, since",
-        ),
-        (
-            lambda trial: build(trial, optimizer_device="device"),
-            ["lr"],
-            "trial-0 has optimizer_device 'device', limit: 'host', since",
-        ),
+        (build, ["lr", "width"], None, "'width' 0.weight 8]"),
+        (build_batches, ["num"], None, "'num' batches"),
+        (build, ["momentum"], "trial-0", "'momentum' 'width' 'lr'"),
+        (lambda trial: build(trial, keep_best="loss"), ["lr"], "trial-0", "keep_best 'loss'"),
+        (lambda trial: build(trial, optimizer_scope="task"), ["lr"], "trial-0", "optimizer_scope 'task' 'shard'"),
+        (lambda trial: build(trial, early_release="all"), ["lr"], "trial-0", "early_release 'all'"),
+        (lambda trial: build(trial, optimizer_device="device"), ["lr"], "trial-0", "optimizer_device 'device' 'host'"),
     ],
 )
-def test_refused_before_anything_is_trained(tmp_path, build_task, names, text):
-    with pytest.raises(ValueError, match=text):
-        sweep_in(tmp_path, build_task, population=Population(settings=names)).run()
+def test_refused_before_anything_is_trained(tmp_path, build_task, settings, task, says):
+    with refused(task=task, says=says):
+        sweep_in(tmp_path, build_task, population=Population(settings=settings)).run()
 
 
 def main(folder, number):

@@ -10,12 +10,13 @@ from hydra_engine.sweep import Rungs, Sweep
 from hydra_engine.sweep.rungs import RUNG, mark
 from hydra_engine.sweep.search import Search
 from hydra_engine.sweep.study import Trials
+from tests.refused import names
 from tests.sweep.space import DEVICES, EPOCHS, STEPS, First, Interrupt, build, plain, study_in
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
-NUM_TRIALS = 8
+NUM_TRIALS = 4
 RUNGS = Rungs(min_resource=1, reduction_factor=2)
 
 
@@ -33,10 +34,8 @@ def sweep_in(folder, build_task=build, **options):
 
 
 def assert_halved(study):
-    """Eight come to the first rung, four to the second, and two to the end: the best ones of plain PyTorch."""
-    losses = {trial.number: plain(trial)[0].validation_losses for trial in study.trials}
-    first = sorted(losses, key=lambda number: losses[number][0])[:4]
-    second = sorted(first, key=lambda number: losses[number][1])[:2]
+    """Four come to the first rung, two to the second, and one to the end: the best ones of plain PyTorch."""
+    losses, first, second = ranked(study)
     assert len(study.trials) == NUM_TRIALS
     for trial in study.trials:
         number = trial.number
@@ -44,6 +43,13 @@ def assert_halved(study):
         assert list(trial.intermediate_values.values()) == losses[number][:num_validations]
         assert trial.state.name == ("COMPLETE" if number in second else "PRUNED")
         assert trial.value == losses[number][num_validations - 1]
+
+
+def ranked(study):
+    """Losses of all trials in plain PyTorch, those that come to the second rung, and those that come to the end."""
+    losses = {trial.number: plain(trial)[0].validation_losses for trial in study.trials}
+    first = sorted(losses, key=lambda number: losses[number][0])[: NUM_TRIALS // 2]
+    return losses, first, sorted(first, key=lambda number: losses[number][1])[: NUM_TRIALS // 4]
 
 
 def test_a_trial_that_goes_on_past_its_rung_rests_at_its_next_validation(tmp_path):
@@ -59,9 +65,7 @@ def test_a_trial_that_goes_on_past_its_rung_rests_at_its_next_validation(tmp_pat
     assert len(study_in(tmp_path).trials[0].intermediate_values) == 1
     steps = {}
     study = sweep_in(tmp_path, lambda trial: build(trial, First(trial.number, steps))).run()
-    losses = {trial.number: plain(trial)[0].validation_losses for trial in study.trials}
-    first = sorted(losses, key=lambda number: losses[number][0])[:4]
-    second = sorted(first, key=lambda number: losses[number][1])[:2]
+    losses, _, second = ranked(study)
     for trial in study.trials:
         assert trial.state.name == ("COMPLETE" if trial.number in second else "PRUNED")
         found = trial.intermediate_values
@@ -98,6 +102,7 @@ def test_the_best_of_a_rung_go_on_with_the_bits_of_plain_pytorch(tmp_path):
     assert Count.most <= 2
 
 
+@pytest.mark.rest
 def test_trials_wait_at_a_rung_where_devices_are_lent_for_rehearsals(tmp_path):
     device = EmulatedDevice("1MiB")
     device.has_room_for_planning = False
@@ -120,7 +125,7 @@ def test_a_device_that_was_removed_stays_out_and_one_that_came_stays_in(tmp_path
     assert found == [{"emulated:0": "out", "emulated:1": "in"}] * len(found)
 
 
-@pytest.mark.parametrize("num_pruned", [0, 5])
+@pytest.mark.parametrize("num_pruned", [1, *(pytest.param(number, marks=pytest.mark.rest) for number in (0, 2))])
 def test_a_sweep_that_ends_in_the_middle_of_a_decision_decides_the_same_again(tmp_path, monkeypatch, num_pruned):
     class Killed(Exception):
         pass
@@ -147,15 +152,15 @@ def test_a_trial_that_fails_is_no_reason_to_wait(tmp_path):
         def on_step(self, report):
             raise ZeroDivisionError
 
-    failing = (0, NUM_TRIALS - 1)
+    failing = (0, 4)
 
     def build_or_fail(trial):
         return build(trial, *([Fail()] if trial.number in failing else []))
 
-    study = sweep_in(tmp_path, build_or_fail).run()
+    study = sweep_in(tmp_path, build_or_fail, num_trials=5).run()
     states = [trial.state.name for trial in study.trials]
     assert [number for number, state in enumerate(states) if state == "FAIL"] == list(failing)
-    assert states.count("PRUNED") == 5  # three of six go on, and one of these
+    assert states.count("PRUNED") == 2  # one of three goes on
     assert states.count("COMPLETE") == 1
 
 
@@ -164,9 +169,11 @@ def test_a_callback_of_ones_own_pauses_no_trial(tmp_path):
         def on_step(self, report):
             raise PauseTask
 
-    study = sweep_in(tmp_path, lambda trial: build(trial, *([Pause()] if trial.number == 1 else []))).run()
+    study = sweep_in(
+        tmp_path, lambda trial: build(trial, *([Pause()] if trial.number == 1 else [])), num_trials=2
+    ).run()
     assert study.trials[1].state.name == "FAIL"
-    assert "a callback paused it" in study.trials[1].user_attrs["error"]
+    names(study.trials[1].user_attrs["error"], says="callback paused")
 
 
 def trial_of(number, state, values, rung=0, waits=False):
@@ -194,16 +201,3 @@ def test_the_best_third_goes_on():
     assert decide(*waiting, trial_of(6, "RUNNING", [float("nan")], waits=True))[0] == [1, 3]
     assert decide(*waiting[:2]) == ([1], [0])
     assert decide() == ([], [])
-
-
-def test_rungs_are_refused_where_nothing_can_wait():
-    with pytest.raises(ValueError, match="rungs: no checkpoint_dir"):
-        Sweep(build, rungs=RUNGS)
-    with pytest.raises(TypeError, match="rungs: 3 is a int; give a Rungs"):
-        Sweep(build, rungs=3, checkpoint_dir="unused")
-    with pytest.raises(ValueError, match="rungs: 2 metrics"):
-        Sweep(build, rungs=RUNGS, checkpoint_dir="unused", metric=["a", "b"], direction=["minimize"] * 2)
-    with pytest.raises(ValueError, match="reduction_factor: 1, limit: at least 2"):
-        Rungs(reduction_factor=1)
-    with pytest.raises(TypeError, match=r"min_resource: 1\.5 is a float"):
-        Rungs(min_resource=1.5)

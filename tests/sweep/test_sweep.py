@@ -25,6 +25,7 @@ from hydra_engine.sweep import Sweep
 from hydra_engine.sweep.search import Search
 from hydra_engine.system import dram
 from partitioners import Presharded
+from tests.refused import names, refused
 from tests.sweep.space import EPOCHS, STEPS, accuracy, batches, build, keeping, plain
 
 optuna = pytest.importorskip("optuna")
@@ -32,7 +33,6 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 COMPLETE, PRUNED, FAIL = (optuna.trial.TrialState[name] for name in ("COMPLETE", "PRUNED", "FAIL"))
 PRUNERS = {
-    "median": lambda: optuna.pruners.MedianPruner(n_startup_trials=2),
     "halving": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
     "hyperband": lambda: optuna.pruners.HyperbandPruner(min_resource=1, max_resource=EPOCHS, reduction_factor=2),
     "none": optuna.pruners.NopPruner,
@@ -56,7 +56,7 @@ def states(study):
     return [trial.state for trial in study.trials]
 
 
-@pytest.mark.parametrize("pruner", PRUNERS)
+@pytest.mark.parametrize("pruner", ["halving", "none", pytest.param("hyperband", marks=pytest.mark.rest)])
 def test_one_by_one_it_decides_as_optuna_does(pruner):
     def objective(trial):
         result, _ = plain(trial)
@@ -67,15 +67,15 @@ def test_one_by_one_it_decides_as_optuna_does(pruner):
         return result.validation_losses[-1]
 
     expected = study_of(pruner)
-    expected.optimize(objective, n_trials=8)
-    study = sweep_of(study=study_of(pruner), num_trials=8, parallel=1).run()
+    expected.optimize(objective, n_trials=6)
+    study = sweep_of(study=study_of(pruner), num_trials=6, parallel=1).run()
     for mine, theirs in zip(study.trials, expected.trials, strict=True):
         assert (mine.state, mine.params, mine.values) == (theirs.state, theirs.params, theirs.values)
         assert mine.intermediate_values == theirs.intermediate_values
     assert (PRUNED in states(study)) == (pruner != "none")
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.rest), 2])
 def test_together_each_trial_has_the_bits_of_plain_pytorch(num_devices):
     kept = {}
     study = study_of("halving")
@@ -114,8 +114,8 @@ def test_a_trial_that_raises_is_a_failed_trial():
 
     study = sweep_of(build_or_fail, num_trials=7).run()
     assert states(study) == [FAIL, FAIL, FAIL, PRUNED, COMPLETE, COMPLETE, COMPLETE]
-    assert study.trials[0].user_attrs["error"] == "OSError: no such file"
-    assert "ArithmeticError: its third step" in study.trials[1].user_attrs["error"]
+    names(study.trials[0].user_attrs["error"], says="OSError:")
+    names(study.trials[1].user_attrs["error"], says="ArithmeticError:")
 
 
 def test_a_model_that_fits_no_device_is_a_failed_trial():
@@ -128,14 +128,14 @@ def test_a_model_that_fits_no_device_is_a_failed_trial():
 
     study = sweep_of(build_large).run()
     assert states(study) == [FAIL, COMPLETE, FAIL, COMPLETE]
-    assert study.trials[0].user_attrs["error"].startswith("ShardDoesNotFit: trial-0")
+    names(study.trials[0].user_attrs["error"], task="trial-0", says="ShardDoesNotFit:")
 
 
 def test_when_every_trial_has_failed_the_first_failure_is_raised():
     def build_and_fail(trial):
         raise OSError(f"no data for trial {trial.number}")
 
-    with pytest.raises(OSError, match="no data for trial 0"):
+    with refused(OSError, says="trial 0"):
         sweep_of(build_and_fail).run()
 
 
@@ -147,7 +147,7 @@ def test_a_loss_that_is_not_a_number_is_a_failed_trial():
 
     study = sweep_of(build_nan, study=study_of()).run()
     assert states(study) == [COMPLETE, FAIL, COMPLETE, COMPLETE]
-    assert "validation_loss nan" in study.trials[1].user_attrs["error"]
+    names(study.trials[1].user_attrs["error"], says="validation_loss nan")
 
 
 def test_a_callback_may_end_a_trial_which_is_completed_with_its_last_value():
@@ -192,32 +192,35 @@ def test_a_trial_that_a_callback_ends_before_an_epoch_gives_way_to_the_next(epoc
 
     trial = beside_two(Stop())
     if epoch == 0:
-        assert (trial.state, trial.user_attrs["error"]) == (
-            FAIL,
-            "RuntimeError: trial-1 was validated never, limit: numbers; see its validation",
-        )
+        assert trial.state == FAIL
+        names(trial.user_attrs["error"], task="trial-1", says="RuntimeError: validation")
     else:
         assert (trial.state, trial.value) == (COMPLETE, plain(trial)[0].validation_losses[0])
         assert trial.user_attrs["steps"] == STEPS
 
 
 @pytest.mark.parametrize("hook", ["on_step", "on_task_end"])
-def test_a_trial_whose_callback_does_not_return_gives_way_to_the_next(hook, monkeypatch):
+def test_a_trial_whose_callback_does_not_return_gives_way_to_the_next(hook, monkeypatch, hangs):
     monkeypatch.setattr("hydra_engine.sweep.search.LOOK_S", 0.02)
-    may_return, blocked = threading.Event(), Callback()
-    setattr(blocked, hook, lambda report: may_return.wait(60))
+    may_return, is_called, blocked = threading.Event(), threading.Event(), Callback()
+    hangs.append(is_called)
+
+    def block(report):
+        is_called.set()
+        may_return.wait(60)
+
+    setattr(blocked, hook, block)
     try:
-        trial = beside_two(blocked, callback_timeout_s=0.5)
+        trial = beside_two(blocked, callback_timeout_s=0.2)
     finally:
         may_return.set()
         for each in [thread for thread in threading.enumerate() if thread.name == "trial-1-callbacks"]:
             each.join()
     assert trial.state == FAIL
-    assert "CallbackTimeout: trial-1: its callback " in trial.user_attrs["error"]
-    assert f"{hook} did not return in 0.5 s" in trial.user_attrs["error"].replace(" or on_task_pause", "")
+    names(trial.user_attrs["error"], task="trial-1", says=f"CallbackTimeout: {hook} 0.2")
 
 
-@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("is_done", [pytest.param(False, marks=pytest.mark.rest), True])
 def test_a_storage_that_does_not_answer_for_a_moment_fails_no_trial(is_done, monkeypatch):
     """is_done: it has done what it was asked for, and the answer alone was lost."""
     monkeypatch.setattr("hydra_engine.sweep.study.PAUSE_S", 0.0)
@@ -289,7 +292,7 @@ class Most(Callback):
         self.counts.append(sum(any(p.numel() for p in model.parameters()) for model in self.models))
 
 
-@pytest.mark.parametrize("parallel", [1, 3])
+@pytest.mark.parametrize("parallel", [pytest.param(1, marks=pytest.mark.rest), 2])
 def test_so_many_models_hold_weights_at_once(parallel):
     models, counts = [], []
 
@@ -298,8 +301,8 @@ def test_so_many_models_hold_weights_at_once(parallel):
         models.append(task.model)
         return task
 
-    sweep_of(build_and_count, num_trials=6, parallel=parallel).run()
-    assert len(models) == 6
+    sweep_of(build_and_count, num_trials=4, parallel=parallel).run()
+    assert len(models) == 4
     assert max(counts) <= parallel
     assert not any(parameter.numel() for model in models for parameter in model.parameters())
 
@@ -424,7 +427,9 @@ def test_a_trial_that_alone_is_past_the_limit_has_failed():
     dram_bytes = bytes_of({"width": 8, "lr": 0.1}) - 1
     study = sweep_of(study=study_of(sampler=grid_of(0.01, 0.1)), parallel=4, dram=dram_bytes).run()
     assert states(study) == [COMPLETE if trial.params["width"] == 4 else FAIL for trial in study.trials]
-    assert all("HostOutOfMemory: trial-" in trial.user_attrs["error"] for trial in study.trials if trial.state == FAIL)
+    for trial in study.trials:
+        if trial.state == FAIL:
+            names(trial.user_attrs["error"], task=f"trial-{trial.number}", says="HostOutOfMemory:")
 
 
 @pytest.mark.parametrize("num_missing", [0, 1])
@@ -464,13 +469,7 @@ def test_a_trial_whose_checkpoint_cannot_be_read_has_failed_alone(tmp_path, monk
     monkeypatch.setattr(Search, "_begin_at", damaged)
     study = sweep_of(study=study_of(), checkpoint_dir=tmp_path).run()
     assert states(study) == [FAIL, COMPLETE, FAIL, COMPLETE]
-    assert study.trials[0].user_attrs["error"] == "CheckpointError: no checkpoint is whole"
-
-
-@pytest.mark.parametrize("limit", [0, "much", True])
-def test_a_malformed_limit_of_dram_is_refused(limit):
-    with pytest.raises(ValueError, match="dram: "):
-        sweep_of(dram=limit)
+    names(study.trials[0].user_attrs["error"], says="CheckpointError:")
 
 
 def test_where_dram_has_no_room_a_trial_waits_for_another_to_end(monkeypatch):
@@ -518,7 +517,7 @@ def test_interrupted_without_a_folder_running_trials_have_failed(is_own):
     assert found is study or not is_own
     num_begun = len(found.trials)
     assert set(states(found)) == {FAIL}
-    assert "KeyboardInterrupt" in found.trials[0].user_attrs["error"]
+    names(found.trials[0].user_attrs["error"], says="KeyboardInterrupt")
     assert sweep.run() is found is sweep.study
     assert states(found) == [FAIL] * num_begun + [COMPLETE] * (4 - num_begun)
 

@@ -8,6 +8,7 @@ from hydra_engine import EmulatedDevice, ModelTask
 from hydra_engine.sweep import trainable
 
 pytest.importorskip("optuna")
+from tests.refused import refused
 from tests.sweep.space import EPOCHS, STEPS, accuracy, build, plain
 
 
@@ -65,11 +66,11 @@ def test_a_trial_that_tune_has_saved_goes_on_with_its_bits(made, tmp_path):
 
 
 def test_a_task_that_tune_cannot_do_with(made):
-    with pytest.raises(ValueError, match="got a task without validation="):
+    with refused(says="validation="):
         made(lambda config: ModelTask(build_from(config).model, print, [])).train()
 
 
 def test_without_ray_the_error_names_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"pip install hydra_engine\[ray\]"):
+    with refused(ImportError, says="hydra_engine[ray]"):
         trainable(build_from)
