@@ -560,3 +560,18 @@ OTHERS = [
 ]
 
 CASES = [*LISTED, *BY_HAND, *OTHERS]
+
+# One of each kind, of one block and few batches: a decoder, an encoder, an encoder-decoder, experts, images, and
+# embeddings that are the head's too.
+BLOCK = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL_T5 = T5 | {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+SMALL_MIXTRAL = MIXTRAL | BLOCK | {"num_key_value_heads": 1, "head_dim": 4, "num_local_experts": 2}
+SMALL_CONVNEXT = {"num_stages": 1, "hidden_sizes": [8], "depths": [1], "num_labels": CLASSES}
+SMALLEST = [
+    case("decoder", "GPTNeoXForCausalLM", "GPTNeoXConfig", ENCODER | BLOCK, tokens, next_token_loss),
+    case("encoder", "BertForSequenceClassification", "BertConfig", BERT | BLOCK | {"num_labels": CLASSES}, sentence),
+    case("encoder-decoder", "T5ForConditionalGeneration", "T5Config", SMALL_T5, pair_of_tokens),
+    case("experts", "MixtralForCausalLM", "MixtralConfig", SMALL_MIXTRAL),
+    case("images", "ConvNextForImageClassification", "ConvNextConfig", SMALL_CONVNEXT, partial(images, pixels=32)),
+    case("tied weights", "OPTForCausalLM", "OPTConfig", OPT | BLOCK | {"ffn_dim": 8, "word_embed_proj_dim": 8}),
+]
