@@ -383,22 +383,6 @@ def test_damaged_ones_do_not_count_among_those_kept(tmp_path):
         assert [path.name[:19] for path in newest_first(tmp_path)] == ["checkpoint-00000004", "checkpoint-00000003"]
 
 
-@pytest.mark.parametrize("num", [150, pytest.param(1000, marks=pytest.mark.rest)])
-def test_altered_bytes_of_data_are_noticed(tmp_path, num):
-    newest = saved_twice(tmp_path)
-    places = [(path, offset) for path in written_by(newest) for offset in range(path.stat().st_size)]
-    generator = random.Random(0)
-    for _ in range(num):
-        (path, offset), mask = generator.choice(places), generator.randrange(1, 256)
-        flip(path, offset, mask)
-        found = load_newest(tmp_path)
-        assert found.data == {"k": 0}, (path, offset, mask)
-        [message] = found.messages
-        names(message, says=f"{path.name} {newest.name}")
-        flip(path, offset, mask)
-    assert_holds(load_newest(tmp_path), 1)
-
-
 @pytest.mark.parametrize("name", ["manifest", WEIGHTS, "state.json"])
 def test_a_file_that_is_cut_is_noticed(tmp_path, name):
     manifest = saved_twice(tmp_path)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 TOKENS = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 LLAMA = TOKENS | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "attention_dropout": 0.1}
 GPT2 = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
-LR, STEPS = 0.1, 4
+LR, STEPS = 0.1, 3
 BLOCKS = 8  # of a base that is streamed
 
 
@@ -92,8 +92,8 @@ def assert_trained_as_alone(report, models, plain):
 
 def test_a_sweep_over_a_base_of_three_times_the_device_holds_it_once_and_shares_its_loads():
     memory = bytes_of(llama(BLOCKS)) // 3
-    configs = [lora(r=2), lora(r=4), lora(r=8, use_rslora=True), lora(r=4, use_dora=True)]
-    alone = adapters(llama(BLOCKS), configs[1:2])
+    configs = [lora(r=4), lora(r=8, use_rslora=True), lora(r=4, use_dora=True)]
+    alone = adapters(llama(BLOCKS), configs[:1])
     _, loads_of_one, _ = trained(alone, memory)
 
     base = llama(BLOCKS)
@@ -102,10 +102,10 @@ def test_a_sweep_over_a_base_of_three_times_the_device_holds_it_once_and_shares_
     plain = copy.deepcopy(models)
     report, loads, brought = trained(models, memory)
     assert bytes_of(base) <= brought[0] < bytes_of(base) + 64 * len(values)  # each at a multiple of 64 bytes
-    assert brought[1:] == [0, 0, 0]
+    assert brought[1:] == [0, 0]
     assert loads_of_one > 3 * bytes_of(base)  # it is streamed
     # How seldom it is loaded then depends on who is held up, so TestInStep of tests/schedule counts that, by no clock.
-    assert loads < 4 * loads_of_one
+    assert loads < 3 * loads_of_one
     assert_trained_as_alone(report, models, plain)
     # The base's own parameters, in one place, as they were.
     for name, parameter in base.named_parameters():

@@ -361,38 +361,25 @@ def test_adapters_are_trained_by_the_models_own_forward(case):
 # --- losses and batches ---
 
 
-def prompted():
-    """One whose inputs and labels grow by tokens that are trained."""
-    peft = pytest.importorskip("peft")
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    return peft.get_peft_model(new_model("LlamaForCausalLM"), config)
-
-
-OWN_LOSS = {
-    "OPT": (opt, "LlamaForCausalLM"),
-    "prompt tuning": (prompted, "LlamaForCausalLM"),
-    "a head for classes": (lambda: new_model("BertForSequenceClassification"), "BertForSequenceClassification"),
-}
-
-
-@pytest.mark.parametrize("case", OWN_LOSS)
-def test_the_models_own_loss_is_trained_with_labels_in_the_batch(case):
-    build, data = OWN_LOSS[case]
-    model = build()
-    plain = copy.deepcopy(model)
-    layers = Model(model, example=batches(data)[0])
-    settings = {"optimizer": torch.optim.AdamW, "seed": SEED, "unpack": lambda batch: (batch, batch["labels"])}
-    shards = Presharded([2, len(layers)])
-    task = ModelTask(layers, own_loss, batches(data), LR, name="a", partitioner=shards, **settings)
-    report = exact.run([task]).tasks["a"]
-    assert report.status == "finished", report.error
-    result = reference.train(harness.Called(plain), own_loss, batches(data), lr=LR, **settings)
-    assert report.losses == result.losses
-    assert_same_weights(model, plain)
-
-
 def own_loss(output, labels):
     return output.loss
+
+
+def test_prompts_are_trained_by_the_models_own_loss_with_labels_in_the_batch():
+    """Inputs and labels grow by tokens that are trained."""
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model, data = peft.get_peft_model(new_model("LlamaForCausalLM"), config), batches("LlamaForCausalLM")
+    plain = copy.deepcopy(model)
+    layers = Model(model, example=data[0])
+    settings = {"optimizer": torch.optim.AdamW, "seed": SEED, "unpack": lambda batch: (batch, batch["labels"])}
+    shards = Presharded([2, len(layers)])
+    task = ModelTask(layers, own_loss, data, LR, name="a", partitioner=shards, **settings)
+    report = exact.run([task]).tasks["a"]
+    assert report.status == "finished", report.error
+    result = reference.train(harness.Called(plain), own_loss, data, lr=LR, **settings)
+    assert report.losses == result.losses
+    assert_same_weights(model, plain)
 
 
 @pytest.mark.net
@@ -535,9 +522,13 @@ def around_blocks(name):
     return model, {**found, "base": model.model}
 
 
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
 @pytest.mark.parametrize(
-    ("name", "place"), [("BertForMaskedLM", "encoder"), ("BertForMaskedLM", "base"), ("LlamaForCausalLM", "base")]
+    ("name", "place", "register"),
+    [
+        ("BertForMaskedLM", "encoder", "register_forward_hook"),
+        ("BertForMaskedLM", "base", "register_forward_pre_hook"),
+        ("LlamaForCausalLM", "base", "register_forward_hook"),
+    ],
 )
 def test_hooks_around_the_blocks_are_called(name, place, register):
     model, places = around_blocks(name)
@@ -576,15 +567,13 @@ def test_models_that_run_otherwise_than_layers_by_hand_become_layers_by_their_ow
     assert [*layers.state_dict()] == [*model.state_dict()]
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "OPTForCausalLM"])
-def test_gradient_checkpointing_is_switched_off_with_a_word(name):
-    is_by_hand = name in MODELS
-    model = new_model(name) if is_by_hand else opt()
+def test_gradient_checkpointing_of_a_model_with_layers_by_hand_is_switched_off_with_a_word():
+    model = new_model("LlamaForCausalLM")
     model.activation_checkpointing_enable()
     plain = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match=name):
-        layers = sequential(model, example=ids_and_masks()[0])
-    assert isinstance(layers, Model) != is_by_hand
+    with pytest.warns(UserWarning, match="LlamaForCausalLM"):
+        layers = sequential(model)
+    assert not isinstance(layers, Model)
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     train_both(model, "LlamaForCausalLM", plain)  # without a second word
 

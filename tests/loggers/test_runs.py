@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, PauseTask, StepReport, ValidationReport
+from hydra_engine import Callback, EmulatedDevice, ModelTask, PauseTask, StepReport, ValidationReport
 from hydra_engine.adaptive import AdaptiveDataLoader
 from hydra_engine.checkpoints import load_newest
 from hydra_engine.loggers import CsvLogger, JsonLinesLogger, Logger, TaskStart, threads
 from hydra_engine.sweep import Sweep
 from partitioners import Presharded
-from tests import processes
+from tests import exact, processes
 from tests.loggers.support import KINDS, Recorder, read_csv, start_of, step_of, validation_of
 from tests.refused import names, refused
 from tests.sweep import space
@@ -71,9 +71,7 @@ def task(name="a", *callbacks, epochs=EPOCHS, **options):
 
 
 def orchestra_of(*tasks, **options):
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("1MiB")] * 2, **options)
-    orchestra.verbose = 0
-    return orchestra
+    return exact.silent(tasks, "1MiB", num_devices=2, **options)
 
 
 def weights_of(each):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import Callback, EmulatedDevice, HostThreads, ModelOrchestrator, ModelTask
+from hydra_engine import Callback, EmulatedDevice, HostThreads, ModelTask
 from hydra_engine.system import cores as host
 from hydra_engine.system.cores import allowed_cores, bound, host_threads, num_cores, numa_nodes
 from partitioners import Presharded
@@ -347,8 +347,8 @@ def task_of(model, **options):
 
 
 def orchestra_of(*tasks, optimizer_threads=None, numa_node=None, **options):
-    orchestra = ModelOrchestrator(tasks, **{"devices": [EmulatedDevice("1MiB")], **options})
-    orchestra.verbose, orchestra.optimizer_threads, orchestra.numa_node = 0, optimizer_threads, numa_node
+    orchestra = exact.silent(tasks, "1MiB", **options)
+    orchestra.optimizer_threads, orchestra.numa_node = optimizer_threads, numa_node
     return orchestra
 
 
