@@ -175,7 +175,7 @@ def test_a_task_is_cut_finer_where_anothers_work_needs_the_room():
 
 def test_what_cannot_be_cut_finer_is_refused_with_both_names():
     heavy, busy = task_of("heavy", 2, [12]), task_of("busy", 256, model=Model(model_of(2)))
-    with refused(ShardDoesNotFit, task="'heavy'"):
+    with refused(ShardDoesNotFit, task="heavy"):
         orchestra_of([heavy, busy], 28 * LAYER_BYTES).generate()
 
 

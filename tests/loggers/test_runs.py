@@ -273,7 +273,7 @@ def test_a_logger_that_hangs_holds_nothing_up_and_is_left_behind(hangs, alone, m
     left, lost = [message for message in report.messages if "Hangs" in message]
     names(left, says="Hangs 0.05 'hydra-logger-0'")
     # At most 5 of its 12 steps and 3 validations wait, besides the first step.
-    [num_lost] = [int(word) for word in lost.split() if word.isdigit()]
+    num_lost = next(int(word) for word in lost.split() if word.isdigit())  # the limit comes after it
     assert STEPS * EPOCHS + EPOCHS - 1 - 5 <= num_lost <= STEPS * EPOCHS + EPOCHS - 1
     # It is not called in the next run, while its thread may be in a call.
     monkeypatch.setattr(threads, "MOST_WAITING", 10_000)
