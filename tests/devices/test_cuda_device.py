@@ -561,7 +561,7 @@ def let_go_meanwhile(request, monkeypatch):
 
 @pytest.mark.parametrize(
     ("num_devices", "let_go_meanwhile"),
-    [(2, False), (1, True), *(pytest.param(*each, marks=pytest.mark.rest) for each in ((1, False), (2, True)))],
+    [(1, True), *(pytest.param(*each, marks=pytest.mark.rest) for each in ((1, False), (2, False), (2, True)))],
     indirect=["let_go_meanwhile"],
 )
 def test_slabs_are_given_up_where_the_arena_is_small(cuda, num_devices, let_go_meanwhile):
