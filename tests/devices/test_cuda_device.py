@@ -472,10 +472,9 @@ class TestPlaces:
         assert lost_cuda.num_checks == num_checks
         opened.close()
 
-    @pytest.mark.parametrize("accumulation_steps", [pytest.param(1, marks=pytest.mark.rest), 3])
-    def test_nothing_is_locked_after_the_first_step(self, cuda, accumulation_steps):
+    def test_nothing_is_locked_after_the_first_step(self, cuda):
         counts = []
-        options = {"epochs": 1, "accumulation_steps": accumulation_steps, "partition": "each"}
+        options = {"epochs": 1, "accumulation_steps": 3, "partition": "each"}
         task, _ = exact.task_of("gpt", callbacks=[EachStep(lambda: counts.append(cuda.num_registers))], **options)
         trained(cuda, [task])
         assert len(counts) > 2
@@ -584,9 +583,8 @@ def test_slabs_are_given_up_where_the_arena_is_small(cuda, num_devices, let_go_m
     assert loaded[tight] > loaded[MIB]
 
 
-@pytest.mark.parametrize("accumulation_steps", [pytest.param(1, marks=pytest.mark.rest), 3])
-def test_kept_graphs(cuda, accumulation_steps):
-    options = {"optimizer": "adam", "accumulation_steps": accumulation_steps, "epochs": 1}
+def test_kept_graphs(cuda):
+    options = {"optimizer": "adam", "accumulation_steps": 3, "epochs": 1}
     task, model = exact.task_of("gpt", **options)
     orchestra = orchestra_of([task], devices_of(cuda, 1, 4 * MIB))
     with everything_kept():
@@ -721,11 +719,10 @@ def test_draws_of_a_device_go_on_from_step_to_step_as_in_one_resident_model(cuda
     exact.assert_same_state(zoo.state(model), zoo.state(plain))
 
 
-@pytest.mark.parametrize("accumulation_steps", [pytest.param(1, marks=pytest.mark.rest), 3])
-def test_draws_of_a_device_depend_on_the_task_alone(cuda, accumulation_steps):
+def test_draws_of_a_device_depend_on_the_task_alone(cuda):
     found = []
     for ends, num_devices, company in (([6], 1, False), ([1, 2, 3, 4, 5, 6], 1, True), ([2, 4, 6], 2, True)):
-        task, model = drawing_task(cuda, ends, name="drawn", accumulation_steps=accumulation_steps)
+        task, model = drawing_task(cuda, ends, name="drawn", accumulation_steps=3)
         tasks = [task, drawing_task(cuda, [3, 6], name="other")[0]] if company else [task]
         report = trained(cuda, tasks, num_devices=num_devices)
         found.append((report.tasks["drawn"].losses, zoo.state(model)))
