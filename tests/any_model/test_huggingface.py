@@ -69,7 +69,7 @@ def test_a_block_of_attention_and_mlp_is_at_least_two_layers():
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_gradient_checkpointing_is_switched_off_with_a_word():
-    case = BY_NAME["experts"]
+    case = BY_NAME["tied weights"]
     module = harness.new_module(case)
     module.activation_checkpointing_enable()
     with pytest.warns(UserWarning, match=type(module).__name__):
