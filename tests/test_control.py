@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from hydra_engine import control
+from tests.refused import names, refused
 
 
 class FakePool:
@@ -65,36 +66,36 @@ def test_devices_are_listed_added_and_removed(tmp_path):
 
 def test_what_the_pool_refuses_comes_back_as_one_line(tmp_path):
     with steered(FakePool(a="in"), tmp_path):
-        with pytest.raises(ValueError, match=r"^remove_device: 'c', known: \['a'\]$"):
-            control.ask(tmp_path, {"do": "remove", "name": "c"})
-        with pytest.raises(ValueError, match=r"^KeyError: 'a bug'$"):
-            control.ask(tmp_path, {"do": "remove", "name": "lost"})
+        for name, told in (("c", "remove_device: 'c', known: ['a']"), ("lost", "KeyError: 'a bug'")):
+            with refused(ValueError) as error:
+                control.ask(tmp_path, {"do": "remove", "name": name})
+            assert str(error.value) == told
         assert control.ask(tmp_path, {"do": "list"})["devices"] == {"a": "in"}
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "says"),
     [
         (b"nonsense\n", "Expecting value"),
-        (b"\xff\xfe\n", "codec can't decode"),
+        (b"\xff\xfe\n", "codec decode"),
         (b"[" * 60000 + b"\n", "recursion"),
         (b"7\n", "TypeError"),
-        (b"{}\n", "KeyError: 'do'"),
-        (b'{"do": "stop"}\n', "'stop', known: list, add, remove"),
-        (b'{"do": "add", "name": 7}\n', "7 and a grace of None, limit: a name"),
-        (b'{"do": "remove", "name": "a", "grace_s": -1}\n', "a grace of -1, limit"),
-        (b'{"do": "remove", "name": "a", "grace_s": NaN}\n', "a grace of nan, limit"),
-        (b'{"do": "remove", "name": "a", "grace_s": true}\n', "a grace of True, limit"),
+        (b"{}\n", "KeyError 'do'"),
+        (b'{"do": "stop"}\n', "'stop' add remove"),
+        (b'{"do": "add", "name": 7}\n', "name 7"),
+        (b'{"do": "remove", "name": "a", "grace_s": -1}\n', "grace -1"),
+        (b'{"do": "remove", "name": "a", "grace_s": NaN}\n', "grace nan"),
+        (b'{"do": "remove", "name": "a", "grace_s": true}\n', "grace True"),
     ],
     ids=["no json", "no text", "nested", "a number", "empty", "unknown", "name", "negative", "nan", "bool"],
 )
-def test_bad_orders_are_answered_and_change_nothing(tmp_path, line, told):
+def test_bad_orders_are_answered_and_change_nothing(tmp_path, line, says):
     pool = FakePool(a="in")
     with steered(pool, tmp_path):
         with connected(tmp_path) as connection:
             connection.sendall(line)
             answer = json.loads(control._read_line(connection, 60))
-        assert told in answer["error"]
+        names(answer["error"], says=says)
         assert "\n" not in answer["error"]
         assert control.ask(tmp_path, {"do": "list"})["devices"] == {"a": "in"}
     assert pool.orders == []
@@ -123,7 +124,7 @@ def test_only_the_owner_may_open_it(tmp_path, monkeypatch):
         assert stat.S_IMODE(found.st_mode) == 0o600
         own = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: own + 1)  # the run's, as the server knows it
-        with pytest.raises(ValueError, match="somebody else's"):
+        with refused(ValueError, says="somebody"):
             control.ask(tmp_path, {"do": "list"})
 
 
@@ -144,7 +145,7 @@ def test_a_directory_may_have_any_length(tmp_path):
 def test_the_socket_of_a_run_that_was_killed_is_replaced(tmp_path):
     killed = control._listen(tmp_path)
     killed.close()
-    with pytest.raises(ConnectionError, match="no run takes orders"):
+    with refused(ConnectionError, says=tmp_path):
         control.ask(tmp_path, {"do": "list"})
     with steered(FakePool(a="in"), tmp_path) as messages:
         assert control.ask(tmp_path, {"do": "list"})["devices"] == {"a": "in"}
@@ -156,21 +157,21 @@ def test_without_a_socket_the_run_goes_on_and_says_so(tmp_path):
     with steered(FakePool(), tmp_path) as messages:
         pass
     [message] = messages
-    assert message.startswith(f"{tmp_path} takes no socket, so `hydra-engine devices` does not reach this run: ")
+    names(message, says=f"{tmp_path} socket")
     assert (tmp_path / control.NAME).read_text() == "the user's own"
 
 
 @pytest.mark.parametrize("where", ["", "nowhere", "file"])
 def test_where_no_run_is_at_work_that_is_said(tmp_path, where):
     (tmp_path / "file").touch()
-    with pytest.raises(ConnectionError, match=f"^RUN: no run takes orders in {tmp_path / where}, limit: ") as refused:
+    with refused(ConnectionError, says=tmp_path / where) as caught:
         control.ask(tmp_path / where, {"do": "list"})
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_run_that_does_not_answer_is_not_waited_for_long(tmp_path):
     listening = control._listen(tmp_path)  # and nobody accepts
-    with listening, pytest.raises(TimeoutError, match=r"has not answered for 0\.05 seconds"):
+    with listening, refused(TimeoutError, says="0.05"):
         control.ask(tmp_path, {"do": "list"}, answer_s=0.05)
 
 
@@ -178,6 +179,6 @@ def test_a_run_that_ends_before_it_answers_is_no_run(tmp_path):
     with control._listen(tmp_path) as listening:
         run = threading.Thread(target=lambda: listening.accept()[0].close())
         run.start()
-        with pytest.raises(ConnectionError, match="no run takes orders"):
+        with refused(ConnectionError, says=tmp_path):
             control.ask(tmp_path, {"do": "list"})
         run.join()

@@ -88,28 +88,32 @@ def room_of(name):
 
 
 @cache
-def parse(path):
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+def nodes_of(path):
+    """All of a file's syntax."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))))
 
 
+@cache
 def imports_of(path):
     """(module, imported names, line) of every import."""
-    for node in ast.walk(parse(path)):
+    found = []
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, (), node.lineno) for alias in node.names)
+            found += ((alias.name, (), node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}:{node.lineno}: relative import; imports are absolute"
-            yield node.module, tuple(alias.name for alias in node.names), node.lineno
+            found.append((node.module, tuple(alias.name for alias in node.names), node.lineno))
+    return found
 
 
+@cache
 def own_imports(name):
     """(dotted name within the package, imported names, line) of what a module imports of the engine."""
-    for module, names, line in imports_of(ENGINE_MODULES[name]):
-        package, _, rest = module.partition(".")
-        if package == "hydra_engine":
-            yield rest, names, line
+    split = [(*module.partition(".")[::2], names, line) for module, names, line in imports_of(ENGINE_MODULES[name])]
+    return [(rest, names, line) for package, rest, names, line in split if package == "hydra_engine"]
 
 
+@cache
 def face_of(room):
     """Names that a room's `__init__` imports of its modules: what it shows to others."""
     return {each for _, names, _ in own_imports(room) for each in names}
@@ -123,56 +127,64 @@ def inner_modules():
     return [name for name in ENGINE_MODULES if name not in ("__init__", "__main__")]
 
 
+def in_functions(path):
+    """(package, line) of every import inside a function."""
+    functions = [node for node in nodes_of(path) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    lines = {node.lineno for function in functions for node in ast.walk(function) if hasattr(node, "lineno")}
+    return [(module.partition(".")[0], line) for module, _, line in imports_of(path) if line in lines]
+
+
 def test_every_module_is_in_a_room_or_on_the_ground():
     assert {room_of(name) for name in inner_modules()} == {*ROOMS, *GROUND}
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_can_be_read_in_an_afternoon(room):
-    assert sum(name.startswith(f"{room}.") for name in ENGINE_MODULES) <= MOST_MODULES
+def test_a_room_can_be_read_in_an_afternoon():
+    sizes = {room: sum(name.startswith(f"{room}.") for name in ENGINE_MODULES) for room in ROOMS}
+    assert {room: size for room, size in sizes.items() if size > MOST_MODULES} == {}
 
 
-@pytest.mark.parametrize("name", inner_modules())
-def test_imports_point_down_and_enter_rooms_by_their_faces(name):
-    mine = room_of(name)
-    for imported, names, line in own_imports(name):
-        where = f"{name}:{line}: imports {imported or names}"
-        if imported in GROUND:
-            continue
-        assert mine not in GROUND, f"{where}, and stands below all rooms"
-        room = room_of(imported)
-        assert room in ROOMS, f"{where}; import from the room that defines the name"
-        if room == mine:
-            continue
-        assert ROOMS.index(room) < ROOMS.index(mine), f"{where}, which is not below {mine}"
-        assert imported == room, f"{where}; import from hydra_engine.{room}, and name it there"
-        assert set(names) <= face_of(room), f"{where}, which the face of {room} does not name"
+def test_imports_point_down_and_enter_rooms_by_their_faces():
+    for name in inner_modules():
+        mine = room_of(name)
+        for imported, names, line in own_imports(name):
+            where = f"{name}:{line}: imports {imported or names}"
+            if imported in GROUND:
+                continue
+            assert mine not in GROUND, f"{where}, and stands below all rooms"
+            room = room_of(imported)
+            assert room in ROOMS, f"{where}; import from the room that defines the name"
+            if room == mine:
+                continue
+            assert ROOMS.index(room) < ROOMS.index(mine), f"{where}, which is not below {mine}"
+            assert imported == room, f"{where}; import from hydra_engine.{room}, and name it there"
+            assert set(names) <= face_of(room), f"{where}, which the face of {room} does not name"
 
 
-@pytest.mark.parametrize("room", INNER)
-def test_a_face_names_what_others_use(room):
-    used = {each for name in ENGINE_MODULES for at, names, _ in own_imports(name) if at == room for each in names}
-    assert face_of(room) <= used
+def test_a_face_names_what_others_use():
+    imports = [(at, each) for name in ENGINE_MODULES for at, names, _ in own_imports(name) for each in names]
+    for room in INNER:
+        assert face_of(room) <= {each for at, each in imports if at == room}, room
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_no_modules_of_a_room_import_each_other_in_a_circle(room):
-    imported = {}
-    for name in (name for name in ENGINE_MODULES if name.startswith(f"{room}.")):
-        found = set()
-        for module, names, _ in own_imports(name):
-            found |= {f"{module}.{each}" for each in names} if module == room else {module}
-        imported[name] = found & ENGINE_MODULES.keys()
-    while imported:
-        free = {name for name, found in imported.items() if not found & imported.keys()}
-        assert free, f"a circle among {sorted(imported)}"
-        for name in free:
-            del imported[name]
+def test_no_modules_of_a_room_import_each_other_in_a_circle():
+    for room in ROOMS:
+        imported = {}
+        for name in (name for name in ENGINE_MODULES if name.startswith(f"{room}.")):
+            found = set()
+            for module, names, _ in own_imports(name):
+                found |= {f"{module}.{each}" for each in names} if module == room else {module}
+            imported[name] = found & ENGINE_MODULES.keys()
+        while imported:
+            free = {name for name, found in imported.items() if not found & imported.keys()}
+            assert free, f"a circle among {sorted(imported)}"
+            for name in free:
+                del imported[name]
 
 
-@pytest.mark.parametrize("name", [name for name in ENGINE_MODULES if room_of(name) in WITHOUT])
-def test_a_room_does_without_what_it_must_not_know(name):
-    assert packages_of(ENGINE_MODULES[name]).isdisjoint(WITHOUT[room_of(name)])
+@pytest.mark.parametrize("room", WITHOUT)
+def test_a_room_does_without_what_it_must_not_know(room):
+    for name in (name for name in ENGINE_MODULES if room_of(name) == room):
+        assert packages_of(ENGINE_MODULES[name]).isdisjoint(WITHOUT[room]), name
 
 
 @pytest.mark.parametrize("name", SIMULATOR)
@@ -180,44 +192,33 @@ def test_the_simulator_does_without_torch(name):
     assert "torch" not in packages_of(ENGINE_MODULES[f"planning.{name}"])
 
 
-@pytest.mark.parametrize("name", PARTITIONER_MODULES)
-def test_partitioners_never_import_the_engine(name):
-    assert "hydra_engine" not in packages_of(PARTITIONER_MODULES[name])
+def test_partitioners_never_import_the_engine():
+    for name, path in PARTITIONER_MODULES.items():
+        assert "hydra_engine" not in packages_of(path), name
 
 
-@pytest.mark.parametrize("path", ALL_PATHS, ids=lambda path: f"{path.parent.name}.{path.stem}")
-def test_no_import_inside_a_function(path):
-    functions = [node for node in ast.walk(parse(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    for node in (inner for function in functions for inner in ast.walk(function)):
-        if isinstance(node, ast.Import):
-            packages = [alias.name.partition(".")[0] for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            packages = [(node.module or "").partition(".")[0]]
-        else:
-            continue
-        assert set(packages) <= set(OPTIONAL), f"{path.name}:{node.lineno}: import inside a function"
+def test_no_import_inside_a_function():
+    for path in ALL_PATHS:
+        for package, line in in_functions(path):
+            assert package in OPTIONAL, f"{path}:{line}: import inside a function"
 
 
-@pytest.mark.parametrize("name", [name for name in ENGINE_MODULES if name not in (*CUDA, *TELLS_NAMES)])
-def test_only_two_modules_mention_cuda(name):
-    path = ENGINE_MODULES[name]
-    for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        assert not CUDA_WORDS.search(text), f"{name}:{line}: {text.strip()!r} belongs in {CUDA}"
-    tree = parse(path)
-    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
-    modules = {id(node) for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose | modules:
-            assert not CUDA_STRING.search(node.value), f"{name}:{node.lineno}: {node.value!r} belongs in {CUDA}"
+def test_only_two_modules_mention_cuda():
+    for name in (name for name in ENGINE_MODULES if name not in (*CUDA, *TELLS_NAMES)):
+        path = ENGINE_MODULES[name]
+        for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            assert not CUDA_WORDS.search(text), f"{name}:{line}: {text.strip()!r} belongs in {CUDA}"
+        prose = {id(node.value) for node in nodes_of(path) if isinstance(node, ast.Expr)}  # docstrings
+        for node in nodes_of(path):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+                assert not CUDA_STRING.search(node.value), f"{name}:{node.lineno}: {node.value!r} belongs in {CUDA}"
 
 
-@pytest.mark.parametrize(
-    "package", [package for package in PACKAGES if hasattr(package, "__all__")], ids=lambda package: package.__name__
-)
-def test_package_names_what_is_public(package):
-    assert len(set(package.__all__)) == len(package.__all__)
-    for name in package.__all__:
-        assert hasattr(package, name), f"{package.__name__}.__all__ names {name}, which does not exist"
+def test_package_names_what_is_public():
+    for package in (package for package in PACKAGES if hasattr(package, "__all__")):
+        assert len(set(package.__all__)) == len(package.__all__), package.__name__
+        for name in package.__all__:
+            assert hasattr(package, name), f"{package.__name__}.__all__ names {name}, which does not exist"
 
 
 def test_public_names_exist():
@@ -226,16 +227,26 @@ def test_public_names_exist():
     assert {"Pilot", "Presharded"} <= set(partitioners.__all__)
 
 
-@pytest.mark.parametrize("name", inner_modules())
-def test_module_can_be_imported(name):
-    try:
-        importlib.import_module(f"hydra_engine.{name}")
-    except ImportError as error:
-        if room_of(name) != "integrations" or error.name.startswith("hydra_engine"):
-            raise
-        pytest.skip(f"needs {error.name}, of an extra that is not installed")
+# Tests of integrations import these at their head; the library behind them takes seconds.
+IMPORTED = [
+    pytest.param(room, marks=pytest.mark.rest) if room == "integrations" else room for room in (*ROOMS, *GROUND)
+]
 
 
-@pytest.mark.parametrize("name", [name for name in ENGINE_MODULES if room_of(name) != "integrations"])
-def test_only_integrations_import_the_libraries_they_are_for(name):
-    assert packages_of(ENGINE_MODULES[name]).isdisjoint(INTEGRATED)
+@pytest.mark.parametrize("room", IMPORTED)
+def test_module_can_be_imported(room):
+    missing = []
+    for name in (name for name in inner_modules() if room_of(name) == room):
+        try:
+            importlib.import_module(f"hydra_engine.{name}")
+        except ImportError as error:
+            if room != "integrations" or error.name.startswith("hydra_engine"):
+                raise
+            missing.append(f"{name} needs {error.name}")
+    if missing:
+        pytest.skip(f"of an extra that is not installed: {'; '.join(missing)}")
+
+
+def test_only_integrations_import_the_libraries_they_are_for():
+    for name in (name for name in ENGINE_MODULES if room_of(name) != "integrations"):
+        assert packages_of(ENGINE_MODULES[name]).isdisjoint(INTEGRATED), name

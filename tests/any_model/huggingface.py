@@ -238,15 +238,17 @@ def batches(data, join, specs, seed):
     return found
 
 
-def case(name, model, config, values, data=tokens, loss_fn=None, join=None):
+def case(
+    name, model, config, values, data=tokens, loss_fn=None, join=None, *, training=TRAINING, validation=VALIDATION
+):
     """One row: with no loss of its own, the model gets the target with its inputs and computes the loss itself."""
     if loss_fn is None:
         loss_fn, join = own_loss, join or labels
     return Case(
         name,
         partial(new_model, model, config, values),
-        partial(batches, data, join, TRAINING, 2),
-        partial(batches, data, join, VALIDATION, 3),
+        partial(batches, data, join, training, 2),
+        partial(batches, data, join, validation, 3),
         loss_fn,
         is_listed=False,
     )
@@ -560,3 +562,21 @@ OTHERS = [
 ]
 
 CASES = [*LISTED, *BY_HAND, *OTHERS]
+
+# One of each kind, of one block and few batches: a decoder, an encoder, an encoder-decoder, experts, images, and
+# embeddings that are the head's too.
+BLOCK = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL_T5 = T5 | {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+SMALL_MIXTRAL = MIXTRAL | BLOCK | {"num_key_value_heads": 1, "head_dim": 4, "num_local_experts": 2}
+SMALL_CONVNEXT = {"num_stages": 1, "hidden_sizes": [8], "depths": [1], "num_labels": CLASSES}
+smallest = partial(case, training=((2, 9, True), (2, 12, True)), validation=((2, 9, True),))
+SMALLEST = [
+    smallest("decoder", "GPTNeoXForCausalLM", "GPTNeoXConfig", ENCODER | BLOCK, tokens, next_token_loss),
+    smallest(
+        "encoder", "BertForSequenceClassification", "BertConfig", BERT | BLOCK | {"num_labels": CLASSES}, sentence
+    ),
+    smallest("encoder-decoder", "T5ForConditionalGeneration", "T5Config", SMALL_T5, pair_of_tokens),
+    smallest("experts", "MixtralForCausalLM", "MixtralConfig", SMALL_MIXTRAL),
+    smallest("images", "ConvNextForImageClassification", "ConvNextConfig", SMALL_CONVNEXT, partial(images, pixels=32)),
+    smallest("tied weights", "OPTForCausalLM", "OPTConfig", OPT | BLOCK | {"ffn_dim": 8, "word_embed_proj_dim": 8}),
+]

@@ -1,7 +1,6 @@
 """Models of `transformers` train as layers to the bits of their own forward, whatever that forward is."""
 
 import inspect
-import re
 
 import pytest
 import torch
@@ -11,16 +10,27 @@ pytest.importorskip("transformers")
 
 from hydra_engine import Model
 from tests.any_model import harness, huggingface
+from tests.refused import refused
 
-BY_NAME = {case.name: case for case in huggingface.CASES}
-SEVERAL = ["T5", "Mixtral", "CLIP", "BERT, sequences", "Mamba"]
+BY_NAME = {case.name: case for case in (*huggingface.CASES, *huggingface.SMALLEST)}
+CUTS = [harness.one_shard, harness.each_layer]
+SEVERAL = [
+    "decoder",
+    *(pytest.param(name, marks=pytest.mark.rest) for name in ("T5", "Mixtral", "CLIP", "BERT, sequences", "Mamba")),
+]
 
 
 def test_names_of_the_table_are_unique():
-    assert len(BY_NAME) == len(huggingface.CASES)
+    assert len(BY_NAME) == len(huggingface.CASES) + len(huggingface.SMALLEST)
 
 
-@pytest.mark.parametrize("cut", [harness.one_shard, harness.each_layer], ids=["one shard", "each layer"])
+@pytest.mark.parametrize("case", huggingface.SMALLEST, ids=lambda case: case.name)
+def test_layers_of_each_kind_train_to_the_bits_of_the_module(case):
+    harness.check(case, harness.each_layer)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("cut", CUTS, ids=["one shard", "each layer"])
 @pytest.mark.parametrize("case", huggingface.LISTED, ids=lambda case: case.name)
 def test_layers_train_to_the_bits_of_the_module(case, cut):
     harness.check(case, cut)
@@ -59,10 +69,10 @@ def test_a_block_of_attention_and_mlp_is_at_least_two_layers():
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_gradient_checkpointing_is_switched_off_with_a_word():
-    case = BY_NAME["Mixtral"]
+    case = BY_NAME["tied weights"]
     module = harness.new_module(case)
     module.activation_checkpointing_enable()
-    with pytest.warns(UserWarning, match=rf"checkpointing of the model \({type(module).__name__}\) is switched off"):
+    with pytest.warns(UserWarning, match=type(module).__name__):
         Model(module, example=case.batches()[0][0])
     assert not any(getattr(each, "gradient_checkpointing", False) for each in module.modules())
 
@@ -84,6 +94,5 @@ class Branching(nn.Module):
 def test_a_branch_on_a_computed_value_is_refused_with_its_line():
     lines, first = inspect.getsourcelines(Branching.forward)
     number = first + next(k for k, line in enumerate(lines) if "x.sum() > 0" in line)
-    with pytest.raises(ValueError, match=re.escape("test_huggingface.py")) as caught:
+    with refused(ValueError, says=f"test_huggingface.py {number}"):
         Model(Branching(), example=torch.randn(3, 8))
-    assert str(number) in str(caught.value)

@@ -14,6 +14,8 @@ from partitioners import Presharded
 from tests import exact, reference, zoo
 from tests.any_model import harness
 
+pytestmark = pytest.mark.rest  # the kinds of test_huggingface.py are in `make test`
+
 BY_NAME = {case.name: case for case in vision.CASES}
 
 

@@ -8,12 +8,12 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 import threading
+import time
 import zlib
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +26,11 @@ import torch
 from hydra_engine.checkpoints import checkpoint, manifest
 from hydra_engine.checkpoints.checkpoint import furthest, load_newest, newest_first, place, read_manifest
 from hydra_engine.checkpoints.directory import CheckpointDirectory
+from hydra_engine.checkpoints.tensors import MovingTensor
 from hydra_engine.errors import CheckpointError
 from hydra_engine.system import files
 from hydra_engine.system.files import NUM_THREADS, PORTION_BYTES, Disk
+from tests import processes
 from tests.checkpoints.support import (
     WEIGHTS,
     FailingDisk,
@@ -43,6 +45,7 @@ from tests.checkpoints.support import (
     save_tasks,
     what_takes_room,
 )
+from tests.refused import names, refused
 
 
 def tensors():
@@ -108,6 +111,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
         assert bits(save_and_read(tmp_path / "a", TaskContent(weights={}, state=value)).state) == bits(value)
 
 
+@pytest.mark.rest
 def test_tensors_that_share_memory_or_are_strided(tmp_path):
     base = torch.arange(48.0)
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
@@ -146,6 +150,7 @@ NO_VALUES = r"torch\.(q?u?int[1-7](x\d)?|quint.*|qint.*|complex32)"  # no kernel
 DTYPES = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("dtype", sorted((d for d in DTYPES if not re.fullmatch(NO_VALUES, str(d))), key=str), ids=str)
 def test_every_dtype(tmp_path, dtype):
     raw = torch.randint(2 if dtype == torch.bool else 256, (96,), dtype=torch.uint8)
@@ -157,6 +162,7 @@ def test_every_dtype(tmp_path, dtype):
         assert bits(found.state[name].contiguous()) == bits(value.contiguous()), name
 
 
+@pytest.mark.rest
 def test_weights_are_as_the_published_format_has_them(tmp_path):
     """https://github.com/huggingface/safetensors#format, rule by rule."""
     weights = tensors() | {"turned": torch.arange(6.0).view(2, 3).t(), "complex128": torch.ones(2, dtype=torch.cdouble)}
@@ -214,14 +220,14 @@ def test_weights_are_read_by_the_safetensors_library(tmp_path):
 
 
 def test_tasks_of_any_name_and_data(tmp_path):
-    names = ("a/b", "..", "x" * 300, "é", "", "A", "a", "0-a")
+    tasks = ("a/b", "..", "x" * 300, "é", "", "A", "a", "0-a")
     data = {"step": 3, "losses": [0.1, None, True], "plan": {"a": "b\n"}}
     with CheckpointDirectory(tmp_path) as store:
-        save_tasks(store, {name: TaskContent(weights={}, state=name) for name in names}, data)
+        save_tasks(store, {name: TaskContent(weights={}, state=name) for name in tasks}, data)
         found = store.load_newest()
     assert found.data == data
-    assert found.task_names == names
-    assert [read_task(found, name).state for name in names] == list(names)
+    assert found.task_names == tasks
+    assert [read_task(found, name).state for name in tasks] == list(tasks)
 
 
 class Own(dict):
@@ -279,6 +285,7 @@ def test_a_name_that_the_format_keeps_for_itself(tmp_path):
         assert_nothing_unnamed(tmp_path)
 
 
+@pytest.mark.rest
 def test_as_deep_as_may_be(tmp_path):
     found = save_and_read(tmp_path / "list", TaskContent(weights={}, state=deep(100)))
     assert found.state == deep(100)
@@ -295,9 +302,9 @@ def test_one_task_of_several_is_read_alone(tmp_path):
     path_of(found, "a", WEIGHTS).unlink()
     assert found.read_nested("a", "state") == "a"
     for read in (found.read_tensors, found.read_bytes):
-        with pytest.raises(CheckpointError, match="changed after it was opened"):
+        with refused(CheckpointError, says=WEIGHTS):
             read("a", WEIGHTS)
-    with pytest.raises(CheckpointError, match=r"holds no task 'c', but 'a', 'b'; name the task as it was"):
+    with refused(CheckpointError, task="'c'", says="'a' 'b'"):
         read_task(found, "c")
 
 
@@ -360,7 +367,7 @@ def test_the_last_are_kept(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["LOCK", path.name, "files", "mine.txt"]
     (tmp_path / "files/mine.txt").unlink()
     assert_nothing_unnamed(tmp_path)
-    with pytest.raises(ValueError, match="keep: 0, limit: at least 1"):
+    with refused(ValueError, says="keep 0"):
         CheckpointDirectory(tmp_path, keep=0)
 
 
@@ -376,23 +383,6 @@ def test_damaged_ones_do_not_count_among_those_kept(tmp_path):
         assert [path.name[:19] for path in newest_first(tmp_path)] == ["checkpoint-00000004", "checkpoint-00000003"]
 
 
-def test_a_thousand_altered_bytes_of_data_are_noticed(tmp_path):
-    newest = saved_twice(tmp_path)
-    places = [(path, offset) for path in written_by(newest) for offset in range(path.stat().st_size)]
-    generator = random.Random(0)
-    for _ in range(1000):
-        (path, offset), mask = generator.choice(places), generator.randrange(1, 256)
-        flip(path, offset, mask)
-        found = load_newest(tmp_path)
-        assert found.data == {"k": 0}, (path, offset, mask)
-        [message] = found.messages
-        assert f"{path.name}: found" in message
-        assert "expected" in message
-        assert newest.name in message
-        flip(path, offset, mask)
-    assert_holds(load_newest(tmp_path), 1)
-
-
 @pytest.mark.parametrize("name", ["manifest", WEIGHTS, "state.json"])
 def test_a_file_that_is_cut_is_noticed(tmp_path, name):
     manifest = saved_twice(tmp_path)
@@ -402,12 +392,12 @@ def test_a_file_that_is_cut_is_noticed(tmp_path, name):
         path.write_bytes(content[:length])
         found = load_newest(tmp_path)
         assert found.data == {"k": 0}
-        assert f"{'manifest' if path == manifest else path.name}: found {length} bytes" in found.messages[0]
+        names(found.messages[0], says=f"{'manifest' if path == manifest else path.name} {length}")
     path.write_bytes(content + b" ")
     assert load_newest(tmp_path).data == {"k": 0}
     path.unlink()
     if path != manifest:
-        assert "No such file" in load_newest(tmp_path).messages[0]
+        names(load_newest(tmp_path).messages[0], says=path.name)
     path.mkdir()
     assert load_newest(tmp_path).data == {"k": 0}
 
@@ -429,18 +419,15 @@ def test_a_file_that_cannot_be_read_is_refused_and_not_passed_over(tmp_path, mon
 
     monkeypatch.setattr(os, "open", but_that(os.open))
     monkeypatch.setattr(Path, "read_bytes", but_that(Path.read_bytes))
-    told = (
-        rf"{manifest.name}: .*{path.name} cannot be read: .*{os.strerror(number)}.*; it may be whole.*make it readable"
-    )
-    with pytest.raises(CheckpointError, match=told):
-        load_newest(tmp_path)
+    reads = [lambda: load_newest(tmp_path)]
     if name == "manifest":
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            furthest([tmp_path], "bert")
+        reads.append(lambda: furthest([tmp_path], "bert"))
     with CheckpointDirectory(tmp_path) as store:  # and nothing that it may name is removed
         assert path.exists()
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            store.load_newest()
+        for read in (*reads, store.load_newest):
+            with refused(CheckpointError, says=path.name) as caught:
+                read()
+            assert os.strerror(number) in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read_any_more_is_told_as_such(tmp_path, monkeypatch):
@@ -450,7 +437,7 @@ def test_a_file_that_cannot_be_read_any_more_is_told_as_such(tmp_path, monkeypat
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr("hydra_engine.system.files.OldFile.read_into", fails)
-    with pytest.raises(CheckpointError, match=rf"-{WEIGHTS} cannot be read: .*Input/output error.*make it readable"):
+    with refused(CheckpointError, says=f"-{WEIGHTS} Input/output"):
         found.read_tensors("bert", WEIGHTS)
 
 
@@ -458,8 +445,9 @@ def test_none_is_whole(tmp_path):
     saved_twice(tmp_path)
     for path in (tmp_path / "files").glob(f"*{WEIGHTS}"):
         flip(path, 20)
-    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint is whole, of 2 .*weights.*weights.*restore one from"):
+    with refused(CheckpointError) as caught:
         load_newest(tmp_path)
+    assert all(path.name in str(caught.value) for path in (tmp_path / "files").glob(f"*{WEIGHTS}"))
 
 
 def test_a_newer_version_is_refused_by_name(tmp_path, monkeypatch):
@@ -468,7 +456,7 @@ def test_a_newer_version_is_refused_by_name(tmp_path, monkeypatch):
         monkeypatch.setattr(manifest, "VERSION", 2)
         save(store, 1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"version 2, limit: .* up to version 1; read it with"):
+    with refused(CheckpointError, says="version 2 1"):
         load_newest(tmp_path)
 
 
@@ -476,13 +464,13 @@ def test_a_checkpoint_that_changes_while_it_is_read(tmp_path):
     saved_twice(tmp_path)
     found = load_newest(tmp_path)
     weights = path_of(found, "bert", WEIGHTS)
-    for change, told in (
-        (lambda: flip(weights, -1 + weights.stat().st_size), f": {weights.name}: found"),
-        (lambda: os.truncate(weights, 150), ""),
-        (weights.unlink, ""),
+    for change in (
+        lambda: flip(weights, -1 + weights.stat().st_size),
+        lambda: os.truncate(weights, 150),
+        weights.unlink,
     ):
         change()
-        with pytest.raises(CheckpointError, match=f"changed after it was opened{told}"):
+        with refused(CheckpointError, says=weights.name):
             read_task(found, "bert")
 
 
@@ -493,7 +481,7 @@ def test_every_byte_that_changes_before_it_is_read_is_noticed(tmp_path):
         for offset in range(path.stat().st_size):
             mask = generator.randrange(1, 256)
             flip(path, offset, mask)
-            with pytest.raises(CheckpointError, match=f"changed after it was opened: .*{path.name}"):
+            with refused(CheckpointError, says=path.name):
                 read_task(found, "bert")
             flip(path, offset, mask)
     assert_holds(found, 1)
@@ -554,6 +542,7 @@ def test_who_is_interrupted_while_a_checkpoint_is_checked_waits_for_no_more_of_i
 # -- disks that halt or fill up
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_writes_may_be_short(tmp_path, is_direct):
     class Halting(Disk):
@@ -579,7 +568,7 @@ def test_a_disk_that_fills_up_behind(tmp_path):
     with CheckpointDirectory(tmp_path, disk=(disk := FailingDisk(10**9, what_takes_room))) as store:
         for n in (4, 6, 12):
             disk.num_left = n
-            with pytest.raises(CheckpointError, match="No space left on device"):
+            with refused(CheckpointError, task="bert", says="space"):
                 save_tasks(store, {"bert": TaskContent(weights=weights)})
             assert_nothing_unnamed(tmp_path)
         disk.num_left = 10**9
@@ -587,73 +576,64 @@ def test_a_disk_that_fills_up_behind(tmp_path):
         assert torch.equal(read_task(store.load_newest(), "bert").weights["w"], weights["w"])
 
 
+def growth_of_a_save(folder):
+    """Bytes by which the peak of this process's memory grows as 16 portions are saved."""
+    w = torch.zeros(16 * PORTION_BYTES // 4).fill_(1)
+    weights = {"w": w, "turned": w.view(4096, -1).t(), "inside out": w.view(2, 8, -1).transpose(0, 2)}
+    weights |= {"half": w[::2], "moving": MovingTensor(w)}
+    with CheckpointDirectory(folder) as store:
+        save_tasks(store, {"small": TaskContent(weights={"w": torch.zeros(3)})})
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        save_tasks(store, {"large": TaskContent(weights=weights)})
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+@pytest.mark.rest
 def test_no_second_copy_in_memory(tmp_path):
-    command = [sys.executable, "-c", SAVE_LARGE, str(tmp_path)]
-    grown_bytes = int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    assert grown_bytes < 6 * PORTION_BYTES  # of 16
+    assert processes.run(growth_of_a_save, tmp_path) < 6 * PORTION_BYTES
 
 
-SAVE_LARGE = """
-import resource, sys, torch
-from hydra_engine.checkpoints.directory import CheckpointDirectory
-from hydra_engine.checkpoints.tensors import MovingTensor
-w = torch.zeros(2**24).fill_(1)
-weights = {"w": w, "turned": w.view(4096, 4096).t(), "inside out": w.view(2, 8, -1).transpose(0, 2), "half": w[::2],
-           "moving": MovingTensor(w)}
-store = CheckpointDirectory(sys.argv[1])
-def save(name, weights):
-    with store.begin() as new:
-        new.add(name, {"weights.safetensors": weights})
-        new.commit()
-save("small", {"w": torch.zeros(3)})
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-save("large", weights)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
-"""
+def save_on(folder, progress):
+    """Save without end; a line of `progress` for each save that has returned."""
+    with CheckpointDirectory(folder, keep=2) as store, open(progress, "w") as told:
+        for k in range(10**6):
+            save_tasks(store, {"bert": TaskContent(weights={"w": torch.full((300_000,), float(k))}, state=k)}, {"k": k})
+            print(k, file=told, flush=True)
 
-SAVE_ON = """
-import sys, torch
-from hydra_engine.checkpoints.directory import CheckpointDirectory
-from hydra_engine.checkpoints.nested import nested_files
-store = CheckpointDirectory(sys.argv[1], keep=2)
-for k in range(10**6):
-    with store.begin() as new:
-        weights = {"w": torch.full((300_000,), float(k))}
-        new.add("bert", {"weights.safetensors": weights, **nested_files("state", k)})
-        new.commit({"k": k})
-    print(k, flush=True)
-"""
 
-FORK_AND_DIE = """
-import os, signal, sys
-from hydra_engine.checkpoints.directory import CheckpointDirectory
-store = CheckpointDirectory(sys.argv[1])
-if os.fork() == 0:
-    try:
-        with store.begin():
+def begin_in_a_child_and_die(folder, child):
+    """Fork, and be killed; the child tells by file `child` why it may not save, and waits until that file is gone."""
+    store = CheckpointDirectory(folder)
+    if os.fork() == 0:
+        with pytest.raises(ValueError) as error, store.begin():  # noqa: PT011
             pass
-    except ValueError as error:
-        print(error, flush=True)
-    sys.stdin.read()
-    os._exit(0)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+        child.with_suffix(".tmp").write_text(f"{os.getpid()} {error.value}")
+        child.with_suffix(".tmp").rename(child)
+        while child.exists():
+            time.sleep(0.01)
+        os._exit(0)
+    wait_for(child.exists)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def start(script, folder):
-    command = [sys.executable, "-c", script, str(folder)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def wait_for(condition):
+    """Until it holds; two minutes at most."""
+    end_s = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
 
 
 def test_kill_9_while_saving(tmp_path):
-    last = -1
+    last, folder, progress = -1, tmp_path / "saved", tmp_path / "progress"
     for num_saves in (1, 4):
-        with start(SAVE_ON, tmp_path) as process:
-            for _ in range(num_saves):
-                saved = int(process.stdout.readline())
-            process.send_signal(signal.SIGKILL)
-            saved = int((process.stdout.read().split() or [saved])[-1])
-        found = load_newest(tmp_path)
+        process = processes.start(save_on, folder, progress)
+        wait_for(lambda num=num_saves: progress.exists() and progress.read_text().count("\n") >= num)
+        process.kill()
+        process.join()
+        saved = int(progress.read_text().split()[-1])
+        progress.unlink()
+        found = load_newest(folder)
         assert found.messages == ()
         k = found.data["k"]
         assert k in (saved, saved + 1)
@@ -663,8 +643,8 @@ def test_kill_9_while_saving(tmp_path):
         number = int(found.path.name.split("-")[1])
         assert number > last
         last = number
-    with CheckpointDirectory(tmp_path, keep=1):
-        assert_nothing_unnamed(tmp_path)
+    with CheckpointDirectory(folder, keep=1):
+        assert_nothing_unnamed(folder)
 
 
 # -- directories that are of no use
@@ -673,46 +653,51 @@ def test_kill_9_while_saving(tmp_path):
 def test_one_run_at_a_time(tmp_path):
     with CheckpointDirectory(tmp_path) as store:
         save(store, 0)
-        with pytest.raises(CheckpointError, match=rf"in use by process {os.getpid()} on .*; end that one, or give"):
+        with refused(CheckpointError, says=f"process {os.getpid()}"):
             CheckpointDirectory(tmp_path)
         assert_holds(load_newest(tmp_path), 0)  # reading is free
         save(store, 1)
     store.close()
     with CheckpointDirectory(tmp_path) as other:
-        with pytest.raises(ValueError, match="was closed, or belongs to the process"):
+        with refused(ValueError, says="closed"):
             save(store, 2)
         save(other, 2)
 
 
 def test_children_of_a_killed_run_do_not_hold_its_lock(tmp_path):
-    with start(FORK_AND_DIE, tmp_path) as process:
-        assert "belongs to the process that this one was forked from" in process.stdout.readline()
-        assert process.wait() == -signal.SIGKILL
-        with CheckpointDirectory(tmp_path) as store:  # its child still waits for input
-            save(store, 0)
+    child = tmp_path / "child"
+    process = processes.start(begin_in_a_child_and_die, tmp_path / "saved", child)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    pid, told = child.read_text().split(maxsplit=1)
+    names(told, says="process")
+    with CheckpointDirectory(tmp_path / "saved") as store:  # its child is still there
+        os.kill(int(pid), 0)
+        save(store, 0)
+    child.unlink()
 
 
 def test_a_file_is_no_directory(tmp_path):
     (tmp_path / "file").write_text("")
     for use in (CheckpointDirectory, load_newest):
         for path in (tmp_path / "file", tmp_path / "file" / "below"):
-            with pytest.raises(CheckpointError, match="give"):
+            with refused(CheckpointError, says=path):
                 use(path)
 
 
 @pytest.mark.parametrize(
-    ("call", "number", "told"),
+    ("call", "number", "says"),
     [
-        ("create", errno.EROFS, r"cannot be used for checkpoints: .*Read-only file system"),
-        ("sync_folder", errno.EIO, "Input/output error"),
-        ("rename", errno.EXDEV, r"Invalid cross-device link.*; files/ is on another file system .*move it"),
+        ("create", errno.EROFS, "Read-only"),
+        ("sync_folder", errno.EIO, "Input/output"),
+        ("rename", errno.EXDEV, "cross-device files/"),
     ],
 )
-def test_a_directory_that_is_refused_at_once_is_not_locked(tmp_path, call, number, told):
+def test_a_directory_that_is_refused_at_once_is_not_locked(tmp_path, call, number, says):
     def fails(disk, *paths):
         raise OSError(number, os.strerror(number), str(paths[0]))
 
-    with pytest.raises(CheckpointError, match=told):
+    with refused(CheckpointError, says=says):
         CheckpointDirectory(tmp_path, disk=type("Failing", (Disk,), {call: fails})())
     CheckpointDirectory(tmp_path).close()
 
@@ -733,7 +718,7 @@ def test_a_directory_without_permission_is_refused_at_once(tmp_path):
     saved_twice(tmp_path)
     tmp_path.chmod(0o555)
     try:
-        with pytest.raises(CheckpointError, match="Permission denied"):
+        with refused(CheckpointError, says=tmp_path):
             CheckpointDirectory(tmp_path)
         assert_holds(load_newest(tmp_path), 1)
     finally:

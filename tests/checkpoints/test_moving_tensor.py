@@ -11,6 +11,8 @@ import torch
 from hydra_engine.checkpoints.tensors import MovingTensor
 from tests.checkpoints.support import bits
 
+pytestmark = pytest.mark.rest
+
 
 def value_of(moving, part_bytes=7):
     target = bytearray(moving.nbytes)
@@ -52,6 +54,7 @@ def test_the_values_in_c_order_part_by_part(name, is_secured):
     assert moving.nbytes == len(c_order(tensor))
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("tensor", [BASE.clone(), torch.arange(24.0).view(4, 6).t()], ids=["contiguous", "turned"])
 def test_what_is_secured_stays(tensor):
     before = c_order(tensor)
@@ -62,6 +65,7 @@ def test_what_is_secured_stays(tensor):
     assert value_of(moving) == before
 
 
+@pytest.mark.net
 def test_what_is_strided_secures_itself_when_it_is_written():
     tensor = torch.arange(24.0).view(4, 6).t()
     before = c_order(tensor)
@@ -73,6 +77,7 @@ def test_what_is_strided_secures_itself_when_it_is_written():
     assert value_of(moving) == before
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("is_secured", [False, True])
 def test_once_done_nothing_is_held(is_secured):
     memory = np.zeros(1000, np.float32)
@@ -106,6 +111,7 @@ def test_what_cannot_be_saved_is_refused(value, message):
         MovingTensor(value)
 
 
+@pytest.mark.net
 def test_no_memory_for_a_copy_leaves_it_as_it_was(monkeypatch):
     def full(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")

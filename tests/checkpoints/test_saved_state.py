@@ -15,6 +15,7 @@ from hydra_engine.checkpoints.nested import flatten, losses_to_state, unflatten
 from hydra_engine.data.streams import Stream, capture, copied, installed, random_from_state
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.optimizer import restore_optimizer
+from tests.refused import refused
 
 
 def through(state):
@@ -191,11 +192,13 @@ def test_another_model_is_refused():
     optimizer = torch.optim.Adam(net.parameters())
     step(net, optimizer, None, 0)
     saved = optimizer.state_dict()
-    with pytest.raises(ValueError, match=r"groups of \[2\] parameters, and the saved one of \[4\]"):
+    with refused(ValueError, says="[2] [4]"):
         restore_optimizer(torch.optim.Adam(net[0].parameters()), saved)
     turned = [*net[2].parameters(), *net[0].parameters()]
-    with pytest.raises(ValueError, match=r"parameter 0 has shape \(4, 8\), and its saved exp_avg \(8, 4\)"):
+    with refused(ValueError, says="exp_avg") as caught:
         restore_optimizer(torch.optim.Adam(turned), saved)
+    assert "(4, 8)" in str(caught.value)
+    assert "(8, 4)" in str(caught.value)
 
 
 def test_a_loss_scale_goes_on_as_grad_scaler_would():
@@ -233,7 +236,7 @@ def test_a_random_stream_goes_on(device):
     assert type(state.python[1]) is tuple
     with installed(Stream(state)):
         assert draw() == expected
-    with pytest.raises(ValueError, match=r"states are \['torch'\], expected \['torch', 'python', 'numpy', 'device'\]"):
+    with refused(ValueError, says="['torch'] 'numpy', 'device'"):
         random_from_state({"torch": state.torch})
 
 

@@ -29,10 +29,12 @@ from hydra_engine.trace import Trace
 from hydra_engine.worker.claims import Claims
 from partitioners import Presharded
 from tests import exact, reference, zoo
+from tests.covering import covering
 from tests.devices import test_gpu
 from tests.devices.test_device import DeviceContract
 from tests.devices.test_gpu import STRUCK_STEP, Asserts
 from tests.fake_cuda import MIB, FakeCuda, Misuse
+from tests.refused import names, refused
 from tests.worker.test_keeping import Backwards, everything_kept
 
 SEED, LR = 7, 0.05
@@ -60,9 +62,7 @@ def devices_of(cuda, num=1, budget_bytes=MIB):
 
 
 def orchestra_of(tasks, devices, **options):
-    orchestra = ModelOrchestrator(tasks, devices=devices, **options)
-    orchestra.verbose = 0
-    return orchestra
+    return exact.silent(tasks, devices=devices, **options)
 
 
 def trained(cuda, tasks, *, num_devices=1, budget_bytes=MIB, **options):
@@ -87,20 +87,17 @@ class TestCudaDevice(DeviceContract):
     def open(self, index, trace):
         return self.make(self.MEMORY, index).open(index, trace, 1, self.ARENA_BYTES)
 
-    @pytest.mark.parametrize("lane", QUEUES)
-    def test_lane_is_on_its_device_and_stream(self, trace, lane):
+    def test_each_lane_is_on_its_device_and_stream(self, trace):
         opened = self.open(1, trace)
 
         def here():
             torch_cuda = self.cuda.torch.cuda
             return torch_cuda.current_device(), torch_cuda.current_stream()
 
-        device, stream = self.finish(opened, lane, here)
-        others = [self.finish(opened, other, here)[1] for other in QUEUES if other != lane]
+        found = [self.finish(opened, lane, here) for lane in QUEUES]
         opened.close()
-        assert device == 1
-        assert stream is not self.cuda.cards[1].default_stream
-        assert stream not in others
+        assert {device for device, _ in found} == {1}
+        assert len({id(stream) for _, stream in found} - {id(self.cuda.cards[1].default_stream)}) == len(QUEUES)
 
     def test_backwards_run_in_the_compute_lane_itself(self, opened):
         is_on = torch._C._is_multithreading_enabled
@@ -171,8 +168,7 @@ class TestBudget:
         cuda = FakeCuda(total_bytes=256 * MIB, other_bytes=151 * MIB)
         with cuda.installed():
             monkeypatch.setattr("hydra_engine.devices.cuda.LEAST_RESERVED_BYTES", 128 * MIB)
-            text = r"device 'cuda:0': 101 MiB \(105906176 bytes\) free, limit: more than the 128 MiB"
-            with pytest.raises(RuntimeError, match=text):
+            with refused(RuntimeError, says="'cuda:0' 105906176 128"):
                 CudaDevice()
 
     @pytest.mark.parametrize("budget_bytes", [64 * MIB, 2048 * MIB])
@@ -189,17 +185,17 @@ class TestBudget:
             assert CudaDevice(0, 2048 * MIB).allowed_bytes == 1024 * MIB  # a context has 1 GiB at most
 
     @pytest.mark.parametrize(
-        ("index", "memory", "kind", "text"),
+        ("index", "memory", "error", "says"),
         [
-            (0, "1TiB", ValueError, r"memory: 1 TiB .* 'cuda:0', limit: 256 MiB"),
-            (0, "1MiB", ValueError, r"memory: 1 MiB .* limit: more than the 4 MiB .* of its context"),
-            (2, None, RuntimeError, r"'cuda:2': this process sees 2 CUDA devices"),
-            (-1, None, ValueError, r"index: -1"),
-            (True, None, ValueError, r"index: True"),
+            (0, "1TiB", ValueError, "memory 'cuda:0' 256"),
+            (0, "1MiB", ValueError, "memory 1 4"),
+            (2, None, RuntimeError, "'cuda:2' 2"),
+            (-1, None, ValueError, "index -1"),
+            (True, None, ValueError, "index True"),
         ],
     )
-    def test_what_the_card_has_not_is_refused(self, cuda, index, memory, kind, text):
-        with pytest.raises(kind, match=text):
+    def test_what_the_card_has_not_is_refused(self, cuda, index, memory, error, says):
+        with refused(error, says=says):
             CudaDevice(index, memory)
 
     @pytest.mark.parametrize("what", ["generate", "train_models", "evaluate", "predict"])
@@ -209,7 +205,7 @@ class TestBudget:
         before = {name: tensor.clone() for name, tensor in exact.zoo.state(model).items()}
         cuda.cards[1].other_bytes = cuda.cards[1].total_bytes - cuda.context_bytes - MIB // 2
         arguments = {"evaluate": ("mlp", task.dataloader), "predict": (model, task.dataloader)}.get(what, ())
-        with pytest.raises(RuntimeError, match=r"'cuda:1': 1 MiB .* asked for, 512 KiB .* free; end what else uses"):
+        with refused(RuntimeError, says="'cuda:1' MiB 512"):
             getattr(orchestra, what)(*arguments)
         exact.assert_same_state(exact.zoo.state(model), before)
         assert not torch.is_grad_enabled() or not any(p.grad is not None for p in model.parameters())
@@ -219,19 +215,22 @@ class TestBudget:
         orchestra = orchestra_of([task], devices_of(cuda))
         orchestra.generate()
         cuda.cards[0].other_bytes = cuda.cards[0].total_bytes - cuda.context_bytes - MIB // 2
-        with pytest.raises(RuntimeError, match="512 KiB"):
+        with refused(RuntimeError, says="'cuda:0' 512"):
             orchestra.train_models()
 
-    @pytest.mark.parametrize("given", [["cuda:0", "cuda:0"], ["cuda", "cuda:0"], ["cuda:1", "cuda:0", "cuda:1"]])
-    def test_a_device_twice_is_refused(self, cuda, given):
+    @pytest.mark.parametrize(
+        ("given", "says"),
+        [
+            (["cuda:0", "cuda:0"], "'cuda:0' 2"),
+            (["cuda", "cuda:0"], "'cuda:0' 2"),
+            (["cuda:1", "cuda:0", "cuda:1"], "'cuda:1' 2"),
+            (["cuda:0", EmulatedDevice("1MiB")], "devices kind"),
+        ],
+    )
+    def test_a_device_twice_and_two_kinds_are_refused(self, cuda, given, says):
         task, _ = exact.task_of("mlp")
-        with pytest.raises(ValueError, match=r"'cuda:[01]' is there 2 times"):
+        with refused(ValueError, says=says):
             ModelOrchestrator([task], devices=given)
-
-    def test_kinds_of_devices_are_not_mixed(self, cuda):
-        task, _ = exact.task_of("mlp")
-        with pytest.raises(ValueError, match="either kind"):
-            ModelOrchestrator([task], devices=["cuda:0", EmulatedDevice("1MiB")])
 
     def test_every_cuda_device_is_used_where_none_is_named(self, cuda):
         task, _ = exact.task_of("mlp")
@@ -255,10 +254,10 @@ class TestBudget:
 
 
 class TestOpening:
-    @pytest.mark.parametrize(
-        "settings", ["", "expandable_segments:True", "max_split_size_mb:64,expandable_segments:False"]
+    @covering(
+        settings=["", "expandable_segments:True", "max_split_size_mb:64,expandable_segments:False"],
+        told=["call", "snapshot", "environment"],  # by torch 2.13, by 2.11, by neither
     )
-    @pytest.mark.parametrize("told", ["call", "snapshot", "environment"])  # by torch 2.13, by 2.11, by neither
     def test_allocator_is_left_as_it_was_found(self, settings, told, monkeypatch):
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings if told == "environment" else "")
         cuda = FakeCuda(num_devices=2, settings=settings, settings_told=told)
@@ -348,16 +347,17 @@ class TestLibraries:
 
 
 class TestHostMemory:
-    @pytest.mark.parametrize("num_bytes", [1, PAGE_BYTES - 1, PAGE_BYTES, 5 * PAGE_BYTES + 3, 20 * PAGE_BYTES])
-    def test_all_of_it_is_locked_and_no_byte_more_is_taken(self, cuda, num_bytes):
+    def test_all_of_it_is_locked_and_no_byte_more_is_taken(self, cuda):
         host = host_memory(devices_of(cuda))
-        storage = host.new(num_bytes)
-        assert storage.nbytes() == cuda.num_registered_bytes == num_bytes
-        assert len(cuda.registered) == -(-num_bytes // (4 * PAGE_BYTES))  # one call takes four pages here
-        other = host.new(num_bytes)
-        assert len(cuda.registered) == 2 * -(-num_bytes // (4 * PAGE_BYTES))
-        del storage, other
-        assert cuda.registered == {}
+        for num_bytes in (1, PAGE_BYTES - 1, PAGE_BYTES, 5 * PAGE_BYTES + 3, 20 * PAGE_BYTES):
+            before = cuda.num_registered_bytes
+            storage = host.new(num_bytes)
+            assert storage.nbytes() == cuda.num_registered_bytes - before == num_bytes
+            assert len(cuda.registered) == -(-num_bytes // (4 * PAGE_BYTES))  # one call takes four pages here
+            other = host.new(num_bytes)
+            assert len(cuda.registered) == 2 * -(-num_bytes // (4 * PAGE_BYTES))
+            del storage, other
+            assert cuda.registered == {}
 
     def test_nothing_takes_nothing(self, cuda):
         assert host_memory(devices_of(cuda)).new(0).nbytes() == 0
@@ -406,7 +406,7 @@ class TestHostMemory:
         report = trained(cuda, [task])
         exact.assert_as_expected(report, "gpt", model, exact.expected("gpt"))
         assert cuda.num_registered_bytes == 0
-        assert "could not be page-locked (CUDA error 2)" in capsys.readouterr().err
+        names(capsys.readouterr().err, says="page-locked error 2")
 
 
 class EachStep(Callback):
@@ -472,10 +472,9 @@ class TestPlaces:
         assert lost_cuda.num_checks == num_checks
         opened.close()
 
-    @pytest.mark.parametrize("accumulation_steps", [1, 3])
-    def test_nothing_is_locked_after_the_first_step(self, cuda, accumulation_steps):
+    def test_nothing_is_locked_after_the_first_step(self, cuda):
         counts = []
-        options = {"epochs": 1, "accumulation_steps": accumulation_steps, "partition": "each"}
+        options = {"epochs": 1, "accumulation_steps": 3, "partition": "each"}
         task, _ = exact.task_of("gpt", callbacks=[EachStep(lambda: counts.append(cuda.num_registers))], **options)
         trained(cuda, [task])
         assert len(counts) > 2
@@ -509,8 +508,14 @@ class TestPlaces:
 # Exactness: the bits of the plain loop, on one card and two
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("name", zoo.MODELS)
+# Of `make test`: tied and frozen weights, and a layer that is not a plain one. Tests below train the others.
+KINDS = [("tied", 2), ("frozen", 2), ("lstm", 1)]
+ALL = [(name, num_devices) for name in zoo.MODELS for num_devices in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices"), [pytest.param(*each, marks=[pytest.mark.rest] * (each not in KINDS)) for each in ALL]
+)
 def test_every_model_of_the_zoo_gives_the_bits_of_plain_pytorch(cuda, name, num_devices):
     options = {"optimizer": "adamw", "accumulation_steps": 3 if num_devices == 2 else 1, "epochs": 1}
     task, model = exact.task_of(name, partition="each" if num_devices == 2 else "three", **options)
@@ -520,7 +525,7 @@ def test_every_model_of_the_zoo_gives_the_bits_of_plain_pytorch(cuda, name, num_
     assert cuda.num_copies["waited for"] == 0, "every copy is a plain one"
 
 
-@pytest.mark.parametrize("double_buffer", [True, False])
+@pytest.mark.parametrize("double_buffer", [True, pytest.param(False, marks=pytest.mark.rest)])
 def test_several_tasks_on_two_devices(cuda, double_buffer):
     settings = {"gpt": {"optimizer": "adam"}, "cnn": {"optimizer": "momentum"}, "dropout": {"accumulation_steps": 3}}
     settings = {name: {"epochs": 1, **each} for name, each in settings.items()}
@@ -530,7 +535,7 @@ def test_several_tasks_on_two_devices(cuda, double_buffer):
         exact.assert_as_expected(report, name, model, exact.expected(name, **settings[name]))
 
 
-@pytest.fixture(params=[False, True], ids=["", "let go while others look"])
+@pytest.fixture
 def let_go_meanwhile(request, monkeypatch):
     """Has units let go of their slabs just after one was looked for that could be given up."""
     if not request.param:
@@ -553,7 +558,11 @@ def let_go_meanwhile(request, monkeypatch):
     monkeypatch.setattr(Residents, "evict_slab", late)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(
+    ("num_devices", "let_go_meanwhile"),
+    [(1, True), *(pytest.param(*each, marks=pytest.mark.rest) for each in ((1, False), (2, False), (2, True)))],
+    indirect=["let_go_meanwhile"],
+)
 def test_slabs_are_given_up_where_the_arena_is_small(cuda, num_devices, let_go_meanwhile):
     def tasks():
         return zip(*(exact.task_of(name, partition="each", epochs=1) for name in ("gpt", "tied")), strict=True)
@@ -574,9 +583,8 @@ def test_slabs_are_given_up_where_the_arena_is_small(cuda, num_devices, let_go_m
     assert loaded[tight] > loaded[MIB]
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 3])
-def test_kept_graphs(cuda, accumulation_steps):
-    options = {"optimizer": "adam", "accumulation_steps": accumulation_steps, "epochs": 1}
+def test_kept_graphs(cuda):
+    options = {"optimizer": "adam", "accumulation_steps": 3, "epochs": 1}
     task, model = exact.task_of("gpt", **options)
     orchestra = orchestra_of([task], devices_of(cuda, 1, 4 * MIB))
     with everything_kept():
@@ -609,7 +617,7 @@ def test_an_input_is_nobody_elses_while_kernels_may_read_it(cuda, kept):
     layers = [nn.Linear(12, 12), nn.Tanh(), Remembers(), nn.GELU(), Remembers(), nn.Linear(12, 5)]
     batches = [(torch.randn(8, 12), torch.randn(8, 5)) for _ in range(3)]
     options = {"accumulation_steps": 4, "partitioner": Presharded([1, 2, 3, 4, 6]), "validation": batches}
-    task = ModelTask(layers, F.mse_loss, batches, LR, 2, name="task", **options)
+    task = ModelTask(layers, F.mse_loss, batches, LR, 1, name="task", **options)
     orchestra = orchestra_of([task], devices_of(cuda, 1, 4 * MIB if kept else 24 * PAGE_BYTES))
     with everything_kept() if kept else nullcontext():
         orchestra.generate()
@@ -624,8 +632,7 @@ def test_updates_in_the_middle_of_a_step_and_on_the_device(cuda, options):
     exact.assert_as_expected(report, "gpt", model, exact.expected("gpt", optimizer="adam", epochs=1))
 
 
-@pytest.mark.parametrize("optimizer_device", ["host", "device"])
-@pytest.mark.parametrize("name", ["gpt", "cnn"])
+@covering(name=["gpt", "cnn"], optimizer_device=["host", "device"], strength=1)
 def test_bfloat16_with_float32_masters_in_dram(cuda, name, optimizer_device):
     settings = {"optimizer": torch.optim.AdamW, "accumulation_steps": 3, "precision": "bfloat16"}
     plain, loss_fn, loader = zoo.MODELS[name]()
@@ -712,11 +719,10 @@ def test_draws_of_a_device_go_on_from_step_to_step_as_in_one_resident_model(cuda
     exact.assert_same_state(zoo.state(model), zoo.state(plain))
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 3])
-def test_draws_of_a_device_depend_on_the_task_alone(cuda, accumulation_steps):
+def test_draws_of_a_device_depend_on_the_task_alone(cuda):
     found = []
     for ends, num_devices, company in (([6], 1, False), ([1, 2, 3, 4, 5, 6], 1, True), ([2, 4, 6], 2, True)):
-        task, model = drawing_task(cuda, ends, name="drawn", accumulation_steps=accumulation_steps)
+        task, model = drawing_task(cuda, ends, name="drawn", accumulation_steps=3)
         tasks = [task, drawing_task(cuda, [3, 6], name="other")[0]] if company else [task]
         report = trained(cuda, tasks, num_devices=num_devices)
         found.append((report.tasks["drawn"].losses, zoo.state(model)))
@@ -765,7 +771,7 @@ class Failing(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("place", [1, 3])
+@pytest.mark.parametrize("place", [pytest.param(1, marks=pytest.mark.rest), 3])
 def test_a_step_that_the_allocator_could_not_serve_begins_again_on_a_finer_partition(cuda, place):
     armed = []  # sizes, at each of which it fails once
     model, loss_fn, loader = zoo.mlp()
@@ -782,7 +788,7 @@ def test_a_step_that_the_allocator_could_not_serve_begins_again_on_a_finer_parti
     [revision] = report.tasks["mlp"].revisions
     assert len(revision.boundaries) > len(before)
     assert (revision.step, revision.accumulation_steps) == (9, 1)
-    assert "cuda:0 is out of memory" in revision.reason
+    names(revision.reason, says="cuda:0 memory")
     assert report.tasks["mlp"].losses == expected.losses
     for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(actual, wanted)
@@ -807,7 +813,7 @@ def lost_cuda(cuda, tmp_path, monkeypatch):
     return cuda
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.rest), 2])
 def test_a_lost_device_ends_the_process_with_all_commits_saved(lost_cuda, tmp_path, capsys, num_devices):
     struck, struck_model = striking_task(lost_cuda)
     others = {name: exact.task_of(name, optimizer="adam") for name in ("gpt", "dropout")}
@@ -837,9 +843,7 @@ def test_a_lost_device_ends_the_process_with_all_commits_saved(lost_cuda, tmp_pa
             weights = checkpoint.read_tensors(name, "weights.safetensors")
             assert weights.keys() == model.state_dict().keys()
             assert all(torch.equal(each, weights[key]) for key, each in model.state_dict().items())
-    text = capsys.readouterr().err
-    assert f"last commits are in {directory}; go on without the task that struck the device by" in text
-    assert "look for an index out of range" in text
+    names(capsys.readouterr().err, says=f"{directory} index range")
     assert not any(parameter.isnan().any() for parameter in struck_model.parameters())
     del ended, report
     orchestra.report = None
@@ -854,8 +858,15 @@ def test_a_lost_device_ends_the_process_with_all_commits_saved(lost_cuda, tmp_pa
         exact.assert_as_expected(report, name, model, exact.expected(name, optimizer="adam"))
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("settings", [{"early_release": True}, {"optimizer_device": "device"}], ids=str)
+@pytest.mark.parametrize(
+    ("num_devices", "settings"),
+    [
+        (2, {"early_release": True}),
+        pytest.param(1, {"early_release": True}, marks=pytest.mark.rest),
+        pytest.param(1, {"optimizer_device": "device"}, marks=pytest.mark.rest),
+    ],
+    ids=str,
+)
 def test_a_step_that_a_lost_device_cut_off_is_not_saved(lost_cuda, tmp_path, num_devices, settings):
     """Some of its weights are updated already, and nobody had asked for checkpoints."""
     names = ("gpt", "dropout")
@@ -881,8 +892,7 @@ def test_a_lost_device_says_so_where_nothing_could_be_saved(lost_cuda, capsys, m
     with pytest.raises(SystemExit):
         orchestra.train_models()
     text = capsys.readouterr().err
-    assert "a checkpoint could not be saved" in text
-    assert "nothing could be saved; begin again without the task" in text
+    names(text, says="checkpoint nothing saved")
     assert "hydra-engine resume" not in text
     orchestra.report = None
 
@@ -896,7 +906,9 @@ def committed(name, num_steps):
     return zoo.state(model)
 
 
-@pytest.mark.parametrize("share", [0.35, 0.5, 0.65, 0.8, 0.95])
+@pytest.mark.parametrize(
+    "share", [0.8, *(pytest.param(share, marks=pytest.mark.rest) for share in (0.35, 0.5, 0.65, 0.95))]
+)
 def test_whichever_call_finds_the_device_lost_everything_ends(lost_cuda, share, capsys):
     """Where no unit has begun to train yet, the loss is raised, and else the process ends."""
     tasks = [exact.task_of(name, epochs=1)[0] for name in ("mlp", "gpt")]
@@ -919,16 +931,15 @@ def test_launching_is_timed_and_reported(cuda):
     plan = orchestra.generate()
     share = plan.tasks["gpt"].launch_share
     assert share > 0
-    assert f"gpt: launching takes {share:.0%} of the time that a device works" in str(plan)
-    assert ("more than 1/2: the interpreter binds" in str(plan)) == (share > 1 / 2)
+    names(str(plan), task="gpt", says=f"launching {share:.0%}")
+    assert ("interpreter" in str(plan)) == (share > 1 / 2)
     report = orchestra.train_models()
     worked = [device for device in report.devices if device.device_s]
     assert worked
     for device in worked:
         assert device.launch_s > 0
         assert 0 < device.device_s <= device.busy_s * 1.01
-        text = f"{device.name}: launching took {device.launch_s / device.device_s:.0%} of the time that it worked"
-        assert text in str(report)
+        names(str(report), says=f"{device.name} launching {device.launch_s / device.device_s:.0%}")
 
 
 def test_a_device_is_freed_with_its_run(cuda):
@@ -951,12 +962,8 @@ def test_a_device_is_freed_with_its_run(cuda):
 # The judge itself
 
 
-def on(cuda, index=0):
-    return cuda.torch.cuda.device(index)
-
-
 class TestStandIn:
-    """That what it is to find it finds."""
+    """The faults that every other test here relies on it to find."""
 
     @pytest.fixture
     def judge(self):
@@ -971,18 +978,10 @@ class TestStandIn:
         judge.torch.cuda.synchronize()
         assert target.eq(1).all()
 
-    @pytest.mark.parametrize("source", [torch.ones(4, dtype=torch.float64), torch.ones(8)[::2], torch.ones(1)])
-    def test_a_copy_that_is_not_plain_is_waited_for(self, judge, source):
-        with pytest.raises(Misuse, match="not a plain copy"):
-            torch.zeros(4).copy_(source, non_blocking=True)
-
-    def test_what_comes_from_a_device_has_no_gaps(self, judge):
-        assert torch.ones(3, 4)[:, :2].cpu().stride() == (2, 1)
-
     def test_memory_is_kept_until_the_copy_is_through(self, judge):
         target = torch.zeros(4)
         target.copy_(torch.ones(4), non_blocking=True)
-        with pytest.raises(Misuse, match="source of a copy was freed"):
+        with refused(Misuse, says="source freed"):
             judge.torch.cuda.synchronize()
 
     def test_a_block_is_not_dropped_while_another_stream_has_work_on_it(self, judge):
@@ -1009,71 +1008,8 @@ class TestStandIn:
             block.add_(1)
             del block
         [misuse] = judge.misuses
-        assert "a block of stream 0 of cuda:0 is dropped while stream 1 of cuda:0 has work on it" in misuse
-
-    def test_a_block_that_a_graph_holds_is_dropped_as_its_backward_runs(self, judge):
-        cuda, device = judge.torch.cuda, judge.torch.device("cuda", 0)
-        first, second = cuda.Stream(0), cuda.Stream(0)
-        with cuda.stream(first):
-            block = memory.place_for(torch.ones(4), device).fill_(1)
-        with cuda.stream(second):
-            loss = (block * torch.ones(4, requires_grad=True)).sum()
-            del block
-            cuda.synchronize()
-            loss.backward()
-        [misuse] = judge.misuses
-        assert "aten.mul" in misuse
-
-    def test_an_event_is_not_recorded_while_somebody_waits(self, judge):
-        event, meeting, seen = judge.torch.cuda.Event(blocking=True), threading.Barrier(2), []
-        judge.stream_here().put(lambda: (meeting.wait(30), meeting.wait(30)))
-        event.record()
-        waiter = threading.Thread(target=event.synchronize)
-        waiter.start()
-        meeting.wait(30)
-        try:
-            event.record()
-        except Misuse as error:
-            seen.append(str(error))
-        meeting.wait(30)
-        waiter.join(30)
-        assert "recorded again that somebody waits for" in seen[0]
-
-    def test_an_event_belongs_to_a_device(self, judge):
-        event = judge.torch.cuda.Event(blocking=True)
-        event.record()
-        with on(judge, 1), pytest.raises(Misuse, match="event of cuda:0 is recorded on cuda:1"):
-            event.record()
-
-    def test_pages_are_locked_from_their_start_once_and_unlocked_once(self, judge):
-        with on(judge):
-            runtime = judge.torch.cuda.cudart()
-            with pytest.raises(Misuse, match="start of a page"):
-                runtime.cudaHostRegister(PAGE_BYTES + 8, 10, 1)
-            assert runtime.cudaHostRegister(PAGE_BYTES, 10, 1) == 0
-            with pytest.raises(Misuse, match="registered already"):
-                runtime.cudaHostRegister(PAGE_BYTES, PAGE_BYTES, 1)
-            assert runtime.cudaHostUnregister(PAGE_BYTES) == 0
-            with pytest.raises(Misuse, match="not registered"):
-                runtime.cudaHostUnregister(PAGE_BYTES)
-
-    def test_a_failed_call_is_raised_by_the_next_kernel_of_its_thread(self, judge):
-        judge.refused_registers = 1
-        with on(judge):
-            assert judge.torch.cuda.cudart().cudaHostRegister(PAGE_BYTES, 10, 1) == 2
-            with pytest.raises(torch.AcceleratorError, match="code 2"):
-                judge.torch.ones(1)
-            judge.torch.ones(1)
-
-    def test_after_an_assert_every_call_of_that_device_raises(self, judge):
-        event = judge.torch.cuda.Event(blocking=True)
-        event.record()
-        judge.strike()
-        for call in (event.record, event.synchronize, judge.torch.cuda.synchronize, judge.torch.cuda.empty_cache):
-            with pytest.raises(torch.AcceleratorError, match="device-side assert"):
-                call()
-        with on(judge, 1):
-            judge.torch.cuda.synchronize()
+        names(misuse, says="dropped awaited")
+        assert misuse.index("stream 0 of cuda:0") < misuse.index("stream 1 of cuda:0")
 
     @pytest.mark.parametrize(
         "leave",
@@ -1090,11 +1026,3 @@ class TestStandIn:
         with pytest.raises(AssertionError):
             judge.check_all_left_as_found()
         del kept
-
-    def test_the_pieces_of_a_device_are_its_own(self, judge):
-        storage = judge.torch.UntypedStorage(64, device=judge.torch.device("cuda", 1))
-        bytes_there = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (64,), (1,))
-        with on(judge, 0), pytest.raises(Misuse, match="memory of cuda:1 while cuda:0 is current"):
-            bytes_there.copy_(torch.zeros(64).byte(), non_blocking=True)
-        assert judge.torch.cuda.memory_allocated(1) == 64
-        assert judge.torch.cuda.memory_allocated(0) == 0

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hydra_engine import ModelOrchestrator
 from hydra_engine.devices.arena import Arena
 from hydra_engine.devices.budget import SLABS, WORK, Ledger, Ticket
 from hydra_engine.devices.device import DeviceSpec
@@ -19,6 +18,7 @@ from hydra_engine.devices.rates import STATED, Ceilings
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.trace import Trace
 from tests import exact
+from tests.refused import names, refused
 
 # Far above anything these tests wait for: a thread that should have come is then a failure, not a hang.
 PATIENCE_S = 30
@@ -112,9 +112,9 @@ class TestLedger:
 
     def test_request_that_cannot_fit_is_refused_when_nothing_will_be_released(self, ledger):
         ask(ledger, 70)  # a slab: held until somebody gives it back, which nobody has announced
-        refused = ask(ledger, 40)
-        assert refused.grants == []
-        [error] = refused.refusals
+        turned_away = ask(ledger, 40)
+        assert turned_away.grants == []
+        [error] = turned_away.refusals
         assert isinstance(error, DeviceOutOfMemory)
         assert (error.needed_bytes, error.free_bytes) == (40, 30)
         assert ledger.used_bytes == 70
@@ -151,9 +151,9 @@ class TestLedger:
         assert small.grants == [40]
 
     def test_request_is_cancelled_only_while_it_waits(self, ledger):
-        granted, refused = ask(ledger, 100), ask(ledger, 1)
+        granted, turned_away = ask(ledger, 100), ask(ledger, 1)
         assert not ledger.cancel(granted.ticket)
-        assert not ledger.cancel(refused.ticket)
+        assert not ledger.cancel(turned_away.ticket)
         assert ledger.used_bytes == 100
 
     def test_request_for_everything_waits_until_nothing_is_at_work(self, ledger):
@@ -188,7 +188,7 @@ class TestLedger:
         busy(ledger, 90)
         ledger.grow(10)
         assert ledger.free_bytes() == 0
-        with pytest.raises(DeviceOutOfMemory, match="device") as error:
+        with refused(DeviceOutOfMemory, says="device") as error:
             ledger.grow(1)
         assert (error.value.needed_bytes, error.value.free_bytes) == (1, 0)
         assert ledger.used_bytes == 100
@@ -225,9 +225,11 @@ class TestLedger:
         assert order == [100, 7]
         assert ledger.used_bytes == 7
 
-    @pytest.mark.parametrize("seed", range(20))
-    def test_random_walk_never_exceeds_the_budget_and_grants_in_order(self, ledger, seed):
-        rng = random.Random(seed)
+    def test_random_walk_never_exceeds_the_budget_and_grants_in_order(self):
+        for seed in range(20):
+            self.walk(Ledger("device", 100), random.Random(seed))
+
+    def walk(self, ledger, rng):
         held, expected_order, settled = [], [], []
         peak_bytes = 0
         for number in range(200):
@@ -349,9 +351,11 @@ class TestArena:
         arena.give_back(whole)
         assert region(arena.take(128)) == (0, 128)
 
-    @pytest.mark.parametrize("seed", range(20))
-    def test_two_slabs_of_any_sizes_alternate_without_fragmentation(self, seed):
-        rng = random.Random(seed)
+    def test_two_slabs_of_any_sizes_alternate_without_fragmentation(self):
+        for seed in range(20):
+            self.alternate(random.Random(seed))
+
+    def alternate(self, rng):
         size = 64 * rng.randint(4, 40)
         arena, alive = arena_of(size), []
         for _ in range(300):
@@ -471,13 +475,13 @@ class DeviceContract:
         second.close()
         assert first.name != second.name
 
-    @pytest.mark.parametrize("lane", LANES)
-    def test_jobs_of_a_lane_run_in_order(self, opened, lane):
-        order = []
-        for number in range(20):
-            opened.submit(lane, f"job {number}", lambda number=number: order.append(number))
-        self.finish(opened, lane, lambda: None)
-        assert order == list(range(20))
+    def test_jobs_of_a_lane_run_in_order(self, opened):
+        for lane in LANES:
+            order = []
+            for number in range(20):
+                opened.submit(lane, f"job {number}", lambda number=number, order=order: order.append(number))
+            self.finish(opened, lane, lambda: None)
+            assert order == list(range(20))
 
     def test_lanes_run_at_the_same_time(self, opened):
         meeting = threading.Barrier(len(LANES) + 1)
@@ -531,9 +535,8 @@ class DeviceContract:
             opened.take_slab(opened.ledger.limit_bytes(SLABS) + 1)
         most = opened.ledger.limit_bytes(WORK)
         assert most == self.MEMORY - (self.ARENA_BYTES or 0)
-        refused = ask(opened.ledger, most + 1)
-        [error] = refused.refusals
-        assert opened.name in str(error)
+        [error] = ask(opened.ledger, most + 1).refusals
+        names(error, says=opened.name)
         assert (error.needed_bytes, error.free_bytes) == (most + 1, most)
 
 
@@ -612,6 +615,5 @@ class Plainest(DeviceSpec):
 
 def test_tasks_train_on_a_kind_of_ones_own_with_the_plain_bits():
     task, model = exact.task_of("mlp")
-    orchestra = ModelOrchestrator([task], devices=[Plainest()])
-    orchestra.verbose = 0
-    exact.assert_as_expected(orchestra.train_models(), "mlp", model, exact.expected("mlp"))
+    report = exact.silent([task], devices=[Plainest()]).train_models()
+    exact.assert_as_expected(report, "mlp", model, exact.expected("mlp"))

@@ -10,25 +10,27 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask  # noqa: E402
+from hydra_engine import Callback, ModelTask  # noqa: E402
 from hydra_engine.host import HostPool  # noqa: E402
 from hydra_engine.integrations.huggingface import adapters, causal_lm_loss, sequential  # noqa: E402
 from hydra_engine.worker.spiller import Spiller  # noqa: E402
 from tests import exact, reference, zoo  # noqa: E402
+from tests.refused import names, refused  # noqa: E402
 
 # Of peft's call of a property that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 TOKENS = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-LLAMA = TOKENS | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4}
+LLAMA = TOKENS | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "attention_dropout": 0.1}
 GPT2 = TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
-LR, STEPS = 0.1, 4
+LR, STEPS = 0.1, 3
+BLOCKS = 8  # of a base that is streamed
 
 
-def llama():
+def llama(num_blocks=1):
     """The same base at every call, with dropout."""
     torch.manual_seed(1)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, attention_dropout=0.1)).train()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, num_hidden_layers=num_blocks)).train()
 
 
 def gpt2():
@@ -58,8 +60,7 @@ def task_of(model, k, **options):
 def trained(models, memory, policy="in-step"):
     """The models trained together: the report, bytes of frozen weights loaded, and of those that came into the pool."""
     tasks = [task_of(model, k) for k, model in enumerate(models)]
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory)], policy=policy)
-    orchestra.verbose = 0
+    orchestra = exact.silent(tasks, memory, policy=policy)
     orchestra.generate()  # which opens pools, too
     loaded, brought = Counter(), []
     opened, load_slab = HostPool.open, Spiller.load_slab
@@ -90,21 +91,21 @@ def assert_trained_as_alone(report, models, plain):
 
 
 def test_a_sweep_over_a_base_of_three_times_the_device_holds_it_once_and_shares_its_loads():
-    memory = bytes_of(llama()) // 3
-    configs = [lora(r=2), lora(r=4), lora(r=8, use_rslora=True), lora(r=4, use_dora=True)]
-    alone = adapters(llama(), configs[1:2])
+    memory = bytes_of(llama(BLOCKS)) // 3
+    configs = [lora(r=4), lora(r=8, use_rslora=True), lora(r=4, use_dora=True)]
+    alone = adapters(llama(BLOCKS), configs[:1])
     _, loads_of_one, _ = trained(alone, memory)
 
-    base = llama()
+    base = llama(BLOCKS)
     values = {name: parameter.clone() for name, parameter in base.named_parameters()}
     models = adapters(base, configs)
     plain = copy.deepcopy(models)
     report, loads, brought = trained(models, memory)
     assert bytes_of(base) <= brought[0] < bytes_of(base) + 64 * len(values)  # each at a multiple of 64 bytes
-    assert brought[1:] == [0, 0, 0]
+    assert brought[1:] == [0, 0]
     assert loads_of_one > 3 * bytes_of(base)  # it is streamed
     # How seldom it is loaded then depends on who is held up, so TestInStep of tests/schedule counts that, by no clock.
-    assert loads < 4 * loads_of_one
+    assert loads < 3 * loads_of_one
     assert_trained_as_alone(report, models, plain)
     # The base's own parameters, in one place, as they were.
     for name, parameter in base.named_parameters():
@@ -148,8 +149,7 @@ def test_a_model_over_the_base_may_be_made_and_join_while_others_train():
                 plain.extend(copy.deepcopy(late))
                 orchestra.add_task(task_of(late[0], 1))
 
-    orchestra = ModelOrchestrator([task_of(first, 0, callbacks=[AddOne()])], devices=[EmulatedDevice("16MiB")])
-    orchestra.verbose = 0
+    orchestra = exact.silent([task_of(first, 0, callbacks=[AddOne()])], "16MiB")
     report = orchestra.train_models()
     assert_trained_as_alone(report, [first, *late], plain)
     assert {p.data_ptr() for p in base.parameters()} < {p.data_ptr() for p in late[0].parameters()}
@@ -210,23 +210,23 @@ def test_only_biases_that_are_trained_are_copies():
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
 def test_adapters_that_change_the_base_to_begin_with_are_refused(init):
     base = llama()
-    with pytest.raises(ValueError, match=rf"trained\[1\]: init_lora_weights='{init}' .* limit: True, False"):
+    with refused(ValueError, says=f"trained[1] init_lora_weights='{init}' False"):
         adapters(base, [lora(), lora(init_lora_weights=init)])
     assert all(parameter.requires_grad for parameter in base.parameters())
 
 
 @pytest.mark.parametrize(
-    ("trained", "error", "text"),
+    ("trained", "error", "says"),
     [
-        (peft.IA3Config(), TypeError, r"trained\[0\]: a IA3Config, known: LoraConfig, names of modules"),
-        (3, TypeError, r"trained\[0\]: a int, known: LoraConfig"),
-        (["head"], ValueError, "'head' is no module of the base with parameters, known: model, lm_head and their"),
-        (["model.rotary_emb"], ValueError, "is no module of the base with parameters"),
-        ([], ValueError, "no names, limit: at least one module"),
+        (peft.IA3Config(), TypeError, "trained[0] IA3Config LoraConfig"),
+        (3, TypeError, "trained[0] int LoraConfig"),
+        (["head"], ValueError, "'head' model lm_head"),
+        (["model.rotary_emb"], ValueError, "'model.rotary_emb'"),
+        ([], ValueError, "names one"),
     ],
 )
-def test_what_cannot_be_trained_over_a_base_is_refused(trained, error, text):
-    with pytest.raises(error, match=text):
+def test_what_cannot_be_trained_over_a_base_is_refused(trained, error, says):
+    with refused(error, says=says):
         adapters(llama(), [trained])
 
 
@@ -234,7 +234,7 @@ def test_a_base_with_adapters_in_it_is_refused():
     base = llama()
     model = peft.get_peft_model(base, lora())
     for each in (base, model):
-        with pytest.raises(TypeError, match=r"with adapters in it, limit: none; .* peft_model.unload\(\)"):
+        with refused(TypeError, says="adapters peft_model.unload()"):
             adapters(each, [lora()])
     assert len(adapters(model.unload(), [lora()])) == 1
 
@@ -244,9 +244,7 @@ def test_a_base_with_adapters_in_it_is_refused():
 
 def plan_of(*models):
     tasks = [ModelTask(sequential(model), causal_lm_loss, batches(), LR, seed=0) for model in models]
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("16MiB")])
-    orchestra.verbose = 0
-    return orchestra.generate()
+    return exact.silent(tasks, "16MiB").generate()
 
 
 def test_a_plan_says_when_equal_bases_are_in_dram_more_than_once():
@@ -254,10 +252,9 @@ def test_a_plan_says_when_equal_bases_are_in_dram_more_than_once():
     copies = [peft.get_peft_model(copy.deepcopy(base), lora()) for _ in range(2)]
     plan = plan_of(*copies)
     assert [task.doubled_bytes for task in plan.tasks.values()] == [0, bytes_of(base)]
-    assert "task-1: 1.3 MiB of frozen weights are equal to another task's, yet lie in DRAM" in str(plan)
-    assert "adapters" in str(plan)
-    plan = plan_of(*adapters(base, [lora(), lora()]))
-    assert "equal to another task's" not in str(plan)
+    [told] = [line for line in str(plan).splitlines() if "adapters" in line]
+    names(told, task="task-1", says="frozen DRAM")
+    assert "adapters" not in str(plan_of(*adapters(base, [lora(), lora()])))
 
 
 def test_frozen_weights_of_other_models_are_not_equal():
@@ -273,5 +270,5 @@ def test_frozen_weights_of_other_models_are_not_equal():
 def test_two_models_made_of_one_base_by_get_peft_model_are_refused():
     base = llama()
     first, second = peft.get_peft_model(base, lora()), peft.get_peft_model(base, lora())
-    with pytest.raises(ValueError, match=r"share the trainable parameter .*lora_A.*huggingface\.adapters"):
+    with refused(ValueError, says="lora_A huggingface.adapters"):
         plan_of(first, second)

@@ -30,9 +30,13 @@ from partitioners import Presharded, profile  # noqa: E402
 from tests import exact, reference  # noqa: E402
 from tests.any_model import harness  # noqa: E402
 from tests.any_model.huggingface import CASES  # noqa: E402
+from tests.refused import refused  # noqa: E402
 
-# Of peft's call of a property that transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.rest,
+    # Of peft's call of a property that transformers has renamed.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 SEED, LR, STEPS = 7, 1e-2, 5
 VOCABULARY, LENGTH = 64, 9
@@ -64,6 +68,15 @@ CONFIGS = {
 }
 TIED = ("GPT2LMHeadModel", "Qwen2ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "BertForMaskedLM")
 TRAINED = (*TIED, "LlamaForCausalLM", "MistralForCausalLM", "BertForSequenceClassification")
+
+
+def mostly_rest(cases, in_net):
+    """Cases of which `make test` runs those in `in_net`."""
+    return [pytest.param(*case, marks=[pytest.mark.net] * (case in in_net), id="-".join(case)) for case in cases]
+
+
+def only(cases, *in_net):
+    return mostly_rest([(case,) for case in cases], [(case,) for case in in_net])
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +158,7 @@ def same(a, b):
     return all(x is y or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.net
 def test_every_model_of_the_table_is_tested():
     assert CONFIGS.keys() == MODELS.keys()
 
@@ -154,7 +168,18 @@ def attentions(name):
     return ["eager"] if name.startswith("Gemma2") else ["sdpa", "eager"] if MODELS[name].head else ["sdpa"]
 
 
-@pytest.mark.parametrize(("name", "attention"), [(name, each) for name in CONFIGS for each in attentions(name)])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    mostly_rest(
+        [(name, each) for name in CONFIGS for each in attentions(name)],
+        [
+            ("GPT2LMHeadModel", "eager"),
+            ("LlamaForCausalLM", "sdpa"),
+            ("Gemma3ForCausalLM", "sdpa"),
+            ("BertForMaskedLM", "sdpa"),
+        ],
+    ),
+)
 def test_layers_give_the_bits_of_the_model_and_its_gradients(name, attention):
     model = new_model(name, attention)
     layers = sequential(model)
@@ -170,7 +195,7 @@ def test_layers_give_the_bits_of_the_model_and_its_gradients(name, attention):
         assert same(run(model, layers, inputs), run(model, Plain(model), inputs)), inputs
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", only(CONFIGS, "GPT2LMHeadModel", "BertModel"))
 def test_layers_share_every_parameter_but_an_unused_pooler(name):
     model = new_model(name)
     layers = sequential(model)
@@ -246,7 +271,7 @@ def trained(name):
     return model, train_both(model, name)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", only(TRAINED, "GPT2LMHeadModel"))
 def test_five_steps_give_the_bits_of_the_plain_loop_over_the_model_itself(name):
     model, plain = trained(name)
     assert_same_weights(model, plain)
@@ -255,14 +280,14 @@ def test_five_steps_give_the_bits_of_the_plain_loop_over_the_model_itself(name):
     assert len(moved) >= len(start) - 2  # a pooler or a bias may get no gradient
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", only(TRAINED, "GPT2LMHeadModel"))
 def test_a_trained_model_is_saved_and_loaded_with_the_same_bits(name, tmp_path):
     model, _ = trained(name)
     model.save_pretrained(tmp_path)
     assert_same_weights(type(model).from_pretrained(tmp_path, dtype=torch.float32), model)
 
 
-@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("name", only(TIED, "GPT2LMHeadModel"))
 def test_tied_weights_stay_tied(name):
     model, _ = trained(name)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -336,40 +361,28 @@ def test_adapters_are_trained_by_the_models_own_forward(case):
 # --- losses and batches ---
 
 
-def prompted():
-    """One whose inputs and labels grow by tokens that are trained."""
-    peft = pytest.importorskip("peft")
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    return peft.get_peft_model(new_model("LlamaForCausalLM"), config)
-
-
-OWN_LOSS = {
-    "OPT": (opt, "LlamaForCausalLM"),
-    "prompt tuning": (prompted, "LlamaForCausalLM"),
-    "a head for classes": (lambda: new_model("BertForSequenceClassification"), "BertForSequenceClassification"),
-}
-
-
-@pytest.mark.parametrize("case", OWN_LOSS)
-def test_the_models_own_loss_is_trained_with_labels_in_the_batch(case):
-    build, data = OWN_LOSS[case]
-    model = build()
-    plain = copy.deepcopy(model)
-    layers = Model(model, example=batches(data)[0])
-    settings = {"optimizer": torch.optim.AdamW, "seed": SEED, "unpack": lambda batch: (batch, batch["labels"])}
-    shards = Presharded([2, len(layers)])
-    task = ModelTask(layers, own_loss, batches(data), LR, name="a", partitioner=shards, **settings)
-    report = exact.run([task]).tasks["a"]
-    assert report.status == "finished", report.error
-    result = reference.train(harness.Called(plain), own_loss, batches(data), lr=LR, **settings)
-    assert report.losses == result.losses
-    assert_same_weights(model, plain)
-
-
 def own_loss(output, labels):
     return output.loss
 
 
+def test_prompts_are_trained_by_the_models_own_loss_with_labels_in_the_batch():
+    """Inputs and labels grow by tokens that are trained."""
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model, data = peft.get_peft_model(new_model("LlamaForCausalLM"), config), batches("LlamaForCausalLM")
+    plain = copy.deepcopy(model)
+    layers = Model(model, example=data[0])
+    settings = {"optimizer": torch.optim.AdamW, "seed": SEED, "unpack": lambda batch: (batch, batch["labels"])}
+    shards = Presharded([2, len(layers)])
+    task = ModelTask(layers, own_loss, data, LR, name="a", partitioner=shards, **settings)
+    report = exact.run([task]).tasks["a"]
+    assert report.status == "finished", report.error
+    result = reference.train(harness.Called(plain), own_loss, data, lr=LR, **settings)
+    assert report.losses == result.losses
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.net
 def test_the_loss_is_the_models_own():
     ids, _, mask, _ = ids_and_masks()
     labels = ids.masked_fill(mask == 0, -100)
@@ -382,6 +395,7 @@ def test_the_loss_is_the_models_own():
     assert causal_lm_loss(logits.bfloat16(), torch.tensor([[1, 2, 3, 4]] * 2)).dtype == torch.float32
 
 
+@pytest.mark.net
 def test_micro_batches_weighed_by_their_tokens_have_the_loss_of_the_batch():
     ids, _, mask, _ = ids_and_masks()
     labels = ids.masked_fill(mask == 0, -100)
@@ -393,11 +407,13 @@ def test_micro_batches_weighed_by_their_tokens_have_the_loss_of_the_batch():
     assert abs(sum(by_samples) - whole) > 1e-3
 
 
+@pytest.mark.net
 def test_target_tokens_are_those_that_the_loss_is_the_mean_of():
     assert num_target_tokens(torch.tensor([[1, 2, -100, 3], [-100, -100, -100, -100]])) == 2
     assert num_target_tokens(torch.tensor([[5]])) == 0
 
 
+@pytest.mark.net
 def test_a_batch_is_taken_apart_and_a_mask_that_hides_nothing_left_out():
     ids, none, right, _ = ids_and_masks()
     inputs, labels = inputs_and_labels({"input_ids": ids, "attention_mask": none, "labels": right})
@@ -409,23 +425,23 @@ def test_a_batch_is_taken_apart_and_a_mask_that_hides_nothing_left_out():
     assert inputs.keys() == {"input_ids", "attention_mask"}
     inputs, _ = inputs_and_labels({"input_ids": ids, "attention_mask": none, "position_ids": ids, "labels": ids})
     assert "attention_mask" in inputs
-    with pytest.raises(ValueError, match=r"a batch of the loader is a dict with input_ids, limit: a mapping with"):
-        inputs_and_labels({"input_ids": ids})
-    with pytest.raises(ValueError, match=r"a batch of the loader is a tuple without names"):
-        inputs_and_labels((ids, ids))
+    for batch, says in (({"input_ids": ids}, "batch dict input_ids"), ((ids, ids), "batch tuple")):
+        with refused(ValueError, says=says):
+            inputs_and_labels(batch)
 
 
+@pytest.mark.net
 def test_inputs_that_no_layer_knows_are_refused():
     ids, none, _, _ = ids_and_masks()
     layers = sequential(new_model("LlamaForCausalLM"))
-    with pytest.raises(ValueError, match=r"inputs: input_ids, labels, known: input_ids, attention_mask, position_ids"):
-        layers({"input_ids": ids, "labels": ids})
-    with pytest.raises(ValueError, match=r"inputs: attention_mask, known: .* of which input_ids is needed"):
-        layers({"attention_mask": none})
-    with pytest.raises(TypeError, match=r"inputs: a BatchEncoding, limit: .*; pass dict\(batch\)"):
-        layers(transformers.BatchEncoding({"input_ids": ids}))
-    with pytest.raises(TypeError, match=r"inputs: a list, limit: .*; pass \{'input_ids'"):
-        layers([ids])
+    for inputs, error, says in (
+        ({"input_ids": ids, "labels": ids}, ValueError, "inputs labels position_ids"),
+        ({"attention_mask": none}, ValueError, "inputs attention_mask input_ids"),
+        (transformers.BatchEncoding({"input_ids": ids}), TypeError, "inputs BatchEncoding dict(batch)"),
+        ([ids], TypeError, "inputs list {'input_ids'"),
+    ):
+        with refused(error, says=says):
+            layers(inputs)
 
 
 # --- refusals ---
@@ -480,19 +496,20 @@ def pruned():
 
 
 REFUSED = {
-    "own class": (LlamaForCausalLM, ValueError, r"the model \(LlamaForCausalLM\) has no layers"),
-    "quantized": (quantized, TypeError, r"its weights are quantized, limit: float32; load it without"),
-    "another device": (elsewhere, TypeError, r"it is on cuda:1, limit: the CPU; .* call model\.cpu\(\)"),
-    "dispatched": (dispatched, TypeError, r"it is dispatched by accelerate, limit: the CPU"),
-    "hooks": (hooked, ValueError, r"has hooks of its own"),
+    "own class": (LlamaForCausalLM, ValueError, "(LlamaForCausalLM) layers"),
+    "quantized": (quantized, TypeError, "quantized float32"),
+    "another device": (elsewhere, TypeError, "cuda:1 CPU model.cpu()"),
+    "dispatched": (dispatched, TypeError, "accelerate CPU"),
+    "hooks": (hooked, ValueError, "hooks"),
 }
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_layers_would_not_run_as_the_model_does_is_refused(case):
-    build, error, message = REFUSED[case]
+    build, error, says = REFUSED[case]
     model = build()
-    with pytest.raises(error, match=message):
+    with refused(error, says=says):
         sequential(model)
 
 
@@ -505,9 +522,13 @@ def around_blocks(name):
     return model, {**found, "base": model.model}
 
 
-@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
 @pytest.mark.parametrize(
-    ("name", "place"), [("BertForMaskedLM", "encoder"), ("BertForMaskedLM", "base"), ("LlamaForCausalLM", "base")]
+    ("name", "place", "register"),
+    [
+        ("BertForMaskedLM", "encoder", "register_forward_hook"),
+        ("BertForMaskedLM", "base", "register_forward_pre_hook"),
+        ("LlamaForCausalLM", "base", "register_forward_hook"),
+    ],
 )
 def test_hooks_around_the_blocks_are_called(name, place, register):
     model, places = around_blocks(name)
@@ -516,11 +537,11 @@ def test_hooks_around_the_blocks_are_called(name, place, register):
     assert isinstance(layers, Model)
 
 
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("name", only(["BertForMaskedLM", "LlamaForCausalLM"], "LlamaForCausalLM"))
 def test_a_backward_pre_hook_on_the_model_is_refused(name):
     model, places = around_blocks(name)
     places["the model itself"].register_full_backward_pre_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="has hooks of its own"):
+    with refused(ValueError, says="hooks"):
         sequential(model)
 
 
@@ -535,7 +556,7 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("case", OTHERWISE)
+@pytest.mark.parametrize("case", only(OTHERWISE, "direction"))
 def test_models_that_run_otherwise_than_layers_by_hand_become_layers_by_their_own_forward(case):
     model = OTHERWISE[case]().eval()
     ids, _, right, _ = ids_and_masks()
@@ -546,34 +567,42 @@ def test_models_that_run_otherwise_than_layers_by_hand_become_layers_by_their_ow
     assert [*layers.state_dict()] == [*model.state_dict()]
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "OPTForCausalLM"])
-def test_gradient_checkpointing_is_switched_off_with_a_word(name):
-    is_by_hand = name in MODELS
-    model = new_model(name) if is_by_hand else opt()
+def test_gradient_checkpointing_of_a_model_with_layers_by_hand_is_switched_off_with_a_word():
+    model = new_model("LlamaForCausalLM")
     model.activation_checkpointing_enable()
     plain = copy.deepcopy(model)
-    told = rf"gradient checkpointing of the model \({name}\) is switched off: the engine"
-    with pytest.warns(UserWarning, match=told):
-        layers = sequential(model, example=ids_and_masks()[0])
-    assert isinstance(layers, Model) != is_by_hand
+    with pytest.warns(UserWarning, match="LlamaForCausalLM"):
+        layers = sequential(model)
+    assert not isinstance(layers, Model)
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     train_both(model, "LlamaForCausalLM", plain)  # without a second word
 
 
+@pytest.mark.net
 def test_without_the_library_the_error_names_the_extra(monkeypatch):
     name = "hydra_engine.integrations.huggingface"
     for module in (name, f"{name}_layers", f"{name}_loading"):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"transformers 5.* pip install 'hydra_engine\[huggingface\]'"):
+    with refused(ImportError, says="transformers hydra_engine[huggingface]"):
         importlib.import_module(name)
 
 
 # --- loading ---
 
 
-@pytest.mark.parametrize("shard_size", ["50GB", "20KB"])
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Gemma3ForCausalLM", "BertForMaskedLM"])
+@pytest.mark.parametrize(
+    ("name", "shard_size"),
+    mostly_rest(
+        [
+            ("GPT2LMHeadModel", "50GB"),
+            ("GPT2LMHeadModel", "20KB"),
+            ("Gemma3ForCausalLM", "20KB"),
+            ("BertForMaskedLM", "50GB"),
+        ],
+        [("GPT2LMHeadModel", "20KB"), ("BertForMaskedLM", "50GB")],
+    ),
+)
 def test_loaded_values_are_those_of_from_pretrained(name, shard_size, tmp_path):
     new_model(name).save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (tmp_path / "model.safetensors").exists() == (shard_size == "50GB")
@@ -609,6 +638,7 @@ def test_weights_in_a_mapped_file_are_trained_as_in_plain_pytorch(name, tmp_path
     assert seen - {0}
 
 
+@pytest.mark.net
 def test_one_tensor_of_the_files_is_held_at_a_time(tmp_path, monkeypatch):
     new_model("LlamaForCausalLM").save_pretrained(tmp_path, max_shard_size="20KB")
     monkeypatch.delenv("HF_DEACTIVATE_ASYNC_LOAD")
@@ -650,6 +680,7 @@ def test_one_tensor_of_the_files_is_held_at_a_time(tmp_path, monkeypatch):
         assert parameter.data_ptr() % 64 == 0
 
 
+@pytest.mark.net
 def test_a_head_that_the_files_lack_is_made_as_from_pretrained_makes_it(tmp_path):
     new_model("BertModel").save_pretrained(tmp_path)
     wanted = transformers.BertForSequenceClassification
@@ -662,6 +693,7 @@ def test_a_head_that_the_files_lack_is_made_as_from_pretrained_makes_it(tmp_path
     assert sequential(model)(ids_and_masks()[0]).shape == (3, 4)
 
 
+@pytest.mark.net
 def test_narrow_weights_are_loaded_as_float32(tmp_path):
     new_model("LlamaForCausalLM").bfloat16().save_pretrained(tmp_path)
     model = load_pretrained(tmp_path)
@@ -669,6 +701,7 @@ def test_narrow_weights_are_loaded_as_float32(tmp_path):
     assert_same_weights(model, type(model).from_pretrained(tmp_path, dtype=torch.float32))
 
 
+@pytest.mark.net
 def test_a_loaded_model_outlives_its_files_and_keeps_its_generation_settings(tmp_path):
     model = new_model("LlamaForCausalLM")
     model.generation_config.max_new_tokens = 17
@@ -680,25 +713,25 @@ def test_a_loaded_model_outlives_its_files_and_keeps_its_generation_settings(tmp
     assert_same_weights(load_pretrained(tmp_path), model)
 
 
+@pytest.mark.net
 def test_folders_without_weights_that_can_be_loaded_are_refused(tmp_path):
     model = new_model("LlamaForCausalLM")
     model.config.save_pretrained(tmp_path)
-    told = r"holds neither model\.safetensors nor model\.safetensors\.index\.json"
-    with pytest.raises(FileNotFoundError, match=told):
+    with refused(FileNotFoundError, says="model.safetensors model.safetensors.index.json"):
         load_pretrained(tmp_path)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    for changed, error, message in (
-        ({"architectures": ["OwnModel"]}, ValueError, r"names OwnModel as its architecture, limit: one class"),
-        ({"architectures": None}, ValueError, r"names no class as its architecture, .*; give model_class="),
-        ({"quantization_config": {"quant_method": "awq"}}, TypeError, r"holds quantized weights, limit: floating"),
+    for changed, error, says in (
+        ({"architectures": ["OwnModel"]}, ValueError, "OwnModel architecture"),
+        ({"architectures": None}, ValueError, "architecture model_class="),
+        ({"quantization_config": {"quant_method": "awq"}}, TypeError, "quantized"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | changed))
-        with pytest.raises(error, match=message):
+        with refused(error, says=says):
             load_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertForMaskedLM"])
+@pytest.mark.parametrize("name", only(["LlamaForCausalLM", "BertForMaskedLM"], "LlamaForCausalLM"))
 def test_a_model_on_meta_is_profiled_with_a_mask_that_has_no_values(name):
     ids, _, mask, _ = ids_and_masks()
     inputs = {"input_ids": ids, "attention_mask": mask}
@@ -712,8 +745,18 @@ def test_a_model_on_meta_is_profiled_with_a_mask_that_has_no_values(name):
         assert [getattr(cost, field) for cost in counted] == [getattr(cost, field) for cost in run], field
 
 
-@pytest.mark.parametrize(("shard_size", "dtype"), [("50GB", torch.float32), ("20KB", torch.bfloat16)])
-@pytest.mark.parametrize("name", ["T5", "BERT, sequences", "OPT", "ViT", "Mixtral", "Whisper", "Falcon"])
+@pytest.mark.parametrize(
+    ("name", "shard_size", "dtype"),
+    [
+        pytest.param("OPT", "20KB", torch.bfloat16, marks=pytest.mark.net),
+        ("T5", "50GB", torch.float32),
+        ("BERT, sequences", "20KB", torch.bfloat16),
+        ("ViT", "50GB", torch.float32),
+        ("Mixtral", "20KB", torch.bfloat16),
+        ("Whisper", "50GB", torch.float32),
+        ("Falcon", "20KB", torch.bfloat16),
+    ],
+)
 def test_any_model_is_loaded_value_for_value_and_becomes_layers(name, shard_size, dtype, tmp_path):
     case = next(case for case in CASES if case.name == name)
     harness.new_module(case).to(dtype).save_pretrained(tmp_path, max_shard_size=shard_size)
