@@ -265,6 +265,8 @@ def main(argv=None):
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for one mutant")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="mutants at a time")
     args = parser.parse_args(argv)
+    # A shell lets what it starts behind `&` ignore Ctrl-C, and so would every process of a test.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if args.verb == "record":
         return record(args.folder, args.options)
     run(
