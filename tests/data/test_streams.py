@@ -116,42 +116,34 @@ def by_key(start):
     return LayerDraws(TaskGenerator(start))
 
 
-@pytest.fixture(params=[TaskGenerator, by_key], ids=["mode", "key"])
+# What sends draws to a task's generator: a mode of all operations, or of those alone that may draw.
+REDIRECTIONS = {"mode": TaskGenerator, "key": by_key}
+
+
+@pytest.fixture(params=REDIRECTIONS.values(), ids=REDIRECTIONS)
 def redirected(request):
-    """What sends draws to a task's generator: a mode of all operations, or of those alone that may draw."""
     return request.param
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-class TestTaskGenerator:
-    def test_gives_the_draws_of_manual_seed(self, draw, redirected):
-        torch.manual_seed(7)
-        expected = [draw(), draw()]
-        state = torch.get_rng_state()
+def test_redirected_draws_are_those_of_manual_seed_and_leave_the_global_generator_alone(draw):
+    torch.manual_seed(7)
+    expected, end = [draw(), draw()], torch.get_rng_state()
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    for name, redirection in REDIRECTIONS.items():
         generator = own(7)
-        torch.manual_seed(99)
-        with redirected(generator):
-            actual = [draw(), draw()]
-        assert all(map(torch.equal, actual, expected))
-        assert torch.equal(generator.get_state(), state), "the stream goes on from the same place"
+        with redirection(generator):
+            assert all(map(torch.equal, [draw(), draw()], expected)), name
+        assert torch.equal(generator.get_state(), end), f"{name}: the stream goes on from the same place"
 
-    def test_begins_with_a_state(self, draw, redirected):
-        torch.manual_seed(7)
-        expected = [draw(), draw()]
         start = own(7).get_state()
-        with redirected(start) as drawn:
+        with redirection(start) as drawn:
             assert drawn.state is start, "nothing was drawn"
-            actual = [draw(), draw()]
-        assert all(map(torch.equal, actual, expected))
-        assert torch.equal(drawn.state, torch.get_rng_state()), "the stream goes on from the same place"
-        assert torch.equal(start, own(7).get_state()), "what it began with is not written to"
-
-    def test_leaves_the_global_generator_alone(self, draw, redirected):
-        torch.manual_seed(99)
-        before = torch.get_rng_state()
-        with redirected(own(7)):
-            draw()
-        assert torch.equal(torch.get_rng_state(), before)
+            assert all(map(torch.equal, [draw(), draw()], expected)), name
+        assert torch.equal(drawn.state, end), f"{name}: the stream goes on from the same place"
+        assert torch.equal(start, own(7).get_state()), f"{name}: what it began with is not written to"
+        assert torch.equal(torch.get_rng_state(), before), name
 
 
 def with_own(generator):
@@ -418,9 +410,8 @@ GOLDEN_SEEDS = {
 
 
 class TestStreamSeed:
-    @pytest.mark.parametrize("key", GOLDEN_SEEDS)
-    def test_is_the_golden_number(self, key):
-        assert stream_seed(*key) == GOLDEN_SEEDS[key]
+    def test_is_the_golden_number(self):
+        assert {key: stream_seed(*key) for key in GOLDEN_SEEDS} == GOLDEN_SEEDS
 
     def test_is_a_seed_that_torch_takes(self):
         seeds = [stream_seed(seed, 0, 0) for seed in range(100)]

@@ -23,6 +23,7 @@ from hydra_engine.host.optimizer import TaskOptimizer
 from hydra_engine.host.pool import HostPool
 from hydra_engine.host.staging import StepStaging
 from hydra_engine.native.library import VARIABLE
+from tests.refused import refused
 
 
 class Lion(torch.optim.Optimizer):
@@ -80,6 +81,20 @@ SCHEDULERS = {
 NUM_STEPS = 6
 
 every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+# One of each kind of state, and of each of torch's implementations.
+some_optimizers = pytest.mark.parametrize(
+    "optimizer",
+    [
+        "momentum",
+        "sgd, foreach",
+        "amsgrad",
+        "adam, a tensor as lr",
+        "adamw, fused",
+        "asgd",
+        "adafactor",
+        "a user's own",
+    ],
+)
 
 
 def build():
@@ -199,9 +214,8 @@ def assert_same_state(actual, expected):
 
 
 @every_optimizer
-@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
-def test_shards_in_any_order_give_the_bits_of_one_plain_step(optimizer, max_grad_norm):
-    for seed, ends in enumerate(([1, 2, 3, 4, 5], [2, 5], [5], [3, 4, 5])):
+def test_shards_in_any_order_give_the_bits_of_one_plain_step(optimizer):
+    for seed, (ends, max_grad_norm) in enumerate((([1, 2, 3, 4, 5], 0.5), ([2, 5], None), ([5], 0.5))):
         plain = Plain(*OPTIMIZERS[optimizer], max_grad_norm=max_grad_norm)
         engine = ByShard(*OPTIMIZERS[optimizer], ends, seed, max_grad_norm=max_grad_norm)
         step_both(plain, engine, range(NUM_STEPS))
@@ -210,7 +224,7 @@ def test_shards_in_any_order_give_the_bits_of_one_plain_step(optimizer, max_grad
         assert_same_bits(engine.layers, plain.layers)
 
 
-@every_optimizer
+@some_optimizers
 def test_each_parameter_has_the_options_of_its_group(optimizer):
     factory, lr = OPTIMIZERS[optimizer]
     options = {"param_groups": biases_apart, "lr_scheduler": SCHEDULERS["decay"], "max_grad_norm": 0.5}
@@ -223,7 +237,7 @@ def test_each_parameter_has_the_options_of_its_group(optimizer):
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw", "a user's own"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "a user's own"])
 def test_schedules_are_the_plain_ones(optimizer, scheduler):
     factory, lr = OPTIMIZERS[optimizer]
     if scheduler == "one cycle" and optimizer == "sgd":
@@ -239,7 +253,7 @@ def test_schedules_are_the_plain_ones(optimizer, scheduler):
 # -- calls
 
 
-@every_optimizer
+@some_optimizers
 def test_a_step_is_called_once_for_each_shard_with_the_parameters_that_it_owns(optimizer, monkeypatch):
     """But for those that the native kernel makes, which is turned off here."""
     monkeypatch.setenv(VARIABLE, "0")
@@ -274,7 +288,7 @@ def test_a_step_is_called_once_for_each_shard_with_the_parameters_that_it_owns(o
     engine.pool.close()
 
 
-@every_optimizer
+@some_optimizers
 def test_parameters_of_other_shards_are_left_alone(optimizer):
     engine = ByShard(*OPTIMIZERS[optimizer], [2, 5])
     record = engine.commit(gradients_of(0, trainable(engine.layers)))
@@ -324,7 +338,7 @@ def test_an_update_is_put_back_whole_and_made_again_with_the_same_bits(optimizer
     engine.pool.close()
 
 
-@every_optimizer
+@some_optimizers
 def test_a_state_dict_loads_into_a_plain_optimizer_which_goes_on_with_the_same_bits(optimizer):
     plain, engine = Plain(*OPTIMIZERS[optimizer]), ByShard(*OPTIMIZERS[optimizer], [2, 5], seed=1)
     for step in range(2):
@@ -336,7 +350,7 @@ def test_a_state_dict_loads_into_a_plain_optimizer_which_goes_on_with_the_same_b
     engine.pool.close()
 
 
-@every_optimizer
+@some_optimizers
 def test_what_is_saved_of_a_task_goes_on_in_another_with_the_same_bits(optimizer):
     factory, lr = OPTIMIZERS[optimizer]
     options = {"lr_scheduler": SCHEDULERS["decay"], "max_grad_norm": 0.5}
@@ -355,11 +369,11 @@ def test_what_is_saved_of_a_task_goes_on_in_another_with_the_same_bits(optimizer
 
 
 def test_optimizer_that_runs_the_model_again_is_refused():
-    with pytest.raises(ValueError, match=r"LBFGS .*closure"):
+    with refused(says="LBFGS closure"):
         ByShard(torch.optim.LBFGS, 0.1, [5])
 
 
 @pytest.mark.parametrize("result", [None, [], nn.Linear(1, 1)])
 def test_factory_that_returns_no_optimizer_is_refused(result):
-    with pytest.raises(TypeError, match=type(result).__name__):
+    with refused(TypeError, says=type(result).__name__):
         ByShard(lambda params: result, None, [5])

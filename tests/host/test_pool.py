@@ -33,7 +33,7 @@ def copy_into(place, tensor):
     place.copy_(tensor)
 
 
-@pytest.fixture(params=[*zoo.MODELS, *range(8)], ids=str)
+@pytest.fixture(params=["cnn", "lstm", "tied", "frozen", *range(4)], ids=str)
 def layers(request):
     if isinstance(request.param, int):
         return random_layers(random.Random(request.param))
@@ -55,27 +55,27 @@ class TestHostPool:
         assert [id(each) for each in [*module.parameters(), *module.buffers()]] == objects
         assert [parameter.stride() for parameter in module.parameters()] == strides
 
-    def test_close_gives_ordinary_storage_back(self, layers):
-        with opened(layers) as pool:
-            pass
-        for slot in pool.layout.slots:
-            assert slot.parameter.untyped_storage().nbytes() == slot.num_bytes
-            assert slot.parameter.storage_offset() == 0
-            assert slot.parameter.grad is None
-
-    def test_close_gives_back_what_training_left(self, layers):
+    def test_close_gives_back_what_training_left_in_ordinary_storage(self, layers):
         with opened(layers) as pool:
             for slot in pool.layout.slots:
                 slot.parameter.data.fill_(3)
             pool.buffers = [torch.zeros_like(buffer) for buffer in pool.buffers]
         assert all((parameter == 3).all() for parameter in nn.ModuleList(layers).parameters())
         assert not any(buffer.any() for buffer in nn.ModuleList(layers).buffers())
+        for slot in pool.layout.slots:
+            assert slot.parameter.untyped_storage().nbytes() == slot.num_bytes
+            assert slot.parameter.storage_offset() == 0
+            assert slot.parameter.grad is None
 
-    def test_parameters_lie_in_the_pool_while_it_is_open(self, layers):
+    def test_parameters_lie_in_the_pool_while_it_is_open_and_buffers_do_not(self, layers):
         with opened(layers) as pool:
             for slot in [each for each in pool.layout.slots if each.num_bytes]:
                 [(_, source)] = pool.sources(SlabPiece(slot.trainable, slot.offset, 0, slot.num_bytes))
                 assert source.data_ptr() == slot.parameter.data_ptr()
+            for own, buffer in zip(pool.layout.buffers, pool.buffers, strict=True):
+                assert torch.equal(own, buffer)
+                assert own.stride() == buffer.stride()
+                assert own.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
 
     def test_gradients_have_places_like_their_parameters(self, layers):
         with opened(layers) as pool:
@@ -127,13 +127,6 @@ class TestHostPool:
                 flat = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage())
                 flat[[k for k in range(len(flat)) if k not in used]] = 0xFF
         assert all(torch.equal(tensor, before[name]) for name, tensor in nn.ModuleList(layers).state_dict().items())
-
-    def test_buffers_share_no_memory_with_the_models(self, layers):
-        with opened(layers) as pool:
-            for own, buffer in zip(pool.layout.buffers, pool.buffers, strict=True):
-                assert torch.equal(own, buffer)
-                assert own.stride() == buffer.stride()
-                assert own.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
 
     @pytest.mark.parametrize(
         "last", [torch.full((3,), 7.0), torch.ones(5, dtype=torch.float64)], ids=["alike", "of another kind"]
