@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import EmulatedDevice, Model, ModelOrchestrator, ModelTask
+from hydra_engine import Model, ModelTask
 from partitioners import Fastest, Presharded
+from tests import exact
+from tests.refused import refused
 
 
 def task_of(*args, model=None, **options):
@@ -93,8 +95,7 @@ class TestPrinting:
     def test_default_names_are_places_in_the_list(self):
         batch = (torch.rand(3, 2), torch.zeros(3).long())
         tasks = [ModelTask([nn.Linear(2, 2)], F.cross_entropy, [batch], name=name) for name in (None, "bert", None)]
-        orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("1MiB")])
-        orchestra.verbose = 0
+        orchestra = exact.silent(tasks)
         assert list(orchestra.generate().tasks) == ["task-0", "bert", "task-2"]
         assert list(orchestra.train_models().tasks) == ["task-0", "bert", "task-2"]
 
@@ -149,7 +150,7 @@ class TestModel:
 
     @pytest.mark.parametrize("layer", [nn.ModuleList([nn.ReLU()]), nn.ModuleDict(), nn.Module()])
     def test_refuses_layers_without_a_forward(self, layer):
-        with pytest.raises(TypeError, match=f"layer 1 of the model is a {type(layer).__name__}, which has no forward"):
+        with refused(TypeError, layer="layer 1", says=f"{type(layer).__name__} forward"):
             Model([nn.ReLU(), layer])
 
     def test_has_a_forward_of_its_own_only_where_the_source_has(self):

@@ -17,6 +17,8 @@ from hydra_engine.worker.unit import MicroInput
 from partitioners import MemoryMeter
 from partitioners.boundary import Boundary
 from tests import exact, zoo
+from tests.covering import covering
+from tests.refused import refused
 
 CPU = torch.device("cpu")
 
@@ -154,17 +156,14 @@ def _seeded():
         yield
 
 
-@pytest.mark.parametrize("partition", ["one", "three", "each"])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("name", zoo.MODELS)
+@covering(name=list(zoo.MODELS), num_micro_batches=[1, 3], partition=["one", "three", "each"])
 def test_chain_of_any_partition_gives_autograds_bits(name, num_micro_batches, partition):
     model, loss_fn, batches = case(name, num_micro_batches)
     ends = exact.ends(partition, len(model))
     assert_chain_as_plain(lambda: case(name, num_micro_batches)[0], loss_fn, batches, ends)
 
 
-@pytest.mark.parametrize("locked", [False, True])
-@pytest.mark.parametrize("name", ["dropout", "cnn", "tied", "branch"])
+@covering(strength=1, name=["dropout", "cnn", "tied", "branch"], locked=[False, True])
 def test_units_that_are_run_again_leave_the_same(name, locked):
     model, loss_fn, batches = case(name, 2)
     ends = exact.ends("three", len(model))
@@ -335,6 +334,6 @@ def test_in_place_layer_at_the_start_of_a_shard_gives_autograds_bits():
 @pytest.mark.parametrize("loss_fn", [lambda y, t: y, lambda y, t: 1.5, lambda y, t: None])
 def test_loss_that_is_not_one_number_is_refused(loss_fn):
     bench = Bench(nn.Sequential(nn.Linear(2, 2)), loss_fn, [1], [(torch.rand(3, 2), torch.zeros(3))])
-    with pytest.raises(ValueError, match="scalar"):
+    with refused(says="scalar"):
         bench.unit(FUSED, 0)
     assert bench.executor.current == "loss_fn"
