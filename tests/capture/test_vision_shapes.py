@@ -96,23 +96,16 @@ def cuts_of(num_layers):
     return [[*(k for k, is_cut in sorted(case.items()) if is_cut), num_layers] for case in cases]
 
 
-def test_activations_in_place_train_however_a_chain_is_cut():
-    cuts = cuts_of(len(chain()))
-    networks = [chain() for _ in cuts]
-    tasks = [task_of(network, str(ends), ends) for network, ends in zip(networks, cuts, strict=True)]
-    assert len(tasks) >= 4
-    assert_trains_as(chain, tasks, networks)
+@pytest.mark.parametrize("make", [chain, Whole])
+def test_activations_in_place_train_however_a_model_is_cut(make):
+    def model_of(network):
+        return network if make is chain else Model(network, example=batches()[0][0])
 
-
-def test_activations_in_place_train_however_a_forward_is_cut():
-    cuts = cuts_of(len(Model(Whole(), example=batches()[0][0])))
+    cuts = cuts_of(len(model_of(make())))
     assert len(cuts) >= 4
-    networks = [Whole() for _ in cuts]
-    tasks = [
-        task_of(Model(network, example=batches()[0][0]), str(ends), ends)
-        for network, ends in zip(networks, cuts, strict=True)
-    ]
-    assert_trains_as(Whole, tasks, networks)
+    networks = [make() for _ in cuts]
+    tasks = [task_of(model_of(network), str(ends), ends) for network, ends in zip(networks, cuts, strict=True)]
+    assert_trains_as(make, tasks, networks)
 
 
 class Functional(nn.Module):

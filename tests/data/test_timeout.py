@@ -193,32 +193,26 @@ def test_evaluation_has_it_too(hanging):
         orchestra.evaluate(task, hanging(2))
 
 
-def test_default_is_half_an_hour():
+def test_the_default_is_half_an_hour_and_times_that_are_none_are_refused():
     assert victim()[0].loader_timeout_s == 1800
-
-
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [(0, ValueError), (-1, ValueError), (float("inf"), ValueError), ("1", TypeError), (True, TypeError)],
-)
-def test_times_that_are_none_are_refused(value, error):
-    with refused(error, says="loader_timeout_s"):
-        victim(loader_timeout_s=value)
+    for value, error in (
+        *((number, ValueError) for number in (0, -1, float("inf"))),
+        *((other, TypeError) for other in ("1", True)),
+    ):
+        with refused(error, says="loader_timeout_s"):
+            victim(loader_timeout_s=value)
 
 
 class TestInbox:
-    @pytest.mark.parametrize(
-        ("in_s", "events", "found"),
-        [(-1, [], Overdue()), (-1, [DataEnded("task")], DataEnded("task")), (1e12, [StopRequested()], StopRequested())],
-        ids=["a deadline that has passed is an event", "what is there comes first", "a far deadline is no error"],
-    )
-    def test_what_comes_first(self, in_s, events, found):
-        inbox = Inbox()
-        inbox.deadline_s = time.monotonic() + in_s
-        for each in events:
-            inbox.put(each)
-        with inbox as event:
-            assert event == found
+    def test_a_deadline_that_has_passed_is_an_event_and_what_is_there_comes_first(self):
+        ended, stop = DataEnded("task"), StopRequested()
+        for in_s, there, expected in ((-1, [], Overdue()), (-1, [ended], ended), (1e12, [stop], stop)):
+            inbox = Inbox()
+            inbox.deadline_s = time.monotonic() + in_s
+            for each in there:
+                inbox.put(each)
+            with inbox as event:
+                assert event == expected
 
     def test_it_sleeps_until_then(self):
         inbox = Inbox()
@@ -240,11 +234,7 @@ class TestDeadlines:
         assert deadlines.take_due() == ["late"]
         assert time.monotonic() + 900 < deadlines.next_s < time.monotonic() + 1000
         assert deadlines.take_due() == []
-
-    def test_none_left(self):
-        deadlines = Deadlines()
-        deadlines.set("came", 5)
-        deadlines.drop("came")
+        deadlines.drop("early")
         assert deadlines.take_due() == []
         assert deadlines.next_s == float("inf")
 

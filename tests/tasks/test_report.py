@@ -65,30 +65,21 @@ def test_report_of_a_run_that_took_no_time_prints():
     assert "makespan 0.0 s" in str(report_of(TaskReport(name="a", seed=1), makespan_s=0.0))
 
 
-def test_task_is_stopped_until_something_became_of_it():
+def test_task_is_stopped_until_something_became_of_it_and_shares_no_losses():
+    TaskReport(name="other", seed=1).losses.append(1.0)
     task = TaskReport(name="a", seed=1)
     assert (task.status, task.steps, task.losses, task.validation_losses) == ("stopped", 0, [], [])
     assert task.error is task.exception is None
 
 
-def test_reports_do_not_share_their_losses():
-    one, two = TaskReport(name="a", seed=1), TaskReport(name="b", seed=1)
-    one.losses.append(1.0)
-    assert two.losses == []
-
-
-def test_first_failure_is_raised():
+def test_the_first_failure_is_raised_and_nothing_where_nothing_failed():
     errors = [ValueError("first"), KeyError("second")]
-    tasks = [TaskReport(name=str(k), seed=0, status="failed", exception=error) for k, error in enumerate(errors)]
-    finished = TaskReport(name="fine", seed=0, status="finished")
+    failed = [TaskReport(name=str(k), seed=0, status="failed", exception=error) for k, error in enumerate(errors)]
+    others = [TaskReport(name=status, seed=0, status=status) for status in ("finished", "stopped")]
+    report_of(*others).raise_failures()
     with pytest.raises(ValueError, match="first") as raised:
-        report_of(finished, *tasks).raise_failures()
+        report_of(*others, *failed).raise_failures()
     assert raised.value is errors[0]
-
-
-@pytest.mark.parametrize("status", ["finished", "stopped"])
-def test_nothing_is_raised_where_nothing_failed(status):
-    report_of(TaskReport(name="a", seed=0, status=status)).raise_failures()
 
 
 def test_columns_of_a_table_are_aligned():

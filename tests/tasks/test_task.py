@@ -30,19 +30,16 @@ class TestDefaults:
         assert task.max_grad_norm is task.validation is None
         assert task.unpack(("x", "y")) == ("x", "y")
 
-    @pytest.mark.parametrize(
-        ("lr", "optimizer", "expected"),
-        [
+    def test_learning_rate_is_the_default_only_without_an_optimizer(self):
+        for lr, optimizer, expected in (
             (None, None, 1e-3),
             (None, torch.optim.Adam, None),
             (0.5, torch.optim.Adam, 0.5),
             (0.5, None, 0.5),
             (np.float32(0.5), None, 0.5),  # it may be of NumPy
             (0.0, None, 0.0),  # zero is kept
-        ],
-    )
-    def test_learning_rate_is_the_default_only_without_an_optimizer(self, lr, optimizer, expected):
-        assert task_of(lr, optimizer=optimizer).lr == expected
+        ):
+            assert task_of(lr, optimizer=optimizer).lr == expected
 
     def test_loader_may_be_of_a_module_named_datasets(self):
         loader = type("Loader", (), {"__module__": "datasets.mine", "__iter__": lambda self: iter(())})()
@@ -101,11 +98,14 @@ class TestPrinting:
 
 
 class TestModel:
-    def test_shares_the_layers_of_a_list(self):
+    def test_shares_the_layers_of_a_list_as_do_its_slices(self):
         layers = [nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)]
         model = Model(layers)
         assert [id(layer) for layer in model] == [id(layer) for layer in layers]
         assert list(model._modules) == ["0", "1", "2"]
+        part = model[1:]
+        assert isinstance(part, Model)
+        assert [id(layer) for layer in part] == [id(layer) for layer in layers[1:]]
 
     def test_keeps_the_names_of_a_sequential(self):
         source = nn.Sequential(OrderedDict(embed=nn.Linear(2, 2), head=nn.Linear(2, 2)))
@@ -131,6 +131,8 @@ class TestModel:
         assert model[1] is model[2]
         assert torch.equal(model(torch.ones(1, 2)), net(torch.ones(1, 2)))
         assert model.has_own_forward
+        for source in ([nn.Linear(2, 2)], nn.Sequential(nn.Linear(2, 2)), Model(nn.Sequential(nn.Linear(2, 2)))):
+            assert not Model(source).has_own_forward
 
     def test_takes_lists_and_dicts_of_modules_that_can_be_called(self):
         class InTurn(nn.ModuleList):
@@ -153,29 +155,19 @@ class TestModel:
         with refused(TypeError, layer="layer 1", says=f"{type(layer).__name__} forward"):
             Model([nn.ReLU(), layer])
 
-    def test_has_a_forward_of_its_own_only_where_the_source_has(self):
-        assert not Model([nn.Linear(2, 2)]).has_own_forward
-        assert not Model(nn.Sequential(nn.Linear(2, 2))).has_own_forward
-        assert not Model(Model(nn.Sequential(nn.Linear(2, 2)))).has_own_forward
-
     def test_layer_in_two_places_runs_twice(self):
         layer = nn.Linear(2, 2)
         model = Model([layer, nn.ReLU(), layer])
         assert len(model) == 3
         assert torch.equal(model(torch.ones(1, 2)), layer(layer(torch.ones(1, 2)).relu()))
 
-    def test_slice_is_a_model_of_the_same_layers(self):
-        model = Model([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])
-        part = model[1:]
-        assert isinstance(part, Model)
-        assert [id(layer) for layer in part] == [id(model[1]), id(model[2])]
-
     def test_task_keeps_a_model_and_wraps_anything_else(self):
-        model = Model([nn.Linear(2, 2)])
-        assert task_of(model=model).model is model
         layers = [nn.Linear(2, 2)]
-        assert isinstance(task_of(model=layers).model, Model)
-        assert task_of(model=layers).model[0] is layers[0]
+        model = Model(layers)
+        assert task_of(model=model).model is model
+        wrapped = task_of(model=layers).model
+        assert isinstance(wrapped, Model)
+        assert wrapped[0] is layers[0]
 
 
 class Unreadable:

@@ -193,21 +193,16 @@ def test_locked_unit_draws_from_the_tasks_own_states():
     assert capture().same_as(before), "the process-wide generators are as they were"
 
 
-def test_evaluation_is_that_of_eval_mode_without_gradients():
+def test_evaluation_is_that_of_eval_mode_without_gradients_and_restores_each_modules_own_flag():
     model, loss_fn, batches = case("cnn", 1)
     expected = loss_fn(model.eval()(batches[0][0]), batches[0][1]).item()
     model, loss_fn, _ = case("cnn", 1)
+    model[1].eval()
     bench = Bench(model, loss_fn, [2, 4, 6], batches).run(training=False)
     assert bench.losses == {0: expected}
     assert bench.gradients == {}
     assert all(torch.equal(bench.buffers[k], buffer) for k, buffer in enumerate(model.buffers()))
     assert not any(tensor.requires_grad for boundary in bench.entering.values() for tensor in boundary.tensors)
-
-
-def test_evaluation_restores_each_modules_own_flag():
-    model, loss_fn, batches = case("cnn", 1)
-    model[1].eval()
-    bench = Bench(model, loss_fn, [2, 6], batches).run(training=False)
     flags = [module.training for layer in bench.structure.layers for module in layer.modules()]
     assert flags == [module.training for layer in model for module in layer.modules()]
 
@@ -230,19 +225,17 @@ def test_unit_that_raises_lets_go_of_everything_and_names_its_layer(kind):
     assert torch.is_grad_enabled()
 
 
-def test_unit_lets_go_of_everything():
-    bench = Bench(*case("cnn", 1)[:2], [2, 4, 6], case("cnn", 1)[2]).run()
+def test_units_let_go_of_everything_and_their_outputs_carry_no_graph():
+    model, loss_fn, batches = case("cnn", 1)
+    bench = Bench(model, loss_fn, [2, 4, 6], batches).run()
     layers = nn.ModuleList(bench.structure.layers)
     assert all(tensor.numel() == 0 for tensor in [*layers.parameters(), *layers.buffers()])
     assert all(parameter.grad is None for parameter in layers.parameters())
-
-
-def test_outputs_carry_no_graph():
-    model, loss_fn, batches = case("gpt", 1)
-    bench = Bench(model, loss_fn, [2, 5], batches).run()
     tensors = [*bench.entering[1, 0].tensors, *bench.incoming[1, 0], *bench.gradients.values()]
     assert all(not tensor.requires_grad and tensor.grad_fn is None for tensor in tensors)
     assert bench.entering[1, 0].requires_grad == (True,), "it is known all the same that a gradient is to come"
+    assert (0, 0) not in bench.incoming, "the lowest shard sends no gradient of the inputs"
+    assert [gradient is not None for gradient in bench.incoming[1, 0]] == [True]
 
 
 def test_forward_unit_keeps_nothing_for_a_backward():
@@ -291,13 +284,6 @@ def test_outputs_share_no_memory_with_the_slab_or_the_buffers(kind):
 def test_weight_that_crosses_a_boundary_gets_its_gradient():
     model = nn.Sequential(Emits(), Adds())
     assert_chain_as_plain(lambda: model, F.mse_loss, [(torch.rand(3, 2), torch.rand(3, 2))], [1, 2])
-
-
-def test_lowest_shard_sends_no_gradient_of_the_inputs():
-    model, loss_fn, batches = case("mlp", 1)
-    bench = Bench(model, loss_fn, [2, 5], batches).run()
-    assert (0, 0) not in bench.incoming
-    assert [gradient is not None for gradient in bench.incoming[1, 0]] == [True]
 
 
 def test_integers_and_unused_tensors_receive_no_gradient():
