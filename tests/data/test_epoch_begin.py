@@ -239,25 +239,21 @@ def test_a_task_that_joins_has_it_too():
     assert callback.calls == calls_of()
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_it_may_stop_the_task(epoch):
-    def stop():
-        raise StopTask
+@pytest.mark.parametrize(("epoch", "error"), [(0, StopTask), (1, StopTask), (1, Boom)])
+def test_it_may_stop_the_task_and_what_else_it_raises_fails_it(epoch, error):
+    def raises():
+        raise error
 
-    task, callback = task_of(at=("begin", epoch), action=stop)
+    task, callback = task_of(at=("begin", epoch), action=raises)
     other, _ = task_of(name="other")
     reports = orchestra_of(task, other).train_models().tasks
-    assert (reports["task"].status, reports["task"].steps) == ("stopped", epoch * STEPS)
-    assert callback.calls[-1] == ("end", "stopped")
-    assert_exact(other, reports["other"])
-
-
-def test_what_else_it_raises_fails_the_task():
-    task, _ = task_of(at=("begin", 1), action=fail)
-    other, _ = task_of(name="other")
-    reports = orchestra_of(task, other).train_models().tasks
-    assert (reports["task"].status, reports["task"].steps) == ("failed", STEPS)
-    names(reports["task"].error, task="task", says="callback")
+    assert reports["task"].steps == epoch * STEPS
+    if error is StopTask:
+        assert reports["task"].status == "stopped"
+        assert callback.calls[-1] == ("end", "stopped")
+    else:
+        assert reports["task"].status == "failed"
+        names(reports["task"].error, task="task", says="callback")
     assert_exact(other, reports["other"])
 
 

@@ -76,7 +76,7 @@ def held_by(layers, shard):
     return {id(p) for layer in layers[shard.first : shard.last] for p in layer.parameters()}
 
 
-@pytest.fixture(params=range(8))
+@pytest.fixture(params=range(12))
 def case(request):
     """Random layers, their layout, and a random partition."""
     rng = random.Random(request.param)

@@ -33,7 +33,7 @@ def copy_into(place, tensor):
     place.copy_(tensor)
 
 
-@pytest.fixture(params=["cnn", "lstm", "tied", "frozen", *range(4)], ids=str)
+@pytest.fixture(params=["cnn", "lstm", "tied", "frozen", *range(6)], ids=str)
 def layers(request):
     if isinstance(request.param, int):
         return random_layers(random.Random(request.param))
