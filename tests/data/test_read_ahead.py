@@ -1,7 +1,5 @@
 """With read_ahead=False a loader may read the model: it is asked when the step before is in all of its weights."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -42,11 +40,9 @@ class ReadsWeights:
 
 CASES = {
     "plain": {},
-    "momentum": {"optimizer": partial(torch.optim.SGD, momentum=0.9)},
     "adam": {"optimizer": torch.optim.AdamW},
     "clipped": {"max_grad_norm": 0.1},
     "micro-batches": {"accumulation_steps": 3},
-    "schedule": {"lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)},
     "narrow": {"precision": "bfloat16"},
 }
 OWN = {
