@@ -166,7 +166,10 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize(
+    "name",
+    ["a module", "a buffer", *(pytest.param(each, marks=pytest.mark.rest) for each in ("a function", "no buffer"))],
+)
 def test_a_block_that_is_computed_twice_changes_its_buffers_twice(name):
     """As the plain loop's does: `torch.utils.checkpoint` runs batch norms again in the backward pass."""
 
