@@ -269,14 +269,14 @@ def test_past_the_limit_of_forms_a_layer_runs_uncompiled(backend, monkeypatch):
     monkeypatch.setattr(compiled, "MAX_FORMS", 2)
     data = words(num_batches=8, sizes=(2, 3, 4, 5))
     with pytest.warns(UserWarning, match="compile: layer .* 2 "):
-        found = losses_of(task_of(data=data))
-    assert close(found, losses_of(task_of(data=data, compile=False)))
+        found = losses_of(task_of(num_blocks=2, data=data))
+    assert close(found, losses_of(task_of(num_blocks=2, data=data, compile=False)))
     assert backend.num_graphs <= 3 * compiled.MAX_FORMS
 
 
 def test_evaluation_and_validation_run_uncompiled(backend):
     data = [(x, y) for x, y in words()]
-    tasks = [task_of(compile=compiles, validation=data) for compiles in (True, False)]
+    tasks = [task_of(num_blocks=2, compile=compiles, validation=data[:1]) for compiles in (True, False)]
     (orchestra, report), (_, expected) = map(train, tasks)
     losses = report.tasks["task-0"].validation_losses
     assert close(losses, expected.tasks["task-0"].validation_losses)
@@ -286,7 +286,7 @@ def test_evaluation_and_validation_run_uncompiled(backend):
 
 def test_metered_units_run_uncompiled_and_have_the_same_bits(backend):
     metered = [EmulatedDevice("4MiB", meter_every_unit=True)]
-    assert losses_of(task_of(), devices=metered) == losses_of(task_of(compile=False))
+    assert losses_of(task_of(num_blocks=2), devices=metered) == losses_of(task_of(num_blocks=2, compile=False))
 
 
 def test_a_compilation_runs_alone():
