@@ -21,14 +21,16 @@ def assert_same(module, *batches):
     """Outputs, gradients and buffers of the layers are those of the forward, in both modes; returns the layers."""
     layers = layers_of(module, batches[0])
     for training in (True, False):
+        nets = [copy.deepcopy(module).train(training) for _ in range(2)]
+        run = nn.Sequential(*layers_of(nets[1], batches[0]))
         for batch in batches:
             results = []
-            for by_layers in (False, True):
-                net = copy.deepcopy(module).train(training)
-                run = nn.Sequential(*layers_of(net, batches[0])) if by_layers else None
+            for net in nets:
+                net.load_state_dict(module.state_dict())
+                net.zero_grad()
                 args, kwargs = called_with(batch)
                 torch.manual_seed(1)
-                outputs = leaves(run(batch) if run else net(*args, **kwargs))
+                outputs = leaves(run(batch) if net is nets[1] else net(*args, **kwargs))
                 drawn = torch.rand(())
                 sum(each.square().sum() for each in outputs if each.requires_grad).backward()
                 gradients = [each.grad for each in net.parameters()]
