@@ -96,7 +96,7 @@ def cuts_of(num_layers):
     return [[*(k for k, is_cut in sorted(case.items()) if is_cut), num_layers] for case in cases]
 
 
-@pytest.mark.parametrize("make", [chain, Whole])
+@pytest.mark.parametrize("make", [Whole, pytest.param(chain, marks=pytest.mark.rest)])
 def test_activations_in_place_train_however_a_model_is_cut(make):
     def model_of(network):
         return network if make is chain else Model(network, example=batches()[0][0])
@@ -168,7 +168,7 @@ INNER = {
 
 @pytest.mark.parametrize(
     "name",
-    ["a module", "a buffer", *(pytest.param(each, marks=pytest.mark.rest) for each in ("a function", "no buffer"))],
+    ["a module", *(pytest.param(name, marks=pytest.mark.rest) for name in ("a function", "a buffer", "no buffer"))],
 )
 def test_a_block_that_is_computed_twice_changes_its_buffers_twice(name):
     """As the plain loop's does: `torch.utils.checkpoint` runs batch norms again in the backward pass."""
