@@ -9,6 +9,9 @@ from hydra_engine import Model, ModelTask
 from tests import exact
 from tests.capture.test_unrecorded import Inner, Inside, Three, assert_exact, batches
 
+# The check of a forward's code: in `make test` are the tests that carry `net`.
+pytestmark = pytest.mark.rest
+
 
 class Saves(Three):
     def inner(self, h):
@@ -32,6 +35,7 @@ class Node(Three):
         return h
 
 
+@pytest.mark.net
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -72,7 +76,7 @@ HOOKS = (
 )
 
 
-@pytest.mark.parametrize("register", HOOKS)
+@pytest.mark.parametrize("register", [pytest.param(HOOKS[0], marks=pytest.mark.net), *HOOKS[1:]])
 @pytest.mark.parametrize("kind", [Three, lambda: nn.Sequential(nn.Linear(6, 3))])
 @pytest.mark.parametrize("when", ["before", "after", "on the Model"])
 def test_hooks_on_the_whole_model_are_refused_whenever_they_are_registered(register, kind, when):

@@ -12,6 +12,9 @@ from torch import nn
 from hydra_engine import Model, ModelTask
 from tests import exact, reference, zoo
 
+# The proof of chains: in `make test` are the tests that carry `net`.
+pytestmark = pytest.mark.rest
+
 SHAPES = ((4, 6), (3, 6), (1, 6), (4, 6))
 
 
@@ -130,14 +133,17 @@ def test_what_a_forward_does_between_its_children_is_trained(make):
     assert assert_exact(make) != ["a", "b", "c"]
 
 
+@pytest.mark.net
 def test_a_forward_that_differs_in_eval_is_validated_as_it_is():
     assert_exact(Evaluates, validation=batches())
 
 
+@pytest.mark.net
 def test_a_forward_that_does_nothing_else_keeps_its_children_as_layers():
     assert assert_exact(Chain, validation=batches()) == ["a", "b", "c"]
 
 
+@pytest.mark.net
 def test_a_plain_value_of_a_batch_decides():
     data = [(({"x": x, "deep": len(x) > 3},), y) for x, y in batches()]
     plain, module = Flagged(), Flagged()
@@ -211,6 +217,7 @@ class Looks(Chain):
         return self.b(h) if h.sum() > -1e9 else h
 
 
+@pytest.mark.net
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -234,6 +241,7 @@ class Raises(nn.Module):
         raise RuntimeError("a mistake of the layer's own")
 
 
+@pytest.mark.net
 def test_a_mistake_in_a_child_is_told_as_it_is():
     module = Chain()
     module.b = Raises()

@@ -15,6 +15,9 @@ from hydra_engine.capture.shadow import Caches
 from tests import exact, reference, zoo
 from tests.any_model import harness
 
+# The check of what a recording does not show: in `make test` are the tests that carry `net`.
+pytestmark = pytest.mark.rest
+
 SHAPES = ((4, 6), (3, 6), (1, 6), (4, 6))
 
 
@@ -121,6 +124,7 @@ class Outer(Three):
         return self.inside(h)
 
 
+@pytest.mark.net
 def test_a_list_that_a_hook_appends_to_gets_what_layers_compute_alone():
     features = []
     module = Outer()
@@ -205,6 +209,7 @@ class Clamps(Three):
         return h
 
 
+@pytest.mark.net
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -229,6 +234,7 @@ def test_what_counts_its_calls_and_what_calls_do_not_show_is_refused_with_its_li
         Model(make(), example=torch.ones(2, 6))
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("kind", [torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(2, 6))])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchscript_is_refused_by_name(kind):
@@ -250,6 +256,7 @@ class Catches(Three):
         return h
 
 
+@pytest.mark.net
 def test_what_the_forward_catches_is_refused_all_the_same():
     with pytest.raises(ValueError, match=r"test_unrecorded.py:\d+: if h.abs\(\).max\(\) > 1e3: .*asks for the value"):
         Model(Catches(), example=torch.ones(2, 6))
@@ -307,6 +314,7 @@ class Aligned(Three):
         return F.ctc_loss(log_probs, torch.ones(1, 1, dtype=torch.long), *lengths, 0, self.reduction)
 
 
+@pytest.mark.net
 @pytest.mark.parametrize(("reduction", "shape"), [("mean", ()), ("sum", ()), ("none", (1,))])
 def test_ctc_loss_in_the_forward(reduction, shape):
     torch.manual_seed(0)
@@ -451,6 +459,7 @@ class Auxiliary(Three):
         return h
 
 
+@pytest.mark.net
 def test_a_loss_that_the_forward_leaves_in_an_attribute_is_refused():
     module = Auxiliary()
 
@@ -472,6 +481,7 @@ class WritesInput(nn.Module):
         return self.b(h)
 
 
+@pytest.mark.net
 def test_a_batch_that_is_written_to_is_refused_though_nothing_reads_it():
     data = [((x, torch.ones(len(x), 1)), y) for x, y in batches()]
     task = ModelTask(Model(WritesInput(), example=data[0][0]), F.mse_loss, data, 1e-3, name="t")

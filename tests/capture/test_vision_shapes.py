@@ -1,7 +1,5 @@
 """What networks for images do: activations in place at every cut, and blocks that are computed twice."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from hydra_engine import Model, ModelTask
 from partitioners import Presharded
 from tests import exact, reference, zoo
+from tests.covering import cover
+from tests.refused import refused
 
 SEED, LR = 7, 1e-3
 
@@ -90,29 +90,22 @@ class Whole(nn.Module):
         return self.body(x)
 
 
-def every_cut(num_layers):
-    """All ways to cut a chain: the ends of the shards."""
-    inner = range(1, num_layers)
-    return [[*ends, num_layers] for k in range(num_layers) for ends in itertools.combinations(inner, k)]
+def cuts_of(num_layers):
+    """Cuts of a chain, by the ends of their shards, in which every two places are cut, or not, in every way."""
+    cases = cover(dict.fromkeys(range(1, num_layers), (False, True)))
+    return [[*(k for k, is_cut in sorted(case.items()) if is_cut), num_layers] for case in cases]
 
 
-def test_activations_in_place_train_however_a_chain_is_cut():
-    cuts = every_cut(len(chain()))
-    networks = [chain() for _ in cuts]
-    tasks = [task_of(network, str(ends), ends) for network, ends in zip(networks, cuts, strict=True)]
-    assert len(tasks) == 16
-    assert_trains_as(chain, tasks, networks)
+@pytest.mark.parametrize("make", [Whole, pytest.param(chain, marks=pytest.mark.rest)])
+def test_activations_in_place_train_however_a_model_is_cut(make):
+    def model_of(network):
+        return network if make is chain else Model(network, example=batches()[0][0])
 
-
-def test_activations_in_place_train_however_a_forward_is_cut():
-    cuts = every_cut(len(Model(Whole(), example=batches()[0][0])))
-    assert len(cuts) >= 8
-    networks = [Whole() for _ in cuts]
-    tasks = [
-        task_of(Model(network, example=batches()[0][0]), str(ends), ends)
-        for network, ends in zip(networks, cuts, strict=True)
-    ]
-    assert_trains_as(Whole, tasks, networks)
+    cuts = cuts_of(len(model_of(make())))
+    assert len(cuts) >= 4
+    networks = [make() for _ in cuts]
+    tasks = [task_of(model_of(network), str(ends), ends) for network, ends in zip(networks, cuts, strict=True)]
+    assert_trains_as(make, tasks, networks)
 
 
 class Functional(nn.Module):
@@ -173,7 +166,10 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize(
+    "name",
+    ["a module", *(pytest.param(name, marks=pytest.mark.rest) for name in ("a function", "a buffer", "no buffer"))],
+)
 def test_a_block_that_is_computed_twice_changes_its_buffers_twice(name):
     """As the plain loop's does: `torch.utils.checkpoint` runs batch norms again in the backward pass."""
 
@@ -199,5 +195,5 @@ def test_a_model_that_is_computed_twice_itself_is_refused_with_its_line():
         def forward(self, x):
             return self.b(checkpoint(self.a, self.stem(x), use_reentrant=False))
 
-    with pytest.raises(ValueError, match=r"torch\.utils\.checkpoint runs twice"):
+    with refused(says="test_vision_shapes.py torch.utils.checkpoint twice"):
         Model(Net(), example=batches()[0][0])

@@ -11,13 +11,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, stream_seed
+from hydra_engine import Callback, ModelTask, stream_seed
 from hydra_engine.data.draws import CallbackDraws, LoaderDraws, beside_loaders
 from hydra_engine.data.streams import Stream, capture, install, installed
 from hydra_engine.system.locks import RevocableLock
-from tests import reference
+from tests import exact, reference
+from tests.covering import covering
 from tests.data.test_streams import DRAWS, state_of
 from tests.data.test_timeout import draws_outside
+from tests.refused import refused
 
 PATIENCE_S = 30
 NUM_BATCHES = 12
@@ -76,10 +78,7 @@ def task(name, loader, *, seed=1, dropout=0.0, epochs=2, **options):
 
 def orchestra_of(*tasks, num_devices=1, **options):
     seed_outside_torch()
-    devices = [EmulatedDevice(memory="8MiB") for _ in range(num_devices)]
-    orchestra = ModelOrchestrator(list(tasks), devices=devices, **options)
-    orchestra.verbose = 0
-    return orchestra
+    return exact.silent(tasks, num_devices=num_devices, **options)
 
 
 def train(*tasks, num_devices=1):
@@ -113,19 +112,17 @@ def test_loaders_are_read_at_the_same_time():
     assert both.broken is False
 
 
-@pytest.mark.parametrize("draw", DRAWS)
-def test_draws_from_torch_are_those_of_the_stream(draw):
-    draws, stream = LoaderDraws("task", alone=False), Stream(state_of(5))
-    expected = Stream(state_of(5))
-    alone = LoaderDraws("task", alone=True)
+def test_draws_from_torch_are_those_of_the_stream():
     before = draws_outside()
-    for _ in range(5):
-        with alone.reading(expected):
-            wanted = DRAWS[draw]()
-        with draws.reading(stream):
-            found = DRAWS[draw]()
-        assert torch.equal(found, wanted)
-        assert torch.equal(stream.state.torch, expected.state.torch)
+    for name, draw in DRAWS.items():
+        beside, alone = LoaderDraws("task", alone=False), LoaderDraws("task", alone=True)
+        stream, expected = Stream(state_of(5)), Stream(state_of(5))
+        for _ in range(5):
+            with alone.reading(expected):
+                wanted = draw()
+            with beside.reading(stream):
+                assert torch.equal(draw(), wanted), name
+            assert torch.equal(stream.state.torch, expected.state.torch), name
     assert draws_outside() == before
 
 
@@ -157,8 +154,7 @@ def by_default_generator(k):
     return torch.randn(4, 3, generator=torch.default_generator) + torch.randperm(3, generator=torch.default_generator)
 
 
-@pytest.mark.parametrize("late", [0, 1, 5, NUM_BATCHES + 1])
-@pytest.mark.parametrize("noise", [seeds_itself, in_a_fork, puts_back, by_initial_seed, by_default_generator])
+@covering(strength=1, noise=[seeds_itself, in_a_fork, puts_back, by_initial_seed, by_default_generator], late=[0, 1, 5])
 def test_torchs_own_functions_mean_the_tasks_stream(noise, late):
     def noisy(k):
         return noise(k) if k >= late else torch.full((4, 3), float(k))
@@ -182,7 +178,7 @@ class Augmented(Dataset):
         return noise.float() + torch.initial_seed() % 7, torch.ones(2) * k
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [True, pytest.param(False, marks=pytest.mark.rest)])
 def test_workers_are_seeded_as_in_the_plain_loop(persistent):
     def loader():
         return DataLoader(Augmented(), 4, shuffle=True, num_workers=2, persistent_workers=persistent)
@@ -196,10 +192,10 @@ def test_many_shuffled_loaders():
         torch.manual_seed(seed)
         return DataLoader(TensorDataset(torch.randn(40, 3), torch.randn(40, 2)), 4, shuffle=True)
 
-    tasks = [task(f"t{k}", loader(k), seed=k, dropout=0.5, epochs=3, validation=loader(50 + k)) for k in range(6)]
+    tasks = [task(f"t{k}", loader(k), seed=k, dropout=0.5, validation=loader(50 + k)) for k in range(4)]
     report = train(*tasks, num_devices=2)
     for k, each in enumerate(tasks):
-        assert_as_plain(report, each, plain(loader(k), seed=k, dropout=0.5, epochs=3, validation=loader(50 + k)))
+        assert_as_plain(report, each, plain(loader(k), seed=k, dropout=0.5, validation=loader(50 + k)))
 
 
 # -- what draws from `random` or `numpy.random`
@@ -218,7 +214,7 @@ def late(noise, at, num=1000):
     return lambda k: noise(k) if at <= k < at + num else torch.full((4, 3), float(k))
 
 
-@pytest.mark.parametrize("noise", [from_random, from_numpy])
+@pytest.mark.parametrize("noise", [from_random, pytest.param(from_numpy, marks=pytest.mark.rest)])
 def test_loader_that_draws_from_the_first_batch_is_read_alone(noise):
     both = [task(name, Loader(noise=noise), dropout=0.5) for name in "ab"]
     report = train(*both)
@@ -226,7 +222,8 @@ def test_loader_that_draws_from_the_first_batch_is_read_alone(noise):
         assert_as_plain(report, each, plain(Loader(noise=noise), dropout=0.5))
 
 
-@pytest.mark.parametrize("at", [2, 10, NUM_BATCHES + 3])
+@pytest.mark.rest
+@pytest.mark.parametrize("at", [pytest.param(2, marks=pytest.mark.net), 10, NUM_BATCHES + 3])
 @pytest.mark.parametrize("noise", [from_random, from_numpy])
 def test_loader_that_draws_late_is_refused_by_name(noise, at):
     each = task("late", Loader(noise=late(noise, at)))
@@ -234,6 +231,7 @@ def test_loader_that_draws_late_is_refused_by_name(noise, at):
         train(each)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("num", [1, 1000])
 @pytest.mark.parametrize("noise", [from_random, from_numpy])
 def test_loader_that_draws_late_and_is_read_alone_is_exact(noise, num):
@@ -268,6 +266,7 @@ class Waits:
                 self.both.wait(1)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("noise", [from_random, from_numpy])
 def test_others_are_exact_beside_one_that_draws_late(noise):
     waits = Waits()
@@ -281,6 +280,7 @@ def test_others_are_exact_beside_one_that_draws_late(noise):
     assert_as_plain(report, other, plain(Loader(), seed=2, dropout=0.5))
 
 
+@pytest.mark.rest
 def test_one_draw_that_may_have_been_anybodys_is_told():
     waits = Waits()
     tasks = [task("once", Loader(waits, late(from_random, 10, 1))), task("other", Loader(waits), seed=2)]
@@ -328,7 +328,7 @@ class Tells(Callback):
             self.over.set()
 
 
-@pytest.mark.parametrize("validation", [False, True])
+@pytest.mark.parametrize("validation", [True, pytest.param(False, marks=pytest.mark.rest)])
 def test_loader_may_wait_for_anothers_callback(validation):
     """The other opens iterators and reads, its validation's for the first time too."""
     tells = Tells()
@@ -389,8 +389,7 @@ def plain_split(loader, split, number, *, epochs=2, dropout=0.5):
     return reference.Result(losses=losses, validation_losses=[]), net
 
 
-@pytest.mark.parametrize("split", [shuffled_parts, noisy_parts, CountsCalls])
-@pytest.mark.parametrize("generates", [False, True])
+@covering(strength=1, split=[shuffled_parts, noisy_parts, CountsCalls], generates=[False, True])
 def test_split_that_draws(split, generates):
     make = split if isinstance(split, type) else lambda: split
     each = task("a", Loader(), dropout=0.5, accumulation_steps=2, split=make())
@@ -451,12 +450,11 @@ def test_weights_of_batches_and_unpack_that_draw():
 @pytest.mark.parametrize(
     "make", [iter, lambda x: (y for y in x), lambda x: map(tuple, x), lambda x: zip(*zip(*x, strict=True), strict=True)]
 )
-@pytest.mark.parametrize("field", ["dataloader", "validation"])
-def test_iterator_is_refused_where_it_is_read_twice(field, make):
+def test_iterator_is_refused_where_it_is_read_twice(make):
     batches = [(torch.ones(4, 3), torch.ones(4, 2))] * 3
-    loaders = {"loader": batches} | {"loader" if field == "dataloader" else field: make(batches)}
-    with pytest.raises(ValueError, match=rf"{field}: a \w+ gives its batches once.*starts anew at each iter"):
-        task("a", epochs=2, **loaders)
+    for field, loader, validation in (("dataloader", make(batches), None), ("validation", batches, make(batches))):
+        with refused(says=f"{field} once iter"):
+            task("a", loader, validation=validation)
     assert train(task("a", make(batches), epochs=1)).tasks["a"].steps == 3
 
 
@@ -478,7 +476,7 @@ class Once:
 
 
 def test_loader_that_gives_nothing_later_is_an_error():
-    with pytest.raises(ValueError, match="a: its loader gave no batch in epoch 1, and did in those before"):
+    with refused(task="a", says="loader epoch 1"):
         train(task("a", Once(starts_anew=False)))
     again = task("a", Once(starts_anew=True))
     assert_as_plain(train(again), again, plain(Once(starts_anew=True)))
@@ -516,7 +514,7 @@ def until(condition):
     deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s
-        time.sleep(0.001)  # or it would keep the interpreter from whoever is waited for
+        time.sleep(0)  # lets the thread run that is waited for; no time has to pass
 
 
 class TestTurns:
@@ -528,6 +526,7 @@ class TestTurns:
                 assert second.had_company
         assert first.had_company
 
+    @pytest.mark.rest
     def test_turn_apart_waits_for_those_beside(self):
         lock, inside = RevocableLock(), threading.Event()
 
@@ -561,6 +560,7 @@ class TestTurns:
             thread.join(PATIENCE_S)
         assert order == ["beside", "apart"]
 
+    @pytest.mark.rest
     def test_nobody_waits_for_ever(self, monkeypatch):
         monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", 0.01)
         lock = RevocableLock()
@@ -588,7 +588,8 @@ def test_loader_that_overlapped_with_draws_of_others_is_in_doubt(monkeypatch):
         random.random()
 
 
-@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.rest
+@pytest.mark.parametrize("at", [0, pytest.param(3, marks=pytest.mark.net)])
 def test_generator_that_its_own_thread_moves_is_noticed(at):
     """A thread of the loader's draws from torch: nobody can send that to the task's stream."""
 
@@ -632,6 +633,7 @@ CALLBACK_DRAWS = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("noise", [None, from_random, from_numpy])
 @pytest.mark.parametrize("what", CALLBACK_DRAWS)
@@ -661,6 +663,7 @@ def test_what_a_callback_draws_as_a_layer_does_is_refused():
         train(each)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_what_is_drawn_as_an_epoch_begins_is_refused(epochs):
     class Seeds(Callback):
@@ -672,6 +675,7 @@ def test_what_is_drawn_as_an_epoch_begins_is_refused(epochs):
         train(each)
 
 
+@pytest.mark.rest
 def test_a_long_call_that_draws_beside_others_that_do_is_told(monkeypatch):
     """A loader that is read alone did not wait for its end."""
     monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", 0.01)
@@ -708,6 +712,7 @@ def weights():
     return [*nn.Linear(1, 2).weight.flatten().tolist(), torch.rand(()).item()]
 
 
+@pytest.mark.rest
 def test_what_a_callback_draws_from_torch_is_no_loaders(monkeypatch):
     """Also while that is read alone; and no other callback's."""
     monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", 0.01)

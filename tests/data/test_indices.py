@@ -5,9 +5,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import ModelTask
 from hydra_engine.data.indices import IndexLimit, check_indices, direct_limit
 from partitioners.boundary import Boundary
+from tests import exact
+from tests.refused import names, refused
 
 VOCABULARY, LENGTH = 11, 4
 
@@ -50,8 +52,7 @@ def test_a_run_leaves_no_hook():
 @pytest.mark.parametrize("wrong", [-1, VOCABULARY, VOCABULARY + 5])
 def test_value_limit_and_remedy_are_named(wrong):
     value = Boundary.of(torch.tensor([[0, wrong, 3]]), "the batch")
-    told = rf"layer embed is to look up index {wrong}, limit: 0 to {VOCABULARY - 1}; give"
-    with pytest.raises(IndexError, match=told):
+    with refused(IndexError, layer="embed", says=f"{wrong} {VOCABULARY - 1}"):
         check_indices(value, VOCABULARY, "embed")
 
 
@@ -75,11 +76,9 @@ def test_a_task_with_a_wrong_token_fails_at_its_last_commit_and_others_finish(fi
         loader = [(batch, batch.clamp(max=VOCABULARY - 1)) for batch in batches]
         return ModelTask(model, cross_entropy, loader, 0.1, name=name, seed=1)
 
-    orchestra = ModelOrchestrator([task_of("wrong", 2), task_of("right")], devices=[EmulatedDevice("1MiB")])
-    orchestra.verbose = 0
-    report = orchestra.train_models()
+    report = exact.silent([task_of("wrong", 2), task_of("right")]).train_models()
     assert report.tasks["right"].status == "finished"
     failed = report.tasks["wrong"]
     assert (failed.status, failed.steps) == ("failed", 2)
     assert isinstance(failed.exception, IndexError)
-    assert f"index {VOCABULARY}, limit: 0 to {VOCABULARY - 1}" in failed.error
+    names(failed.error, says=f"{VOCABULARY} {VOCABULARY - 1}")

@@ -33,53 +33,48 @@ TENSORS = {
 }
 
 
-@pytest.fixture(params=TENSORS.values(), ids=TENSORS)
-def tensor(request):
-    return request.param
-
-
 def bits(tensor):
     """The elements' bytes, so that NaN equals NaN and 0.0 does not equal -0.0."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-class TestCopies:
-    def test_copy_has_the_bits_and_the_strides(self, tensor):
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
+def test_a_copy_has_the_bits_and_the_strides_and_a_storage_of_its_own_that_is_no_larger(tensor):
+    copied = copy_of(tensor)
+    assert torch.equal(bits(copied), bits(tensor))
+    assert copied.stride() == tensor.stride()
+    assert (copied.shape, copied.dtype) == (tensor.shape, tensor.dtype)
+    assert copied.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or tensor.numel() == 0
+    assert copied.untyped_storage().nbytes() == extent_bytes(tensor)
+    assert copied.storage_offset() == 0
+
+
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
+def test_a_place_has_the_strides_that_kernels_choose_by_and_is_no_view(tensor):
+    place = place_for(tensor, torch.device("cpu"))
+    assert place.stride() == tensor.stride()
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        if tensor.dim() == 4 or memory_format == torch.contiguous_format:
+            same = tensor.is_contiguous(memory_format=memory_format)
+            assert place.is_contiguous(memory_format=memory_format) == same
+    assert not place_for(tensor)._is_view(), "autograd lets nothing work in place on a view of a leaf"
+
+
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
+def test_flat_covers_the_memory_from_the_first_to_the_last_element(tensor):
+    memory = flat(tensor)
+    assert memory.numel() == extent(tensor.shape, tensor.stride())
+    assert memory.nbytes == extent_bytes(tensor)
+    assert memory.data_ptr() == tensor.data_ptr()
+
+
+def test_copies_of_conjugated_and_negated_views_are_read_as_they_are():
+    conjugated = torch.rand(2, dtype=torch.complex64).conj()
+    negated = torch.rand(2, dtype=torch.complex64).conj().imag
+    both = torch._neg_view(conjugated)
+    for tensor in Boundary.of([conjugated, negated, both], "a value").tensors:
         copied = copy_of(tensor)
-        assert torch.equal(bits(copied), bits(tensor))
+        assert torch.equal(copied, tensor)
+        assert torch.equal(memory_of(copied), memory_of(tensor))
+        assert same_bits(copied, tensor)
         assert copied.stride() == tensor.stride()
-        assert (copied.shape, copied.dtype) == (tensor.shape, tensor.dtype)
-
-    def test_copy_is_in_storage_of_its_own_and_no_larger(self, tensor):
-        copied = copy_of(tensor)
-        assert copied.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or tensor.numel() == 0
-        assert copied.untyped_storage().nbytes() == extent_bytes(tensor)
-        assert copied.storage_offset() == 0
-
-    def test_place_has_the_strides_that_kernels_choose_by(self, tensor):
-        place = place_for(tensor, torch.device("cpu"))
-        assert place.stride() == tensor.stride()
-        for memory_format in (torch.contiguous_format, torch.channels_last):
-            if tensor.dim() == 4 or memory_format == torch.contiguous_format:
-                same = tensor.is_contiguous(memory_format=memory_format)
-                assert place.is_contiguous(memory_format=memory_format) == same
-
-    def test_flat_covers_the_memory_from_the_first_to_the_last_element(self, tensor):
-        memory = flat(tensor)
-        assert memory.numel() == extent(tensor.shape, tensor.stride())
-        assert memory.nbytes == extent_bytes(tensor)
-        assert memory.data_ptr() == tensor.data_ptr()
-
-    def test_place_is_no_view(self, tensor):
-        assert not place_for(tensor)._is_view(), "autograd lets nobody work in place on a view of a leaf"
-
-    def test_copies_of_conjugated_and_negated_views_are_read_as_they_are(self):
-        conjugated = torch.rand(2, dtype=torch.complex64).conj()
-        negated = torch.rand(2, dtype=torch.complex64).conj().imag
-        both = torch._neg_view(conjugated)
-        for tensor in Boundary.of([conjugated, negated, both], "a value").tensors:
-            copied = copy_of(tensor)
-            assert torch.equal(copied, tensor)
-            assert torch.equal(memory_of(copied), memory_of(tensor))
-            assert same_bits(copied, tensor)
-            assert copied.stride() == tensor.stride()

@@ -21,6 +21,11 @@ from hydra_engine.checkpoints.nested import flatten, unflatten
 from hydra_engine.data.generators import generators_of, states_of
 from hydra_engine.data.position import LoaderPosition, epoch_start, position_of, restore, restore_between
 from hydra_engine.data.streams import Stream, capture, installed
+from tests.covering import covering
+from tests.refused import names, refused
+
+# Of later Pythons, which warn of a fork beside threads.
+forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 NUM_SAMPLES = 26
 BATCH = 4  # the last of seven has two
@@ -180,8 +185,7 @@ def resumed(make, position, draws=True):
     return [read(iterator, stream, draws=draws), *loop(loader, stream, 1, draws)], message, loader
 
 
-@pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize("epoch", [0, 2])
+@covering(strength=1, name=list(LOADERS), epoch=[0, 2])
 def test_batches_go_on_as_if_nothing_had_happened(name, epoch):
     expected = loop(LOADERS[name](), seeded_stream(), epoch + 2)[epoch:]
     for num_batches in (1, 3, len(expected[0])) if name == "stateful" else (0, 1, 3, len(expected[0])):
@@ -214,17 +218,15 @@ def test_what_draws_at_every_batch_is_followed_where_nothing_else_draws(make):
     assert found == [expected[0][3:], expected[1]]
     assert message is None
     _, message, _ = resumed(make, interrupted(make, 0, 3))
-    assert "from the process-wide generators at every batch" in message
-    assert "give it a state_dict" in message
+    names(message, says="process-wide generators state_dict")
 
 
 def workers(data, **options):
     return lambda: DataLoader(data(), BATCH, shuffle=True, num_workers=2, multiprocessing_context="fork", **options)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of later Pythons, beside threads
-@pytest.mark.parametrize("data", [Augmented, Plain])
-@pytest.mark.parametrize("persistent", [False, True])
+@forks
+@covering(strength=1, data=[Augmented, Plain], persistent=[False, True])
 def test_loaders_with_workers(data, persistent):
     """A data set that draws in its workers is loaded from the epoch's beginning, one that does not is not."""
     make = workers(data, persistent_workers=persistent)
@@ -235,11 +237,10 @@ def test_loaders_with_workers(data, persistent):
     assert message is None
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("num_batches", [0, 3])
-@pytest.mark.parametrize(("data", "epoch"), [(Augmented, 0), (Plain, 1)])
-@pytest.mark.parametrize("is_open", [False, True])
-def test_persistent_workers_are_those_of_a_fresh_process(data, epoch, num_batches, is_open):
+@forks
+@covering(strength=1, data=[Augmented, Plain], num_batches=[0, 3], is_open=[False, True])
+def test_persistent_workers_are_those_of_a_fresh_process(data, num_batches, is_open):
+    epoch = 0 if data is Augmented else 1
     make = workers(data, persistent_workers=True)
     expected = loop(make(), seeded_stream(), epoch + 2)[epoch:]
     position, loader = interrupted(make, epoch, num_batches), make()
@@ -261,8 +262,8 @@ class Around:
         yield from self.loader
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("epoch", [0, 1])
+@forks
+@pytest.mark.parametrize("epoch", [1, pytest.param(0, marks=pytest.mark.rest)])
 def test_persistent_workers_are_found_in_a_loader_around_theirs(epoch):
     def make():
         return Around(workers(Plain, persistent_workers=True)())
@@ -276,7 +277,7 @@ def test_persistent_workers_are_found_in_a_loader_around_theirs(epoch):
     assert (message is None) == (epoch == 0)  # that its workers draw nothing is not known
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@forks
 @pytest.mark.parametrize("was_open", [False, True])
 def test_a_loader_that_is_read_from_its_beginning_each_time(was_open):
     """Its own generator, too, is where the workers of the readings before have left it."""
@@ -298,7 +299,7 @@ def test_a_loader_that_is_read_from_its_beginning_each_time(was_open):
     assert (restore_between(again, stream, states_of(again), was_open=was_open) is not None) == was_open
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@forks
 def test_a_loader_with_workers_is_freed_without_the_cyclic_collector():
     """From which torch's workers end only after time-outs."""
     make = workers(Plain, persistent_workers=True)
@@ -316,11 +317,11 @@ def test_a_loader_with_workers_is_freed_without_the_cyclic_collector():
         gc.enable()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@forks
 def test_what_workers_drew_in_earlier_epochs_is_told():
     make = workers(Augmented, persistent_workers=True)
     _, message, _ = resumed(make, interrupted(make, 1, 3))
-    assert "the loader has workers that may draw, and drew in earlier epochs as well, which is not followed" in message
+    names(message, says="workers earlier epochs")
 
 
 def test_generators_that_are_made_later_are_told():
@@ -334,7 +335,7 @@ def test_generators_that_are_made_later_are_told():
         return DataLoader(Lazy(), BATCH)
 
     _, message, _ = resumed(make, interrupted(make, 0, 3))
-    assert "the loader makes random generators while it reads, which is not followed" in message
+    names(message, says="generators")
 
 
 def test_generators_of_the_loaders_own_are_found_in_order():
@@ -343,17 +344,13 @@ def test_generators_of_the_loaders_own_are_found_in_order():
 
 
 def test_another_loader_is_refused():
-    position = interrupted(LOADERS["own generator"], 0, 3)
-    stream = Stream(capture())
-    with pytest.raises(ValueError, match=r"holds 0 random generators, and 1 were saved; resume with the loader"):
-        restore(LOADERS["in order"](), stream, position)
-    told = "the loader ended after 3 batches, and was saved after 6; resume with"
-    for make in (LOADERS["in order"], lambda: list(range(7))):
-        position = interrupted(make, 0, 6)
-        for other in (DataLoader(TensorDataset(torch.arange(9)), BATCH), [1, 2, 3]):
-            with pytest.raises(ValueError, match=told):
-                restore(other, stream, position)
-    with pytest.raises(ValueError, match="that was saved had no state_dict, and this one has one"):
-        restore(Stateful(), stream, position)
-    with pytest.raises(ValueError, match="that was saved had a state_dict, and this one has none"):
-        restore([], stream, interrupted(Stateful, 0, 3))
+    shorter = DataLoader(TensorDataset(torch.arange(9)), BATCH)
+    seven = lambda: list(range(7))  # noqa: E731
+    for make, num_batches, other, says in [
+        (LOADERS["own generator"], 3, LOADERS["in order"](), "0 random 1"),  # generators
+        *((make, 6, other, "3 batches 6") for make in (LOADERS["in order"], seven) for other in (shorter, [1, 2, 3])),
+        (seven, 6, Stateful(), "no state_dict"),
+        (Stateful, 3, [], "state_dict none"),
+    ]:
+        with refused(says=says):
+            restore(other, Stream(capture()), interrupted(make, 0, num_batches))

@@ -1,14 +1,14 @@
 """With read_ahead=False a loader may read the model: it is asked when the step before is in all of its weights."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import ModelTask
 from partitioners import Presharded
-from tests import reference, zoo
+from tests import exact, reference, zoo
+from tests.covering import covering
+from tests.refused import refused
 
 NUM_LAYERS = 6
 
@@ -24,7 +24,7 @@ def build():
 class ReadsWeights:
     """Its inputs depend on every parameter and buffer of the model, as they are when a batch is asked for."""
 
-    def __init__(self, model, num_batches=5):
+    def __init__(self, model, num_batches=3):
         self.model, self.num_batches = model, num_batches
 
     def __len__(self):
@@ -40,11 +40,9 @@ class ReadsWeights:
 
 CASES = {
     "plain": {},
-    "momentum": {"optimizer": partial(torch.optim.SGD, momentum=0.9)},
     "adam": {"optimizer": torch.optim.AdamW},
     "clipped": {"max_grad_norm": 0.1},
     "micro-batches": {"accumulation_steps": 3},
-    "schedule": {"lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)},
     "narrow": {"precision": "bfloat16"},
 }
 OWN = {
@@ -71,26 +69,21 @@ def task_of(loader, validates=False, **options):
 
 
 def trained(*tasks, num_devices=1):
-    devices = [EmulatedDevice(memory="8MiB") for _ in range(num_devices)]
-    orchestra = ModelOrchestrator(list(tasks), devices=devices)
-    orchestra.verbose = 0
-    return orchestra.train_models().tasks["reads"]
+    return exact.silent(tasks, num_devices=num_devices).train_models().tasks["reads"]
 
 
-@pytest.mark.parametrize("validates", [False, True])
-@pytest.mark.parametrize(("ends", "num_devices"), [([NUM_LAYERS], 1), ([1, 4, NUM_LAYERS], 2)])
-@pytest.mark.parametrize("case", [*CASES, *OWN])
-def test_loader_sees_every_step(case, ends, num_devices, validates):
+@covering(strength=1, case=[*CASES, *OWN], num_devices=[1, 2])
+def test_loader_sees_every_step(case, num_devices):
+    ends, validates = ([NUM_LAYERS], False) if num_devices == 1 else ([1, 4, NUM_LAYERS], True)
     options = CASES.get(case, {})
     expected, result = plain(ReadsWeights, validates, **options)
     model, task = task_of(ReadsWeights, validates, partitioner=Presharded(ends), **options, **OWN.get(case, {}))
-    other = ModelTask(build(), nn.MSELoss(), ReadsWeights(build()), seed=4)
+    other = ModelTask(build(), nn.MSELoss(), ReadsWeights(build(), 2), seed=4)
     outcome = trained(task, other, num_devices=num_devices)
     assert outcome.status == "finished", outcome.error
     assert outcome.losses == result.losses
     assert outcome.validation_losses == result.validation_losses
-    state, wanted = zoo.state(model), zoo.state(expected)
-    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    exact.assert_same_state(zoo.state(model), zoo.state(expected))
 
 
 def test_batches_that_grow_are_fitted_and_read_last():
@@ -106,5 +99,5 @@ def test_batches_that_grow_are_fitted_and_read_last():
 
 @pytest.mark.parametrize("field", ["read_ahead", "loader_alone"])
 def test_flags_are_flags(field):
-    with pytest.raises(TypeError, match=f"{field}: 1 is not a bool"):
+    with refused(TypeError, says=f"{field} 1 bool"):
         ModelTask(build(), nn.MSELoss(), [], **{field: 1})

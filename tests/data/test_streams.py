@@ -116,74 +116,57 @@ def by_key(start):
     return LayerDraws(TaskGenerator(start))
 
 
-@pytest.fixture(params=[TaskGenerator, by_key], ids=["mode", "key"])
+# What sends draws to a task's generator: a mode of all operations, or of those alone that may draw.
+REDIRECTIONS = {"mode": TaskGenerator, "key": by_key}
+
+
+@pytest.fixture(params=REDIRECTIONS.values(), ids=REDIRECTIONS)
 def redirected(request):
-    """What sends draws to a task's generator: a mode of all operations, or of those alone that may draw."""
     return request.param
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-class TestTaskGenerator:
-    def test_gives_the_draws_of_manual_seed(self, draw, redirected):
-        torch.manual_seed(7)
-        expected = [draw(), draw()]
-        state = torch.get_rng_state()
+def test_redirected_draws_are_those_of_manual_seed_and_leave_the_global_generator_alone(draw):
+    torch.manual_seed(7)
+    expected, end = [draw(), draw()], torch.get_rng_state()
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    for name, redirection in REDIRECTIONS.items():
         generator = own(7)
-        torch.manual_seed(99)
-        with redirected(generator):
-            actual = [draw(), draw()]
-        assert all(map(torch.equal, actual, expected))
-        assert torch.equal(generator.get_state(), state), "the stream goes on from the same place"
+        with redirection(generator):
+            assert all(map(torch.equal, [draw(), draw()], expected)), name
+        assert torch.equal(generator.get_state(), end), f"{name}: the stream goes on from the same place"
 
-    def test_begins_with_a_state(self, draw, redirected):
-        torch.manual_seed(7)
-        expected = [draw(), draw()]
         start = own(7).get_state()
-        with redirected(start) as drawn:
+        with redirection(start) as drawn:
             assert drawn.state is start, "nothing was drawn"
-            actual = [draw(), draw()]
-        assert all(map(torch.equal, actual, expected))
-        assert torch.equal(drawn.state, torch.get_rng_state()), "the stream goes on from the same place"
-        assert torch.equal(start, own(7).get_state()), "what it began with is not written to"
-
-    def test_leaves_the_global_generator_alone(self, draw, redirected):
-        torch.manual_seed(99)
-        before = torch.get_rng_state()
-        with redirected(own(7)):
-            draw()
-        assert torch.equal(torch.get_rng_state(), before)
+            assert all(map(torch.equal, [draw(), draw()], expected)), name
+        assert torch.equal(drawn.state, end), f"{name}: the stream goes on from the same place"
+        assert torch.equal(start, own(7).get_state()), f"{name}: what it began with is not written to"
+        assert torch.equal(torch.get_rng_state(), before), name
 
 
 def with_own(generator):
     """Draws that were given a generator, by keyword or by place."""
-    return {
-        "rand": torch.rand(3, generator=generator),
-        "randperm": torch.randperm(9, generator=generator),
-        "bernoulli": torch.bernoulli(torch.full((9,), 0.5), generator=generator),
-        "normal_": torch.empty(3).normal_(generator=generator),
-        "multinomial": torch.multinomial(torch.ones(4), 2, generator=generator),
-        "poisson": torch.poisson(torch.full((5,), 4.0), generator=generator),
-        "binomial": torch.binomial(torch.full((5,), 9.0), torch.full((5,), 0.5), generator=generator),
-    }
+    return [
+        torch.rand(3, generator=generator),
+        torch.randperm(9, generator=generator),
+        torch.bernoulli(torch.full((9,), 0.5), generator=generator),
+        torch.empty(3).normal_(generator=generator),
+        torch.multinomial(torch.ones(4), 2, generator=generator),
+        torch.poisson(torch.full((5,), 4.0), generator=generator),
+        torch.binomial(torch.full((5,), 9.0), torch.full((5,), 0.5), generator=generator),
+    ]
 
 
-def test_op_that_was_given_a_generator_keeps_it(redirected):
-    expected = with_own(own(3))
-    task = own(7)
+def test_what_was_given_a_generator_or_does_not_draw_leaves_the_tasks_alone(redirected):
+    expected, task, q = with_own(own(3)), own(7), torch.ones(1, 1, 3, 2)
     with redirected(task):
-        actual = with_own(own(3))
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
-    assert torch.equal(task.get_state(), own(7).get_state()), "nothing was drawn from the task's"
-
-
-def test_what_does_not_draw_leaves_the_tasks_generator_alone(redirected):
-    q = torch.ones(1, 1, 3, 2)
-    generator = own(7)
-    with redirected(generator):
+        assert all(map(torch.equal, with_own(own(3)), expected))
         F.scaled_dot_product_attention(q, q, q)
         F.dropout(torch.ones(3), training=False)
         torch.ones(2) @ torch.ones(2)
-    assert torch.equal(generator.get_state(), own(7).get_state())
+    assert torch.equal(task.get_state(), own(7).get_state())
 
 
 def test_op_that_raises_leaves_the_global_generator_alone(redirected):
@@ -340,15 +323,6 @@ def draws_in_turns(seed):
 
 
 class TestInstalled:
-    def test_draws_are_the_streams_and_it_goes_on(self):
-        assert draws_in_turns(5) == draws_of(5)
-
-    def test_process_wide_generators_are_left_alone(self):
-        before = capture()
-        with installed(Stream(state_of(5))):
-            everything()
-        assert capture().same_as(before)
-
     def test_process_wide_generators_are_left_alone_by_what_raises(self):
         def draws_and_raises():
             everything()
@@ -361,8 +335,9 @@ class TestInstalled:
         with installed(stream):
             assert everything() == draws_of(5)[1], "what was drawn before is drawn"
 
-    def test_streams_of_many_threads_do_not_disturb_one_another(self):
+    def test_draws_are_the_streams_and_it_goes_on_in_many_threads(self):
         before = capture()
+        assert draws_in_turns(5) == draws_of(5)
         assert in_threads(4, draws_in_turns) == {k: draws_of(k) for k in range(4)}
         assert capture().same_as(before)
 
@@ -418,19 +393,15 @@ GOLDEN_SEEDS = {
 
 
 class TestStreamSeed:
-    @pytest.mark.parametrize("key", GOLDEN_SEEDS)
-    def test_is_the_golden_number(self, key):
-        assert stream_seed(*key) == GOLDEN_SEEDS[key]
+    def test_is_the_golden_number(self):
+        assert {key: stream_seed(*key) for key in GOLDEN_SEEDS} == GOLDEN_SEEDS
 
-    def test_is_a_seed_that_torch_takes(self):
-        seeds = [stream_seed(seed, 0, 0) for seed in range(100)]
-        assert all(0 <= seed < 2**63 for seed in seeds)
-        assert all(isinstance(seed, int) for seed in seeds)
-        torch.Generator().manual_seed(max(seeds))
-
-    def test_differs_between_seeds_steps_and_micro_batches(self):
+    def test_is_a_seed_that_torch_takes_and_differs_between_seeds_steps_and_micro_batches(self):
         keys = [(seed, step, m) for seed in (0, 1, 11, 111) for step in range(30) for m in range(12)]
-        assert len({stream_seed(*key) for key in keys}) == len(keys)
+        seeds = {stream_seed(*key) for key in keys}
+        assert len(seeds) == len(keys)
+        assert all(isinstance(seed, int) and 0 <= seed < 2**63 for seed in seeds)
+        torch.Generator().manual_seed(max(seeds))
 
 
 def test_one_thread_at_a_time_asks_for_torchs_state(monkeypatch):

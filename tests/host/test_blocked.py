@@ -15,6 +15,7 @@ from hydra_engine.host import blocked
 from hydra_engine.host.blocked import part_of, step_narrow
 from hydra_engine.native import NarrowUpdate
 from hydra_engine.native.library import VARIABLE
+from tests.covering import covering
 from tests.host.updates import (
     NUM_STEPS,
     SCALED,
@@ -95,8 +96,7 @@ def test_groups_keep_their_options(name, pieces):
     assert pieces
 
 
-@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@covering(strength=1, name=["AdamW", "SGD"], how=[{}, {"foreach": True}, {"fused": True}], ids=str)
 def test_blocks_of_real_size(name, how):
     options = {"momentum": 0.9, "nesterov": True} if name == "SGD" else {"amsgrad": True}
     assert_bits_are_plain(
@@ -106,8 +106,7 @@ def test_blocks_of_real_size(name, how):
     )
 
 
-@pytest.mark.parametrize("num_threads", [2, 3])
-@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@covering(strength=1, how=[{}, {"foreach": True}, {"fused": True}], num_threads=[2, 3], ids=str)
 def test_several_threads_step_whole_parameters(how, num_threads, pieces):
     with threads(num_threads):
         assert_bits_are_plain(
@@ -241,19 +240,13 @@ def assert_stepped_whole(pieces, make, values, gradient):
     assert not pieces
 
 
-def test_a_gradient_of_another_layout_is_stepped_whole(pieces):
-    values, gradient = torch.linspace(-1, 1, 900).view(30, 30), torch.linspace(-1, 2, 900).view(30, 30).t().bfloat16()
-    assert_stepped_whole(pieces, torch.optim.AdamW, values, gradient)
-
-
-def test_a_parameter_and_a_gradient_with_the_same_gaps_are_stepped_whole(pieces):
-    values, gradient = (torch.linspace(-1, end, 1000).view(100, 10)[:, :9] for end in (1, 2))
-    assert_stepped_whole(pieces, torch.optim.SGD, values, gradient)
-
-
-def test_a_sparse_gradient_is_stepped_whole(pieces):
-    gradient = torch.sparse_coo_tensor([[3, 80]], torch.ones(2, 10), (90, 10), check_invariants=True)
-    assert_stepped_whole(pieces, torch.optim.SGD, torch.linspace(-1, 1, 900).view(90, 10), gradient)
+def test_a_gradient_of_another_layout_or_with_gaps_or_sparse_is_stepped_whole(pieces):
+    square = torch.linspace(-1, 1, 900).view(30, 30)
+    gaps, same_gaps = (torch.linspace(-1, end, 1000).view(100, 10)[:, :9] for end in (1, 2))
+    sparse = torch.sparse_coo_tensor([[3, 80]], torch.ones(2, 10), (90, 10), check_invariants=True)
+    assert_stepped_whole(pieces, torch.optim.AdamW, square, (square + 1).t().bfloat16())
+    assert_stepped_whole(pieces, torch.optim.SGD, gaps, same_gaps)
+    assert_stepped_whole(pieces, torch.optim.SGD, torch.linspace(-1, 1, 900).view(90, 10), sparse)
 
 
 def test_momentum_may_begin_later(pieces):

@@ -21,6 +21,9 @@ from partitioners import Presharded
 from partitioners.reach import reach
 from tests import exact, reference, zoo
 
+# The check of copies: in `make test` are the tests that carry `net`.
+pytestmark = pytest.mark.rest
+
 SEED, LR = 3, 1e-2
 CUTS = {"one shard": lambda n: [n], "each layer": lambda n: list(range(1, n + 1))}
 
@@ -231,6 +234,7 @@ COPIED_WRONGLY = {
 }
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("name", COPIED_WRONGLY)
 def test_a_copy_that_is_not_bound_is_refused(name):
     refused(*COPIED_WRONGLY[name])
@@ -272,6 +276,7 @@ def test_layers_that_a_copy_is_bound_in_are_exact(make, cut):
     assert_exact(make, cut)
 
 
+@pytest.mark.net
 @pytest.mark.parametrize(
     ("make_value", "path"),
     [
@@ -370,12 +375,13 @@ def overlapping():
     return big[:8], big[4:]
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", ["one shard", pytest.param("each layer", marks=pytest.mark.net)])
 @pytest.mark.parametrize("name", SHARED)
 def test_views_of_what_training_changes_are_refused(name, cut):
     refused(*SHARED[name], cut)
 
 
+@pytest.mark.net
 def test_a_loss_that_keeps_a_view_of_a_weight_is_refused():
     class Penalised(nn.Module):
         def __init__(self, model):
@@ -415,6 +421,7 @@ def test_memory_that_is_not_shared_with_a_weight_is_exact(make, cut):
     assert_exact(make, cut)
 
 
+@pytest.mark.net
 def test_a_view_that_is_read_for_a_later_batch_fails_the_task_there():
     """Not seen in the rehearsal: the task fails by name, and does not go on with old values."""
 
@@ -468,6 +475,7 @@ def test_weights_that_a_hook_makes_are_exact(name, cut, accumulation_steps):
     assert_exact(MADE_ANEW[name], cut, accumulation_steps=accumulation_steps)
 
 
+@pytest.mark.net
 def test_a_made_weight_that_no_hook_renews_is_refused():
     make = lambda: Around(  # noqa: E731
         lambda self: setattr(self, "other", weight_norm(nn.Linear(8, 8))),
@@ -476,6 +484,7 @@ def test_a_made_weight_that_no_hook_renews_is_refused():
     refused(make, r"forward computes with 1\.other\.weight, but that was made by an earlier forward")
 
 
+@pytest.mark.net
 def test_outputs_of_a_run_before_that_layers_keep_do_not_matter():
     class KeepsLast(nn.Linear):
         def forward(self, x):
@@ -511,6 +520,7 @@ def test_a_weight_of_another_shard_that_is_not_registered_is_refused(held, use, 
 # Everything that a layer holds
 
 
+@pytest.mark.net
 def test_reach_goes_by_the_shortest_path_and_tells_what_a_copy_shares():
     class Slotted:
         __slots__ = ("value",)
@@ -539,6 +549,7 @@ def test_reach_goes_by_the_shortest_path_and_tells_what_a_copy_shares():
     assert found[id(root["array"].base)] == ("root['array'].base", True)
 
 
+@pytest.mark.net
 @pytest.mark.parametrize(
     ("make_value", "match"),
     [
@@ -568,6 +579,7 @@ def test_what_is_set_on_a_parameter_or_buffer_is_in_the_copy(name, cut):
     assert_exact(lambda: Around(keep, lambda s, x: s.linear(x) * getattr(s, name).scale + twin(s, name)), cut)
 
 
+@pytest.mark.net
 @pytest.mark.parametrize(
     ("use", "name"),
     [
@@ -611,6 +623,7 @@ def register(module, name, value):
     return getattr(module, name)
 
 
+@pytest.mark.net
 def test_a_stale_tensor_can_be_replaced_and_not_computed_with():
     layer = weight_norm(nn.Linear(8, 8))
     structure = Structure(ModelLayout([layer], ["0"], None), torch.device("cpu"))

@@ -86,16 +86,13 @@ def case(request):
 
 
 class TestLayout:
-    def test_every_parameter_has_one_slot(self, case):
+    def test_every_parameter_has_one_slot_and_every_buffer_is_found_once(self, case):
         layers, layout, _ = case
         expected = list(nn.ModuleList(layers).parameters())
         assert [id(slot.parameter) for slot in layout.slots] == [id(parameter) for parameter in expected]
         assert [slot.index for slot in layout.slots] == list(range(len(expected)))
         trainable = [id(parameter) for parameter in expected if parameter.requires_grad]
         assert [id(slot.parameter) for slot in layout.trainable_slots()] == trainable
-
-    def test_every_buffer_is_found_once(self, case):
-        layers, layout, _ = case
         assert [id(buffer) for buffer in layout.buffers] == [id(b) for b in nn.ModuleList(layers).buffers()]
 
     def test_slots_are_aligned_and_apart(self, case):
@@ -145,14 +142,11 @@ class TestLayout:
 
 
 class TestShards:
-    def test_layers_are_covered_once_in_order(self, case):
-        layers, _, shards = case
+    def test_layers_are_covered_once_in_order_and_shards_hold_exactly_what_their_layers_do(self, case):
+        layers, layout, shards = case
         assert [k for shard in shards for k in range(shard.first, shard.last)] == list(range(len(layers)))
         assert [shard.index for shard in shards] == list(range(len(shards)))
         assert [shard.is_first for shard in shards] == [shard.index == 0 for shard in shards]
-
-    def test_shard_holds_exactly_its_layers_parameters_and_buffers(self, case):
-        layers, layout, shards = case
         for shard in shards:
             assert {id(layout.slots[index].parameter) for index in shard.slots} == held_by(layers, shard)
             buffers = {id(b) for layer in layers[shard.first : shard.last] for b in layer.buffers()}
@@ -171,15 +165,10 @@ class TestShards:
             assert [shard.index for shard in shards if slot.index in shard.borrowed] == holders[1:]
             for lower, upper in zip(holders, [*holders[1:], None], strict=True):
                 assert shards[lower].upper.get(slot.index) == upper, "gradients go down from holder to holder"
-            assert all(owner in shards[holder].needs for holder in holders)
-
-    def test_shard_needs_nothing_but_the_owners_of_what_it_holds(self, case):
-        _, layout, shards = case
         for shard in shards:
             trainable = [index for index in shard.slots if layout.slots[index].trainable]
             owners = {s.index for s in shards for index in trainable if index in s.owned}
-            assert set(shard.needs) == owners
-            assert list(shard.needs) == sorted(owners)
+            assert list(shard.needs) == sorted(owners), "a shard needs the owners of what it holds, and nothing else"
 
     def test_pieces_bring_exactly_the_shards_parameters(self, case):
         _, layout, shards = case
@@ -207,17 +196,13 @@ class TestShards:
                 assert view.stride() == slot.parameter.stride()
         pool.close()
 
-    def test_own_parameters_are_one_copy_for_each_kind(self, case):
+    def test_own_parameters_are_one_copy_for_each_kind_in_slabs_that_are_no_larger_than_they_are(self, case):
         layers, layout, shards = case
         for shard in shards:
             lower = {id(p) for layer in layers[: shard.first] for p in layer.parameters()}
             own = [index for index in shard.slots if id(layout.slots[index].parameter) not in lower]
             kinds = {layout.slots[index].trainable for index in own if layout.slots[index].num_bytes}
             assert len(shard.pieces) == len(kinds) + len(shard.slots) - len(own)
-
-    def test_slab_is_no_larger_than_its_aligned_parameters(self, case):
-        _, layout, shards = case
-        for shard in shards:
             sizes = [layout.slots[index].num_bytes for index in shard.slots]
             assert shard.slab_bytes == sum(-(-size // 64) * 64 for size in sizes)
 
@@ -248,7 +233,7 @@ class TestStructure:
         assert not {id(each) for each in originals} & {id(each) for each in copies}
         assert not storages(layers) & storages(structure.layers)
 
-    def test_has_the_originals_values_once_bound(self, case):
+    def test_has_the_originals_values_once_bound_and_keeps_what_is_tied_tied(self, case):
         layers, layout, _ = case
         structure = bound(layers, layout)
         for name in ("named_parameters", "named_buffers"):
@@ -260,10 +245,6 @@ class TestStructure:
                 assert a.requires_grad == b.requires_grad
                 assert a.stride() == b.stride()
 
-    def test_keeps_what_is_tied_tied(self, case):
-        layers, layout, _ = case
-        structure = bound(layers, layout)
-
         def pattern(layers):
             named = nn.ModuleList(layers).named_parameters(remove_duplicate=False)
             first = {}
@@ -271,14 +252,11 @@ class TestStructure:
 
         assert pattern(structure.layers) == pattern(layers)
 
-    def test_takes_no_memory_of_its_own(self, case):
-        _, layout, _ = case
+    def test_takes_no_memory_of_its_own_and_release_leaves_nothing_bound_and_allocates_nothing(self, case):
+        layers, layout, shards = case
         structure = Structure(layout, CPU)
         tensors = [*nn.ModuleList(structure.layers).parameters(), *nn.ModuleList(structure.layers).buffers()]
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
-
-    def test_release_leaves_nothing_bound(self, case):
-        layers, layout, shards = case
         structure = bound(layers, layout)
         for parameter in structure.parameters:
             if parameter.requires_grad:
@@ -290,6 +268,8 @@ class TestStructure:
                 assert tensor.grad is None
                 assert tensor.untyped_storage().nbytes() == 0
         assert all(parameter.numel() or not layout.slots[k].num_bytes for k, parameter in enumerate(values(layout)))
+        heads = {tensor.untyped_storage()._cdata for tensor in (*structure.parameters, *structure.buffers)}
+        assert len(heads) == len({tensor.dtype for tensor in (*structure.parameters, *structure.buffers)})
 
     def test_a_change_in_place_is_a_change_of_one(self, case):
         layers, layout, shards = case
@@ -303,14 +283,6 @@ class TestStructure:
                 assert [each._version for each in tensors if each is not tensor] == before
             for shard in shards:
                 structure.release(shard)
-
-    def test_release_allocates_nothing(self, case):
-        layers, layout, shards = case
-        structure = bound(layers, layout)
-        for shard in shards:
-            structure.release(shard)
-        heads = {tensor.untyped_storage()._cdata for tensor in (*structure.parameters, *structure.buffers)}
-        assert len(heads) == len({tensor.dtype for tensor in (*structure.parameters, *structure.buffers)})
 
     def test_originals_are_not_touched(self):
         model, _, _ = zoo.cnn()

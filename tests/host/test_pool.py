@@ -33,7 +33,7 @@ def copy_into(place, tensor):
     place.copy_(tensor)
 
 
-@pytest.fixture(params=[*zoo.MODELS, *range(8)], ids=str)
+@pytest.fixture(params=["cnn", "lstm", "tied", "frozen", *range(6)], ids=str)
 def layers(request):
     if isinstance(request.param, int):
         return random_layers(random.Random(request.param))
@@ -55,27 +55,27 @@ class TestHostPool:
         assert [id(each) for each in [*module.parameters(), *module.buffers()]] == objects
         assert [parameter.stride() for parameter in module.parameters()] == strides
 
-    def test_close_gives_ordinary_storage_back(self, layers):
-        with opened(layers) as pool:
-            pass
-        for slot in pool.layout.slots:
-            assert slot.parameter.untyped_storage().nbytes() == slot.num_bytes
-            assert slot.parameter.storage_offset() == 0
-            assert slot.parameter.grad is None
-
-    def test_close_gives_back_what_training_left(self, layers):
+    def test_close_gives_back_what_training_left_in_ordinary_storage(self, layers):
         with opened(layers) as pool:
             for slot in pool.layout.slots:
                 slot.parameter.data.fill_(3)
             pool.buffers = [torch.zeros_like(buffer) for buffer in pool.buffers]
         assert all((parameter == 3).all() for parameter in nn.ModuleList(layers).parameters())
         assert not any(buffer.any() for buffer in nn.ModuleList(layers).buffers())
+        for slot in pool.layout.slots:
+            assert slot.parameter.untyped_storage().nbytes() == slot.num_bytes
+            assert slot.parameter.storage_offset() == 0
+            assert slot.parameter.grad is None
 
-    def test_parameters_lie_in_the_pool_while_it_is_open(self, layers):
+    def test_parameters_lie_in_the_pool_while_it_is_open_and_buffers_do_not(self, layers):
         with opened(layers) as pool:
             for slot in [each for each in pool.layout.slots if each.num_bytes]:
                 [(_, source)] = pool.sources(SlabPiece(slot.trainable, slot.offset, 0, slot.num_bytes))
                 assert source.data_ptr() == slot.parameter.data_ptr()
+            for own, buffer in zip(pool.layout.buffers, pool.buffers, strict=True):
+                assert torch.equal(own, buffer)
+                assert own.stride() == buffer.stride()
+                assert own.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
 
     def test_gradients_have_places_like_their_parameters(self, layers):
         with opened(layers) as pool:
@@ -127,13 +127,6 @@ class TestHostPool:
                 flat = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage())
                 flat[[k for k in range(len(flat)) if k not in used]] = 0xFF
         assert all(torch.equal(tensor, before[name]) for name, tensor in nn.ModuleList(layers).state_dict().items())
-
-    def test_buffers_share_no_memory_with_the_models(self, layers):
-        with opened(layers) as pool:
-            for own, buffer in zip(pool.layout.buffers, pool.buffers, strict=True):
-                assert torch.equal(own, buffer)
-                assert own.stride() == buffer.stride()
-                assert own.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
 
     @pytest.mark.parametrize(
         "last", [torch.full((3,), 7.0), torch.ones(5, dtype=torch.float64)], ids=["alike", "of another kind"]
@@ -188,26 +181,15 @@ class TestStepStaging:
         assert built["again"][0] is built["x"]
         assert built["x"] is not shared
 
-    def test_putting_a_boundary_twice_equals_once(self, staging):
-        first, second = torch.rand(2, 3), torch.rand(2, 3)
-        for value in (first, second, second):
-            staging.put_boundary(1, 0, Boundary.of((value, value * 2), "an output"), copy_into)
-        assert torch.equal(self.entering(staging)[0], second)
-        assert torch.equal(self.entering(staging)[1], second * 2)
-
-    def test_boundary_of_other_shapes_replaces(self, staging):
-        values = [torch.rand(2, 3), torch.rand(3, 2), torch.rand(2, 3).t(), torch.rand(3, 2).double(), torch.rand(1)]
-        for value in values:
-            staging.put_boundary(1, 0, Boundary.of(value, "an output"), copy_into)
-            assert torch.equal(self.entering(staging), value)
-            assert self.entering(staging).stride() == value.stride()
-
-    def test_boundary_of_more_or_fewer_tensors_replaces(self, staging):
-        for count in (1, 3, 2, 0):
-            values = [torch.rand(2) for _ in range(count)]
-            staging.put_boundary(1, 0, Boundary.of(values, "an output"), copy_into)
-            assert len(self.entering(staging)) == count
-            assert all(map(torch.equal, self.entering(staging), values))
+    def test_a_boundary_replaces_the_one_before_whatever_its_tensors(self, staging):
+        shapes = [torch.rand(2, 3), torch.rand(3, 2), torch.rand(2, 3).t(), torch.rand(3, 2).double(), torch.rand(1)]
+        counts = [[torch.rand(2) for _ in range(count)] for count in (1, 3, 2, 0)]
+        for values in [*([each, each * 2] for each in (torch.rand(2, 3), *shapes)), *counts]:
+            for _ in range(2):  # putting it twice equals once
+                staging.put_boundary(1, 0, Boundary.of(values, "an output"), copy_into)
+            found = self.entering(staging)
+            assert [each.stride() for each in found] == [value.stride() for value in values]
+            assert all(torch.equal(each, value) for each, value in zip(found, values, strict=True))
 
     def test_next_step_is_written_into_the_same_memory(self, staging):
         addresses = []
@@ -229,19 +211,12 @@ class TestStepStaging:
             assert torch.equal(self.entering(staging, shard, m), value)
             assert torch.equal(staging.gradients_of(shard, m)[0], -value)
 
-    def test_putting_gradients_twice_equals_once(self, staging):
-        first, second = torch.rand(3), torch.rand(3)
-        staging.put_gradients(1, 0, [first, None], copy_into)
-        staging.put_gradients(1, 0, [second, None], copy_into)
-        stored = staging.gradients_of(1, 0)
-        assert torch.equal(stored[0], second)
-        assert stored[1] is None
-
-    def test_absent_gradient_stays_absent_and_comes_and_goes(self, staging):
-        for values in ([None, torch.ones(2)], [torch.ones(2), None], [None, None], [torch.zeros(2), torch.ones(2)]):
+    def test_gradients_replace_those_before_and_absent_ones_come_and_go(self, staging):
+        some = [torch.rand(2) for _ in range(5)]
+        for values in ([None, some[0]], [None, some[1]], [some[2], None], [None, None], some[3:]):
             staging.put_gradients(1, 0, values, copy_into)
-            stored = staging.gradients_of(1, 0)
-            assert [each is None for each in stored] == [each is None for each in values]
+            for stored, value in zip(staging.gradients_of(1, 0), values, strict=True):
+                assert stored is None if value is None else torch.equal(stored, value)
 
     def test_inputs_enter_the_first_shard(self):
         first, second = torch.rand(2), torch.rand(3)

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count resident pages otherwise")
 @pytest.mark.parametrize("case", ["half", "split-half"])
 def test_a_fresh_process_grows_by_what_the_plan_says(case):

@@ -8,6 +8,7 @@ from hydra_engine.host.blocked import MOMENTS, step_narrow
 from hydra_engine.host.split import SplitMaster, SplitWeight, row_of
 from hydra_engine.native import NarrowUpdate, native
 from hydra_engine.native.library import VARIABLE
+from tests.covering import covering
 from tests.host.test_split import UPPER, stored, weights
 from tests.host.updates import (
     SCALED,
@@ -35,7 +36,7 @@ def assert_taken(taken, kind, options, without=()):
         assert set(taken) >= {p.numel() for p in parameters() if p.dim() and p.is_contiguous()} - {*without}
 
 
-@pytest.mark.parametrize(("kind", "options"), SETTINGS)
+@pytest.mark.parametrize(("kind", "options"), SETTINGS.values(), ids=SETTINGS)
 def test_bits_of_every_setting(kind, options, taken):
     assert_split_bits_are_plain(lambda own: kind(own, lr=0.01, **options), factors=SCALED if options else ())
     assert_taken(taken, kind, options)
@@ -46,8 +47,7 @@ def test_bits_of_groups_with_options_of_their_own(how, taken):
     assert_split_bits_are_plain(lambda own: torch.optim.AdamW(groups(own), lr=0.01, **how), factors=SCALED)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("how", HOWS, ids=str)
+@covering(strength=1, how=HOWS, num_threads=[1, 2, 3], ids=str)
 def test_bits_depend_on_no_number_of_threads(how, num_threads, taken):
     with threads(num_threads):
         assert_split_bits_are_plain(
@@ -58,8 +58,7 @@ def test_bits_depend_on_no_number_of_threads(how, num_threads, taken):
     assert set(taken) == set(SEVERAL_UNITS) or "fused" not in how
 
 
-@pytest.mark.parametrize("change", [0.0, 1.0, 2.0**-149])
-@pytest.mark.parametrize("num_threads", [1, 2])
+@covering(strength=1, change=[0.0, 1.0, 2.0**-149], num_threads=[1, 2])
 def test_every_upper_half_with_lower_halves_at_every_edge(num_threads, change, taken):
     """A step of 0 keeps each weight, ties too; one of 1 makes other ties of large and of small numbers."""
     values = weights(UPPER, LOWER)
@@ -122,8 +121,7 @@ def test_NaN_that_arises_keeps_nothing_apart_and_goes_with_the_next_weights(take
     assert taken == [2 * UNIT] * 3
 
 
-@pytest.mark.parametrize("offset", [1, 3, 31])
-@pytest.mark.parametrize("size", [1, 127, 129, 256, 1000])
+@covering(strength=1, size=[1, 127, 129, 256, 1000], offset=[1, 3, 31])
 def test_halves_may_begin_and_end_anywhere(size, offset, taken):
     """What lies beside them stays as it is."""
     room = size + offset + 40
@@ -166,9 +164,10 @@ def narrow_moments(make, splits, num_steps=4):
     return values, optimizer
 
 
-@pytest.mark.parametrize("splits", [False, True])
-@pytest.mark.parametrize(("kind", "options"), SETTINGS)
-def test_moments_in_bfloat16_are_those_of_torchs_passes(kind, options, splits, taken, monkeypatch):
+@covering(strength=1, setting=list(SETTINGS), splits=[False, True])
+def test_moments_in_bfloat16_are_those_of_torchs_passes(setting, splits, taken, monkeypatch):
+    kind, options = SETTINGS[setting]
+
     def make(own):
         return kind(own, lr=0.01, **options)
 

@@ -15,6 +15,9 @@ from hydra_engine.tasks.model_watch import ModelWatch
 from partitioners import Presharded
 from tests import reference, zoo
 
+# The check of what callbacks do: in `make test` are the tests that carry `net`.
+pytestmark = pytest.mark.rest
+
 STEPS, EPOCHS = 4, 2
 
 
@@ -153,7 +156,10 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", CHANGES)
+NET = ("dropout", "hook", "buffer", "data", "new data")
+
+
+@pytest.mark.parametrize("what", [pytest.param(each, marks=[pytest.mark.net] * (each in NET)) for each in CHANGES])
 def test_what_a_callback_changes_is_refused_by_name(what):
     change, text = CHANGES[what]
     model = model_of()
@@ -176,6 +182,7 @@ def test_in_every_call(hook, what):
     assert f"in {hook}, {text}" in report.error
 
 
+@pytest.mark.net
 def test_at_the_first_epochs_begin_it_is_refused_before_any_work():
     model = model_of()
     change = Calls(lambda: model[0].requires_grad_(False), "on_epoch_begin")
@@ -184,6 +191,7 @@ def test_at_the_first_epochs_begin_it_is_refused_before_any_work():
         train(task_of(model, change))
 
 
+@pytest.mark.net
 def test_weights_may_be_written_before_the_first_epoch():
     model = model_of()
     with torch.no_grad():
@@ -269,6 +277,7 @@ def test_writes_are_seen_whatever_goes_on(what, options):
     assert text in report.error
 
 
+@pytest.mark.net
 def test_writes_through_numpy_are_seen_in_small_models():
     model = model_of()
     report = trained_beside_another(model, Calls(lambda: model[0].weight.detach().numpy().put(11, 3.0)))
@@ -368,6 +377,7 @@ def test_what_only_looks_changes_nothing(what, options):
     assert_as_plain(report, model, accumulation_steps=options.get("accumulation_steps", 1))
 
 
+@pytest.mark.net
 def test_buffers_in_a_callback_are_those_of_its_step():
     model, plain, seen, found = model_of(), model_of(), [], []
 
@@ -396,6 +406,7 @@ def test_after_its_end_the_model_is_its_users():
     assert not model[0].weight.any()
 
 
+@pytest.mark.net
 def test_one_that_stops_the_task_may_change_the_model():
     model = model_of()
 
@@ -407,6 +418,7 @@ def test_one_that_stops_the_task_may_change_the_model():
     assert (report.status, model[1].p) == ("stopped", 0.5)
 
 
+@pytest.mark.net
 def test_a_rate_that_a_callback_sets_holds_from_the_next_step_on():
     """Through the optimizer that the factory made last, as in the plain loop."""
     made = []
@@ -426,6 +438,7 @@ def test_a_rate_that_a_callback_sets_holds_from_the_next_step_on():
     assert_as_plain(report, model, optimizer=factory, on_step=halve)
 
 
+@pytest.mark.net
 class TestModelWatch:
     def test_what_is_as_it_was_is_not_refused(self):
         model = model_of()

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import EmulatedDevice, Model, ModelOrchestrator, ModelTask
+from hydra_engine import Model, ModelTask
 from partitioners import Fastest, Presharded
+from tests import exact
+from tests.refused import refused
 
 
 def task_of(*args, model=None, **options):
@@ -28,19 +30,16 @@ class TestDefaults:
         assert task.max_grad_norm is task.validation is None
         assert task.unpack(("x", "y")) == ("x", "y")
 
-    @pytest.mark.parametrize(
-        ("lr", "optimizer", "expected"),
-        [
+    def test_learning_rate_is_the_default_only_without_an_optimizer(self):
+        for lr, optimizer, expected in (
             (None, None, 1e-3),
             (None, torch.optim.Adam, None),
             (0.5, torch.optim.Adam, 0.5),
             (0.5, None, 0.5),
             (np.float32(0.5), None, 0.5),  # it may be of NumPy
             (0.0, None, 0.0),  # zero is kept
-        ],
-    )
-    def test_learning_rate_is_the_default_only_without_an_optimizer(self, lr, optimizer, expected):
-        assert task_of(lr, optimizer=optimizer).lr == expected
+        ):
+            assert task_of(lr, optimizer=optimizer).lr == expected
 
     def test_loader_may_be_of_a_module_named_datasets(self):
         loader = type("Loader", (), {"__module__": "datasets.mine", "__iter__": lambda self: iter(())})()
@@ -93,18 +92,20 @@ class TestPrinting:
     def test_default_names_are_places_in_the_list(self):
         batch = (torch.rand(3, 2), torch.zeros(3).long())
         tasks = [ModelTask([nn.Linear(2, 2)], F.cross_entropy, [batch], name=name) for name in (None, "bert", None)]
-        orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("1MiB")])
-        orchestra.verbose = 0
+        orchestra = exact.silent(tasks)
         assert list(orchestra.generate().tasks) == ["task-0", "bert", "task-2"]
         assert list(orchestra.train_models().tasks) == ["task-0", "bert", "task-2"]
 
 
 class TestModel:
-    def test_shares_the_layers_of_a_list(self):
+    def test_shares_the_layers_of_a_list_as_do_its_slices(self):
         layers = [nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)]
         model = Model(layers)
         assert [id(layer) for layer in model] == [id(layer) for layer in layers]
         assert list(model._modules) == ["0", "1", "2"]
+        part = model[1:]
+        assert isinstance(part, Model)
+        assert [id(layer) for layer in part] == [id(layer) for layer in layers[1:]]
 
     def test_keeps_the_names_of_a_sequential(self):
         source = nn.Sequential(OrderedDict(embed=nn.Linear(2, 2), head=nn.Linear(2, 2)))
@@ -130,6 +131,8 @@ class TestModel:
         assert model[1] is model[2]
         assert torch.equal(model(torch.ones(1, 2)), net(torch.ones(1, 2)))
         assert model.has_own_forward
+        for source in ([nn.Linear(2, 2)], nn.Sequential(nn.Linear(2, 2)), Model(nn.Sequential(nn.Linear(2, 2)))):
+            assert not Model(source).has_own_forward
 
     def test_takes_lists_and_dicts_of_modules_that_can_be_called(self):
         class InTurn(nn.ModuleList):
@@ -149,13 +152,8 @@ class TestModel:
 
     @pytest.mark.parametrize("layer", [nn.ModuleList([nn.ReLU()]), nn.ModuleDict(), nn.Module()])
     def test_refuses_layers_without_a_forward(self, layer):
-        with pytest.raises(TypeError, match=f"layer 1 of the model is a {type(layer).__name__}, which has no forward"):
+        with refused(TypeError, layer="layer 1", says=f"{type(layer).__name__} forward"):
             Model([nn.ReLU(), layer])
-
-    def test_has_a_forward_of_its_own_only_where_the_source_has(self):
-        assert not Model([nn.Linear(2, 2)]).has_own_forward
-        assert not Model(nn.Sequential(nn.Linear(2, 2))).has_own_forward
-        assert not Model(Model(nn.Sequential(nn.Linear(2, 2)))).has_own_forward
 
     def test_layer_in_two_places_runs_twice(self):
         layer = nn.Linear(2, 2)
@@ -163,18 +161,13 @@ class TestModel:
         assert len(model) == 3
         assert torch.equal(model(torch.ones(1, 2)), layer(layer(torch.ones(1, 2)).relu()))
 
-    def test_slice_is_a_model_of_the_same_layers(self):
-        model = Model([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])
-        part = model[1:]
-        assert isinstance(part, Model)
-        assert [id(layer) for layer in part] == [id(model[1]), id(model[2])]
-
     def test_task_keeps_a_model_and_wraps_anything_else(self):
-        model = Model([nn.Linear(2, 2)])
-        assert task_of(model=model).model is model
         layers = [nn.Linear(2, 2)]
-        assert isinstance(task_of(model=layers).model, Model)
-        assert task_of(model=layers).model[0] is layers[0]
+        model = Model(layers)
+        assert task_of(model=model).model is model
+        wrapped = task_of(model=layers).model
+        assert isinstance(wrapped, Model)
+        assert wrapped[0] is layers[0]
 
 
 class Unreadable:

@@ -17,6 +17,8 @@ from hydra_engine.worker.unit import MicroInput
 from partitioners import MemoryMeter
 from partitioners.boundary import Boundary
 from tests import exact, zoo
+from tests.covering import covering
+from tests.refused import refused
 
 CPU = torch.device("cpu")
 
@@ -154,17 +156,14 @@ def _seeded():
         yield
 
 
-@pytest.mark.parametrize("partition", ["one", "three", "each"])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("name", zoo.MODELS)
+@covering(name=list(zoo.MODELS), num_micro_batches=[1, 3], partition=["one", "three", "each"])
 def test_chain_of_any_partition_gives_autograds_bits(name, num_micro_batches, partition):
     model, loss_fn, batches = case(name, num_micro_batches)
     ends = exact.ends(partition, len(model))
     assert_chain_as_plain(lambda: case(name, num_micro_batches)[0], loss_fn, batches, ends)
 
 
-@pytest.mark.parametrize("locked", [False, True])
-@pytest.mark.parametrize("name", ["dropout", "cnn", "tied", "branch"])
+@covering(strength=1, name=["dropout", "cnn", "tied", "branch"], locked=[False, True])
 def test_units_that_are_run_again_leave_the_same(name, locked):
     model, loss_fn, batches = case(name, 2)
     ends = exact.ends("three", len(model))
@@ -194,21 +193,16 @@ def test_locked_unit_draws_from_the_tasks_own_states():
     assert capture().same_as(before), "the process-wide generators are as they were"
 
 
-def test_evaluation_is_that_of_eval_mode_without_gradients():
+def test_evaluation_is_that_of_eval_mode_without_gradients_and_restores_each_modules_own_flag():
     model, loss_fn, batches = case("cnn", 1)
     expected = loss_fn(model.eval()(batches[0][0]), batches[0][1]).item()
     model, loss_fn, _ = case("cnn", 1)
+    model[1].eval()
     bench = Bench(model, loss_fn, [2, 4, 6], batches).run(training=False)
     assert bench.losses == {0: expected}
     assert bench.gradients == {}
     assert all(torch.equal(bench.buffers[k], buffer) for k, buffer in enumerate(model.buffers()))
     assert not any(tensor.requires_grad for boundary in bench.entering.values() for tensor in boundary.tensors)
-
-
-def test_evaluation_restores_each_modules_own_flag():
-    model, loss_fn, batches = case("cnn", 1)
-    model[1].eval()
-    bench = Bench(model, loss_fn, [2, 6], batches).run(training=False)
     flags = [module.training for layer in bench.structure.layers for module in layer.modules()]
     assert flags == [module.training for layer in model for module in layer.modules()]
 
@@ -231,19 +225,17 @@ def test_unit_that_raises_lets_go_of_everything_and_names_its_layer(kind):
     assert torch.is_grad_enabled()
 
 
-def test_unit_lets_go_of_everything():
-    bench = Bench(*case("cnn", 1)[:2], [2, 4, 6], case("cnn", 1)[2]).run()
+def test_units_let_go_of_everything_and_their_outputs_carry_no_graph():
+    model, loss_fn, batches = case("cnn", 1)
+    bench = Bench(model, loss_fn, [2, 4, 6], batches).run()
     layers = nn.ModuleList(bench.structure.layers)
     assert all(tensor.numel() == 0 for tensor in [*layers.parameters(), *layers.buffers()])
     assert all(parameter.grad is None for parameter in layers.parameters())
-
-
-def test_outputs_carry_no_graph():
-    model, loss_fn, batches = case("gpt", 1)
-    bench = Bench(model, loss_fn, [2, 5], batches).run()
     tensors = [*bench.entering[1, 0].tensors, *bench.incoming[1, 0], *bench.gradients.values()]
     assert all(not tensor.requires_grad and tensor.grad_fn is None for tensor in tensors)
     assert bench.entering[1, 0].requires_grad == (True,), "it is known all the same that a gradient is to come"
+    assert (0, 0) not in bench.incoming, "the lowest shard sends no gradient of the inputs"
+    assert [gradient is not None for gradient in bench.incoming[1, 0]] == [True]
 
 
 def test_forward_unit_keeps_nothing_for_a_backward():
@@ -294,13 +286,6 @@ def test_weight_that_crosses_a_boundary_gets_its_gradient():
     assert_chain_as_plain(lambda: model, F.mse_loss, [(torch.rand(3, 2), torch.rand(3, 2))], [1, 2])
 
 
-def test_lowest_shard_sends_no_gradient_of_the_inputs():
-    model, loss_fn, batches = case("mlp", 1)
-    bench = Bench(model, loss_fn, [2, 5], batches).run()
-    assert (0, 0) not in bench.incoming
-    assert [gradient is not None for gradient in bench.incoming[1, 0]] == [True]
-
-
 def test_integers_and_unused_tensors_receive_no_gradient():
     class Splits(nn.Module):
         def __init__(self):
@@ -335,6 +320,6 @@ def test_in_place_layer_at_the_start_of_a_shard_gives_autograds_bits():
 @pytest.mark.parametrize("loss_fn", [lambda y, t: y, lambda y, t: 1.5, lambda y, t: None])
 def test_loss_that_is_not_one_number_is_refused(loss_fn):
     bench = Bench(nn.Sequential(nn.Linear(2, 2)), loss_fn, [1], [(torch.rand(3, 2), torch.zeros(3))])
-    with pytest.raises(ValueError, match="scalar"):
+    with refused(says="scalar"):
         bench.unit(FUSED, 0)
     assert bench.executor.current == "loss_fn"

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import ModelTask
 from hydra_engine.devices.lanes import QUEUES, Lane, open_lanes
 from hydra_engine.system.dram import discard
 from hydra_engine.worker.unit import forget_frames
-from tests import reference
+from tests import exact, reference
 
 WIDTH, LARGE = 8, 100
 
@@ -43,8 +43,7 @@ def test_its_activations_are_gone_though_the_report_keeps_its_error():
     found, batches = [], data(9)
     batches[6][0].fill_(2 * LARGE)
     task = ModelTask([Mistaken(found), nn.Linear(WIDTH, WIDTH)], F.mse_loss, batches, 0.1)
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("1MiB")])
-    orchestra.verbose = 0
+    orchestra = exact.silent([task])
     gc.disable()
     try:
         with pytest.raises(ValueError, match="a mistake of the layer"):
@@ -102,8 +101,7 @@ def test_a_scalar_crosses_shards():
 
     losses = reference.train(model_of(), F.mse_loss, data(3), seed=0, lr=0.1).losses
     task = ModelTask(model_of(), F.mse_loss, data(3), 0.1)
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice(2500)])
-    orchestra.verbose = 0
+    orchestra = exact.silent([task], 2500)
     assert len(orchestra.generate().tasks["task-0"].boundaries) > 1
     assert orchestra.train_models().tasks["task-0"].losses == losses
 

@@ -11,6 +11,7 @@ from hydra_engine.host.staging import StepStaging
 from partitioners import Presharded
 from partitioners.boundary import Boundary
 from tests import exact, reference, zoo
+from tests.covering import covering
 
 SEED, LR = 3, 0.05
 SAMPLES, WIDTH, NUM_STEPS = 8, 32, 3
@@ -112,10 +113,9 @@ def train(model, *, memory="4MiB", num_devices=1, partition=None, **options):
     return exact.run([task], memory=memory, num_devices=num_devices)
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 4])
-@pytest.mark.parametrize(("num_devices", "memory"), [(1, "4MiB"), (1, "460KiB"), (2, "4MiB")])
-@pytest.mark.parametrize("name", CHAINS)
-def test_bits_are_those_of_plain_pytorch(name, num_devices, memory, accumulation_steps):
+@covering(strength=1, name=list(CHAINS), num_devices=[1, 2], accumulation_steps=[1, 4])
+def test_bits_are_those_of_plain_pytorch(name, num_devices, accumulation_steps):
+    memory = "460KiB" if num_devices == 1 else "4MiB"
     plain, model = CHAINS[name](), CHAINS[name]()
     expected = reference.train(
         plain, nn.functional.mse_loss, batches(), seed=SEED, lr=LR, accumulation_steps=accumulation_steps

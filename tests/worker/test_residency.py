@@ -1,6 +1,7 @@
 """What stays on a device between units: bytes moved are near those of giving up what is needed last."""
 
 import math
+from functools import lru_cache
 from unittest import mock
 
 import pytest
@@ -8,13 +9,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import DeviceCost, EmulatedDevice, ModelOrchestrator, ModelTask, TaskCost, simulate
+from hydra_engine import DeviceCost, ModelTask, TaskCost, simulate
 from hydra_engine.devices.budget import SLABS, WORK, Ledger, Residents, Ticket
 from hydra_engine.host.pool import HostPool
 from hydra_engine.planning.cuts import kept_bytes
 from hydra_engine.schedule.units import BACKWARD, FORWARD, FUSED
 from partitioners import Presharded
 from tests import exact, reference, zoo
+from tests.covering import covering
+from tests.refused import names
 
 
 class Kept:
@@ -176,16 +179,20 @@ def build(num_frozen=0):
     return model, batches
 
 
-def trained(memory, num_tasks=1, *, num_frozen=0, policy="sharded-lrtf", **options):
-    """Tasks on one device; the report and their states."""
-    tasks, models = [], []
+def tasks_of(num_tasks, num_frozen=0, **options):
+    cut = Presharded(list(range(1, NUM_SHARDS + 1)))
+    tasks = []
     for k in range(num_tasks):
         model, batches = build(num_frozen)
-        models.append(model)
-        cut = Presharded(list(range(1, NUM_SHARDS + 1)))
         tasks.append(ModelTask(model, F.cross_entropy, batches, 0.1, name=f"t{k}", partitioner=cut, seed=0, **options))
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory)], policy=policy)
-    orchestra.verbose = 0
+    return tasks
+
+
+def trained(memory, num_tasks=1, *, num_frozen=0, policy="sharded-lrtf", **options):
+    """Tasks on one device; the report and their states."""
+    tasks = tasks_of(num_tasks, num_frozen, **options)
+    models = [task.model for task in tasks]
+    orchestra = exact.silent(tasks, memory, policy=policy)
     report = orchestra.train_models()
     expected_model, batches = build(num_frozen)
     losses = reference.train(expected_model, F.cross_entropy, batches, seed=0, lr=0.1, **options).losses
@@ -193,6 +200,16 @@ def trained(memory, num_tasks=1, *, num_frozen=0, policy="sharded-lrtf", **optio
         exact.assert_as_expected(report, f"t{k}", model, exact.Expected(losses, [], zoo.state(expected_model)))
     exact.assert_within_budget(report)
     return report, {each.name: each.state for each in orchestra._tasks.all}
+
+
+@lru_cache
+def memory_for(num_more):
+    """Memory of a device for one slab with its unit's work, and for so many slabs more."""
+    orchestra = exact.silent(tasks_of(1), "64MiB")
+    orchestra.generate()
+    [planned] = orchestra._tasks.all
+    shards = planned.state.cut.shards
+    return max(map(planned.state.shard_bytes, shards)) + num_more * shards[0].slab_bytes
 
 
 def uses_of(unit, state):
@@ -244,13 +261,10 @@ def least_bytes(order, states, memory_bytes):
     return loaded
 
 
-@pytest.mark.parametrize("num_frozen", [0, 4])
-@pytest.mark.parametrize("num_more", [1, 2, 3, 4, 6, 8])
+@covering(strength=1, num_more=[1, 3, 8], num_frozen=[0, 4])
 def test_bytes_loaded_are_near_the_least(num_more, num_frozen):
     """Budgets from two slabs, one of them with its unit's work, to everything at once."""
-    _, states = trained("64MiB")
-    [state] = states.values()
-    memory_bytes = max(map(state.shard_bytes, state.cut.shards)) + num_more * state.cut.shards[0].slab_bytes
+    memory_bytes = memory_for(num_more)
     report, states = trained(memory_bytes, num_frozen=num_frozen)
     order = [placed.unit for placed in sorted(report.schedule, key=lambda placed: placed.start_s)]
     assert report.devices[0].loaded_bytes <= 1.05 * least_bytes(order, states, memory_bytes)
@@ -305,8 +319,7 @@ def aliased(base):
     return copies
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shares", ["layers", "memory"])
+@covering(strength=1, shares=["layers", "memory"], precision=["float32", "bfloat16"])
 def test_four_tasks_over_one_frozen_base_load_it_once_and_hold_it_once(shares, precision):
     base, tasks, models = base_layers(), [], []
     values = [parameter.clone() for layer in base for parameter in layer.parameters()]
@@ -316,8 +329,7 @@ def test_four_tasks_over_one_frozen_base_load_it_once_and_hold_it_once(shares, p
         cut = Presharded([1, 2, 3, 4])
         options = {"lr": 0.1, "seed": k, "partitioner": cut, "precision": precision}
         tasks.append(ModelTask(model, F.mse_loss, regression_batches(), name=f"t{k}", **options))
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("16MiB")])
-    orchestra.verbose = 0
+    orchestra = exact.silent(tasks, "16MiB")
     plan = orchestra.generate()
     base_bytes = 4 * (WIDTH * WIDTH + WIDTH) * 4
     weights = [task.dram["weights"] for task in plan.tasks.values()]
@@ -355,13 +367,10 @@ def test_a_plan_says_whose_frozen_weights_are_equal_to_another_tasks():
     models = [adapted(base_layers(), k) for k in range(2)]
     models.append(adapted([layer.base for layer in models[1]], 2))
     tasks = [ModelTask(model, F.mse_loss, regression_batches(), 0.1, name=f"t{k}") for k, model in enumerate(models)]
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("16MiB")])
-    orchestra.verbose = 0
-    plan = orchestra.generate()
+    plan = exact.silent(tasks, "16MiB").generate()
     # The last one has the very layers of the second.
     assert [task.doubled_bytes for task in plan.tasks.values()] == [0, 4 * (WIDTH * WIDTH + WIDTH) * 4, 0]
-    assert "t1: " in str(plan)
-    assert "of frozen weights are equal to another task's" in str(plan)
+    names(str(plan), task="t1: ", says="frozen weights")
 
 
 def test_locality_loads_a_shared_base_less_often():
@@ -373,9 +382,7 @@ def test_locality_loads_a_shared_base_less_often():
             batches = regression_batches() * (k + 1)
             cut = Presharded([1, 2, 3, 4])
             tasks.append(ModelTask(adapted(base, k), F.mse_loss, batches, 0.1, name=f"t{k}", seed=k, partitioner=cut))
-        orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("900KiB")], policy=policy)
-        orchestra.verbose = 0
-        report = orchestra.train_models()
+        report = exact.silent(tasks, "900KiB", policy=policy).train_models()
         report.raise_failures()
         return report.devices[0].loaded_bytes
 
@@ -401,12 +408,9 @@ def cost_of(state):
     )
 
 
-@pytest.mark.parametrize("num_frozen", [0, 4])
-@pytest.mark.parametrize("num_more", [1, 3, 6, 12])
+@covering(strength=1, num_more=[1, 6], num_frozen=[0, 4])
 def test_a_simulation_moves_the_bytes_of_the_run(num_more, num_frozen):
-    _, states = trained("64MiB")
-    [state] = states.values()
-    memory_bytes = max(map(state.shard_bytes, state.cut.shards)) + num_more * state.cut.shards[0].slab_bytes
+    memory_bytes = memory_for(num_more)
     report, states = trained(memory_bytes, num_frozen=num_frozen)
     device = DeviceCost(memory_bytes=memory_bytes, load_bytes_per_s=5e9, store_bytes_per_s=5e9, unit_s=3e-4)
     found = simulate([cost_of(state) for state in states.values()], [device])
