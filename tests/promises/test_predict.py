@@ -22,7 +22,7 @@ from hydra_engine import Model, ModelTask
 from hydra_engine.data.streams import capture, install
 from hydra_engine.errors import ShardDoesNotFit
 from partitioners import Balanced, Presharded, profile_evaluation, shard_bytes
-from tests import exact, zoo
+from tests import exact, reference, zoo
 from tests.covering import covering
 from tests.promises.test_inference import (
     WIDTH,
@@ -46,11 +46,6 @@ def plain(model, loader, seed=0):
         return [model(inputs) for inputs in loader]
 
 
-def assert_predicts(model, inputs, *, memory="1MiB", **options):
-    """The outputs of `predict` are those of the model itself."""
-    assert_same(list(orchestra_of(memory=memory).predict(model, inputs, **options)), plain(model, inputs))
-
-
 # The outputs
 
 
@@ -71,7 +66,8 @@ class Picks(nn.Module):
 @pytest.mark.parametrize("ends", [[4], [1, 2, 3, 4]])
 def test_containers_cross_shards_and_come_out(ends):
     model = nn.Sequential(nn.Linear(WIDTH, 8), Fans(), Picks(), nn.Identity())
-    assert_predicts(model, inputs_of(4, 4, 2), partitioner=Presharded(ends))
+    inputs = inputs_of(4, 4, 2)
+    assert_same(list(orchestra_of().predict(model, inputs, partitioner=Presharded(ends))), plain(model, inputs))
 
 
 def test_inputs_may_be_containers_and_unpack_picks_them():
@@ -100,21 +96,12 @@ def test_layers_that_work_in_place_leave_the_batch_alone():
     assert_same(found, plain(model, kept))
 
 
-def test_attention_in_eval_takes_its_fast_path():
-    torch.manual_seed(1)
-    layers = [nn.TransformerEncoderLayer(WIDTH, 2, 64, batch_first=True) for _ in range(3)]
-    inputs = [x[None] for x in inputs_of(5, 7)]
-    assert_predicts(nn.Sequential(*layers), inputs, partitioner=Presharded([1, 2, 3]))
-
-
 def test_values_that_skip_layers_arrive():
     model, inputs = unet(), [x for x, _ in images()]
     orchestra = orchestra_of(memory="2MiB", num_devices=2, chaos=3)
-    assert_same(list(orchestra.predict(model, inputs, partitioner=Presharded(range(1, 10)))), plain(model, inputs))
-
-
-def test_weights_may_be_narrow_themselves():
-    assert_predicts(dense().bfloat16(), [x.bfloat16() for x in inputs_of(4, 3)])
+    assert_same(
+        list(orchestra.predict(model, inputs, partitioner=Presharded(list(range(1, 10))))), plain(model, inputs)
+    )
 
 
 def test_layers_and_loader_draw_from_the_stream_of_the_seed():
@@ -141,10 +128,37 @@ def test_anything_that_model_takes_is_taken(model):
     assert_same(list(orchestra_of().predict(model, inputs)), plain(whole, inputs))
 
 
-def test_frozen_weights_and_none_at_all_are_fine():
-    for model in (dense().requires_grad_(False), nn.Sequential(nn.Tanh(), nn.Flatten())):
-        assert_predicts(model, inputs_of(4, 4))
-        assert not any(parameter.requires_grad for parameter in model.parameters())
+def attention():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, 2, 64, batch_first=True) for _ in range(3)))
+
+
+MODELS = {  # each with its inputs, and how it is predicted
+    "attention, whose fast path is that of eval": (attention(), [x[None] for x in inputs_of(5, 7)], {}),
+    "narrow weights": (dense().bfloat16(), [x.bfloat16() for x in inputs_of(4, 3)], {}),
+    "frozen weights": (dense().requires_grad_(False), inputs_of(4, 4), {}),
+    "no weights": (nn.Sequential(nn.Tanh(), nn.Flatten()), inputs_of(4, 4), {}),
+    "optimal partition": (dense(), inputs_of(6, 6), {"partitioner": "optimal"}),
+    "balanced partition": (dense(), inputs_of(6, 6), {"partitioner": Balanced(3)}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_are_the_models_own(name):
+    model, inputs, options = MODELS[name]
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    options = {"partitioner": Presharded(list(range(1, len(model) + 1)))} | options
+    assert_same(list(orchestra_of().predict(model, inputs, **options)), plain(model, inputs))
+    assert [parameter.requires_grad for parameter in model.parameters()] == flags
+
+
+def test_a_narrow_precision_may_be_asked_for():
+    model, inputs = dense(norm=True), inputs_of(4, 3)
+    narrow = reference.Narrow(copy.deepcopy(model).eval(), None, torch.bfloat16, None)
+    with torch.no_grad():
+        expected = [narrow.evaluated()(x) for x in inputs]
+    assert_same(list(orchestra_of().predict(model, inputs, precision="bfloat16")), expected)
 
 
 def test_a_model_that_was_trained_predicts_with_its_weights():
@@ -245,11 +259,6 @@ def test_a_task_s_batches_are_predicted_as_its_validation_takes_them():
     orchestra = exact.silent([task], "1MiB")
     for which in (task, "a"):
         assert_same(list(orchestra.predict(which, batches)), plain(model, inputs))
-
-
-@pytest.mark.parametrize("partitioner", ["optimal", Balanced(3)], ids=str)
-def test_any_partitioner_cuts_it(partitioner):
-    assert_predicts(dense(), inputs_of(6, 6), partitioner=partitioner)
 
 
 # One by one

@@ -4,23 +4,22 @@ import _thread
 import os
 import signal
 import threading
+from functools import cache
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import Callback, CallbackTimeout, ModelTask, StopTask
 from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.checkpoints.directory import CheckpointDirectory
-from partitioners import Presharded
-from tests import exact
+from tests import exact, reference
 from tests.covering import covering
 from tests.refused import names, refused
-from tests.run.test_forget import At, raises
+from tests.run.test_forget import EPOCHS, STEPS, At, batches, model_of, raises
+from tests.run.test_forget import task as plain_task
 from tests.run.test_notifier import join_threads
 
-STEPS, EPOCHS = 4, 3
 PATIENCE_S = 30
 SHORT_S = 0.1
 
@@ -50,24 +49,8 @@ class Log(Callback):
             raise self._action
 
 
-def batches(num=STEPS):
-    generator = torch.Generator().manual_seed(3)
-    return [(torch.randn(5, 8, generator=generator), torch.randint(3, (5,), generator=generator)) for _ in range(num)]
-
-
 def task(name, *callbacks, **options):
-    torch.manual_seed(1)
-    options = {"partitioner": Presharded([1, 3]), "seed": 0, "validation": batches(2), **options}
-    return ModelTask(
-        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)),
-        F.cross_entropy,
-        batches(),
-        1e-2,
-        EPOCHS,
-        name=name,
-        callbacks=callbacks,
-        **options,
-    )
+    return plain_task(name, *callbacks, **{"validation": batches(2), **options})
 
 
 def orchestra_of(*tasks, num_devices=2, **options):
@@ -78,17 +61,16 @@ def train(*tasks, **options):
     return orchestra_of(*tasks, **options).train_models().tasks
 
 
-def plain_weights(num_steps=STEPS * EPOCHS):
+@cache
+def plain_weights():
     """Of the plain loop, after each of its steps."""
-    plain, found = task("plain"), []
-    optimizer = torch.optim.SGD(plain.model.parameters(), lr=1e-2)
-    for _ in range(EPOCHS):
-        for inputs, target in batches():
-            optimizer.zero_grad(set_to_none=True)
-            F.cross_entropy(plain.model(inputs), target).backward()
-            optimizer.step()
-            found.append([parameter.detach().clone() for parameter in plain.model.parameters()])
-    return found[:num_steps]
+    model, found = model_of(0), []
+
+    def keep():
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+
+    reference.train(model, F.cross_entropy, batches(), seed=0, lr=1e-2, epochs=EPOCHS, on_step=keep)
+    return found
 
 
 def assert_finished(report, trained):
@@ -254,7 +236,7 @@ def test_one_whose_new_task_hangs_as_it_is_planned_holds_up_nobody(blocks, hangs
     """Neither another task that comes or goes, nor the run's end."""
     loader, added = HangsOnce(), task("added")
     hangs.append(loader.inside)
-    hangs = ModelTask(task("x").model, F.cross_entropy, loader, name="hangs", seed=0)
+    hangs = ModelTask(model_of(0), F.cross_entropy, loader, name="hangs", seed=0)
 
     def act(report):
         assert loader.inside.wait(PATIENCE_S)
@@ -345,7 +327,7 @@ def test_weights_in_a_callback_are_those_of_its_step(num_devices):
 
     mine = task("a", Keeps())
     train(mine, task("b"), num_devices=num_devices)
-    expected = plain_weights()
+    expected = list(plain_weights())
     for k in range(EPOCHS):  # an epoch's end is told with the weights of its last step
         expected.insert((k + 1) * (STEPS + 1) - 1, expected[(k + 1) * (STEPS + 1) - 2])
     for weights, plain in zip(seen, expected, strict=True):
