@@ -199,7 +199,7 @@ def test_every_kind_of_layer(name):
 def test_steps_over_several_devices(name, in_sums):
     sizes = ((5, 3), (12, 3), (7, 7), (27, 4), (16, 6), (9, 5))
     with spread(in_sums=in_sums):
-        report, _ = both(zoo.MODELS[name], sizes=sizes, num_devices=3)
+        report, _ = both(zoo.MODELS[name], sizes=sizes, num_devices=3, epochs=2)
     assert {placed.unit.part for placed in report.schedule} == {0, 1, 2}
 
 
