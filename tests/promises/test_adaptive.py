@@ -19,7 +19,6 @@ from hydra_engine.schedule.units import BACKWARD, FUSED
 from partitioners import Presharded
 from tests import adaptive_changes, exact, zoo
 from tests.adaptive_changes import Noise, plain, record
-from tests.covering import covering
 from tests.promises.test_resumed import FailsAfter, orchestra_of
 from tests.refused import refused
 
@@ -181,7 +180,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", net_has(OPTIONS, "groups", "clipped", "early"))
+@pytest.mark.parametrize("name", net_has(OPTIONS, "groups", "early"))
 def test_a_record_means_the_plain_loop(name):
     report, result = both(**OPTIONS[name])
     chosen = report.tasks["task"].adaptive
@@ -195,7 +194,8 @@ def test_every_kind_of_layer(name):
     both(zoo.MODELS[name], optimizer=torch.optim.AdamW, lr=0.01, max_grad_norm=1.0)
 
 
-@covering(strength=1, name=["tied", "cnn"], in_sums=[True, False])
+@pytest.mark.parametrize("name", net_has(["tied", "cnn"], "cnn"))
+@pytest.mark.parametrize("in_sums", net_has([True, False], True))
 def test_steps_over_several_devices(name, in_sums):
     sizes = ((5, 3), (12, 3), (7, 7), (27, 4), (16, 6), (9, 5))
     with spread(in_sums=in_sums):

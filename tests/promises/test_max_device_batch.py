@@ -46,7 +46,10 @@ def both(build, most, max_devices, *, num_devices=None, seed=11, chaos=7, lr=0.0
     return report
 
 
-@covering(strength=1, name=["dropout", "cnn", "tied", "lstm"], num_devices=[1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "num_devices"),
+    [("cnn", 2), ("dropout", 3), *(pytest.param(name, 1, marks=pytest.mark.rest) for name in sorted(zoo.MODELS))],
+)
 def test_bits_are_those_of_the_plain_loop_with_the_same_split(name, num_devices):
     """Batches of 4 to 6 samples, most with a smaller last one, in micro-batches of at most 2."""
     with spread(num_devices, in_sums=num_devices == 2):
@@ -54,7 +57,8 @@ def test_bits_are_those_of_the_plain_loop_with_the_same_split(name, num_devices)
     assert parts_of(report) == set(range(num_devices))
 
 
-@covering(strength=1, name=["dropout", "cnn"], num_devices=[1, 2, 3])
+@pytest.mark.parametrize("num_devices", [1, *(pytest.param(number, marks=pytest.mark.rest) for number in (2, 3))])
+@pytest.mark.parametrize("name", ["dropout", pytest.param("cnn", marks=pytest.mark.rest)])
 def test_bits_do_not_depend_on_how_many_of_the_most_devices_there_are(name, num_devices):
     """All three are equal to one plain loop: that for three devices."""
     with spread(num_devices, in_sums=False):

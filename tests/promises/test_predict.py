@@ -225,7 +225,7 @@ class TimeFirst(nn.Module):
         return {"steps": torch.stack([x, 2 * x]), "table": self.table.clone()}
 
 
-@covering(strength=1, size=[600, 1001], num=[1, 2])
+@pytest.mark.parametrize(("size", "num"), [(1001, 2), pytest.param(600, 1, marks=pytest.mark.rest)])
 def test_outputs_of_parts_are_joined_by_their_dim_of_samples(size, num):
     model, inputs = nn.Sequential(*dense(), TimeFirst(num)), inputs_of(size)
     with pytest.warns(UserWarning, match="parts"):

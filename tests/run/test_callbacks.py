@@ -254,7 +254,9 @@ def test_one_whose_new_task_hangs_as_it_is_planned_holds_up_nobody(blocks, hangs
     assert "hangs" not in reports
 
 
-@pytest.mark.parametrize("options", [{}, {"early_release": True}], ids=["late", "early"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"early_release": True}, marks=pytest.mark.rest)], ids=["late", "early"]
+)
 def test_others_are_saved_while_one_blocks(tmp_path, blocks, monkeypatch, options):
     blocked, saved, publish = blocks(2), threading.Semaphore(0), CheckpointDirectory.publish
 
@@ -314,7 +316,7 @@ def test_what_else_is_raised_fails_the_task_and_no_other(error):
     assert_finished(reports["b"], other)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.rest), 2])
 def test_weights_in_a_callback_are_those_of_its_step(num_devices):
     seen = []
 

@@ -144,7 +144,15 @@ ENDS = {
 
 
 @pytest.mark.usefixtures("by_counting")
-@covering(strength=1, end=list(ENDS), num_devices=[1, 2])
+@pytest.mark.parametrize(
+    ("end", "num_devices"),
+    [
+        ("validated", 1),
+        ("stopped", 2),
+        ("failed", 1),
+        *(pytest.param(end, 2, marks=pytest.mark.rest) for end in ("finished", "spread", "narrow", "early")),
+    ],
+)
 def test_a_forgotten_task_is_freed_while_another_trains(end, num_devices, tmp_path):
     options = dict(ENDS[end])
     callbacks = options.pop("callbacks", ())

@@ -101,16 +101,14 @@ class Plain:
         self.states.append({name: tensor.clone() for name, tensor in zoo.state(self.model).items()})
 
 
-def task_of(model, loss_fn, loader, *, partition="three", epochs=EPOCHS, **options):
+def task_of(model, loss_fn, loader, **options):
     """A task as `Plain` trains it."""
     options |= {"optimizer": torch.optim.AdamW, "lr_scheduler_interval": "epoch", "seed": SEED}
-    partitioner = Presharded(exact.ends(partition, len(model)))
-    return ModelTask(model, loss_fn, loader, LR, epochs, name="a", partitioner=partitioner, **options)
+    partitioner = Presharded(exact.ends("three", len(model)))
+    return ModelTask(model, loss_fn, loader, LR, EPOCHS, name="a", partitioner=partitioner, **options)
 
 
-def assert_as_plain(
-    build, validation, *, interval, partition="three", num_devices=2, max_grad_norm=1.0, released=None, **options
-):
+def assert_as_plain(build, validation, *, interval, num_devices=2, max_grad_norm=1.0, released=None, **options):
     """`released`: options that say when and where shards are updated, which change no bit."""
     options["max_grad_norm"] = max_grad_norm
     random.seed(0)
@@ -122,7 +120,7 @@ def assert_as_plain(
     np.random.set_state(outside[1])
     model, loss_fn, loader = build()
     options |= {"validation": held_out(validation, loader), "validation_interval": interval, "metrics": METRICS}
-    task = task_of(model, loss_fn, loader, partition=partition, **(released or {}), **options)
+    task = task_of(model, loss_fn, loader, **(released or {}), **options)
     report = exact.run([task], num_devices=num_devices, chaos=3).tasks["a"]
     assert report.losses == expected.losses
     assert report.validation_losses == expected.validation_losses
@@ -133,11 +131,9 @@ def assert_as_plain(
     return report
 
 
-@covering(
-    strength=1, name=list(BUILDS), accumulation_steps=[1, 3], partition=["one", "three"], interval=[2, 7, NUM_STEPS + 1]
-)
-def test_validation_in_the_middle_of_epochs_is_the_plain_loops(name, accumulation_steps, partition, interval):
-    options = {"partition": partition, "interval": interval, "accumulation_steps": accumulation_steps}
+@covering(strength=1, name=list(BUILDS), accumulation_steps=[1, 3], interval=[2, 7, NUM_STEPS + 1])
+def test_validation_in_the_middle_of_epochs_is_the_plain_loops(name, accumulation_steps, interval):
+    options = {"interval": interval, "accumulation_steps": accumulation_steps}
     report = assert_as_plain(BUILDS[name], "shuffled", **options)
     assert report.validation_steps == list(range(interval, NUM_STEPS + 1, interval))  # none at the end of step 20
 
@@ -159,6 +155,7 @@ def test_an_epochs_schedule_moves_at_its_end_whenever_validation_comes():
     assert_as_plain(zoo.dropout, "shuffled", interval=5, lr_scheduler=halving)  # also with an epoch's last step
 
 
+@pytest.mark.rest
 def test_more_steps_than_the_interval_across_epochs_without_a_length():
     class Unsized:
         def __init__(self, loader):
@@ -174,6 +171,7 @@ def test_more_steps_than_the_interval_across_epochs_without_a_length():
     assert_as_plain(build, "shuffled", interval=7)
 
 
+@pytest.mark.rest
 def test_company_changes_nothing():
     def tasks(names):
         for name in names:
