@@ -199,7 +199,7 @@ def test_every_kind_of_layer(name):
 def test_steps_over_several_devices(name, in_sums):
     sizes = ((5, 3), (12, 3), (7, 7), (27, 4), (16, 6), (9, 5))
     with spread(in_sums=in_sums):
-        report, _ = both(zoo.MODELS[name], sizes=sizes, num_devices=3, epochs=2)
+        report, _ = both(zoo.MODELS[name], sizes=sizes, num_devices=3, epochs=2)  # it takes steps to get there
     assert {placed.unit.part for placed in report.schedule} == {0, 1, 2}
 
 
@@ -611,12 +611,12 @@ def growing():
 def test_out_of_memory_makes_micro_batches_smaller_and_goes_on(num_devices, limits):
     limits = {"most": 200, **limits}
     ROWS[0] = 1
-    options = {"memory": "64KiB", "num_devices": num_devices, "limits": limits, "epochs": 4}
+    options = {"memory": "64KiB", "num_devices": num_devices, "limits": limits, "epochs": 2}
     model, _, report = chosen(growing, callbacks=[Demands()], **options)
     found = report.tasks["task"].adaptive
     assert found[10].micro_batch > 27 >= max(each.micro_batch for each in found[14:]), "600 numbers a sample do not fit"
     alone, loss_fn, samples = growing()
-    result = plain(alone, loss_fn, adaptive(samples, **limits), found, lr=0.02, seed=SEED, epochs=4)
+    result = plain(alone, loss_fn, adaptive(samples, **limits), found, lr=0.02, seed=SEED, epochs=2)
     exact.assert_as_expected(report, "task", model, exact.Expected(result.losses, [], zoo.state(alone)))
 
 
@@ -659,7 +659,8 @@ def test_what_cannot_train_is_refused_before_any_step():
     assert_refused("NoRate 'lr'", task_of(optimizer=NoRate))
     shared = adaptive(samples)
     assert_refused("adapts-1 loader", *(task_of(shared, name=f"adapts-{k}") for k in range(2)))
-    assert_refused("loader", task_of(shared, validation=shared))
+    with refused(task="adapts", says="validation loader"):
+        task_of(shared, validation=shared)
     late = AdaptiveDataLoader(samples.dataset, INITIAL, shuffle=True)
     task = task_of(late)
     late.autoscale_batch_size(MOST)
