@@ -611,12 +611,12 @@ def growing():
 def test_out_of_memory_makes_micro_batches_smaller_and_goes_on(num_devices, limits):
     limits = {"most": 200, **limits}
     ROWS[0] = 1
-    options = {"memory": "64KiB", "num_devices": num_devices, "limits": limits, "epochs": 2}
+    options = {"memory": "64KiB", "num_devices": num_devices, "limits": limits, "epochs": 4}
     model, _, report = chosen(growing, callbacks=[Demands()], **options)
     found = report.tasks["task"].adaptive
     assert found[10].micro_batch > 27 >= max(each.micro_batch for each in found[14:]), "600 numbers a sample do not fit"
     alone, loss_fn, samples = growing()
-    result = plain(alone, loss_fn, adaptive(samples, **limits), found, lr=0.02, seed=SEED, epochs=2)
+    result = plain(alone, loss_fn, adaptive(samples, **limits), found, lr=0.02, seed=SEED, epochs=4)
     exact.assert_as_expected(report, "task", model, exact.Expected(result.losses, [], zoo.state(alone)))
 
 
