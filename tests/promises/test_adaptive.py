@@ -222,6 +222,7 @@ def uneven(inputs, target, number):
     return [(x.clone(), y.clone(), len(x) / 27) for x, y in pairs]
 
 
+@pytest.mark.rest
 def test_micro_batches_that_are_not_of_one_size():
     _, result = both(zoo.mlp, split=uneven, epochs=2)
     assert (8.0, 8.0, 8.0, 3.0) in [each.sizes for each in result.measured]
@@ -356,7 +357,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("elsewhere", net_has(ELSEWHERE, "little memory"))
+@pytest.mark.parametrize("elsewhere", net_has(ELSEWHERE))
 def test_replay_has_the_bits_anywhere(elsewhere):
     options = {"optimizer": torch.optim.AdamW, "validation": DataLoader(zoo.mlp()[2].dataset, 8)}
     where = dict(ELSEWHERE[elsewhere])
@@ -465,6 +466,7 @@ def test_data_without_a_length_is_read_once_in_an_epoch():
     assert [int(x) for batch in seen.batches for x in batch] == 2 * list(range(50))
 
 
+@pytest.mark.rest
 def test_validation_comes_at_the_end_of_an_epoch_by_progress():
     _, _, report = chosen(numbered, validation=DataLoader(numbered()[2].dataset, 7))
     task = report.tasks["task"]
@@ -550,6 +552,7 @@ def test_a_resume_after_the_last_step_of_all(tmp_path):
     assert len(choices) == last
 
 
+@pytest.mark.rest
 def test_batches_that_are_read_again_are_chosen_as_before():
     """A loader that fails and is asked again; what is measured meanwhile may change what is chosen."""
 
@@ -759,6 +762,7 @@ class Pauses(Callback):
             raise PauseTask
 
 
+@pytest.mark.rest
 def test_a_task_that_is_paused_goes_on_and_ends_with_more_epochs(tmp_path):
     def made(epochs, callbacks=(), **limits):
         model, loss_fn, samples = zoo.dropout()

@@ -144,6 +144,7 @@ def test_in_a_narrow_precision(precision):
     both(sized(7, 7, 2), 4, 1, precision=precision, optimizer=torch.optim.AdamW, **scaler)
 
 
+@pytest.mark.rest
 def test_validation_batches_are_whole():
     both(zoo.MODELS["dropout"], 2, 2, validation=zoo.mlp()[2])
 
@@ -194,6 +195,7 @@ def test_weights_may_be_the_users_own():
 
 
 @pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.rest), 2])
+@pytest.mark.rest
 def test_a_resume_on_fewer_devices_keeps_the_split(tmp_path, num_devices):
     options = {"optimizer": torch.optim.AdamW, "lr": 0.05, "seed": 11, "max_device_batch": 2, "epochs": 2}
     original, loss_fn, loader = zoo.dropout()

@@ -419,7 +419,7 @@ def test_a_task_that_joins_keeps_to_the_limit():
     assert_as_plain(third, report.tasks["third"])
 
 
-@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.rest), 1])
 def test_frozen_weights_count_while_they_are_here(missing):
     """A plan that is refused before training is refused beside the same task that trains, too; byte by byte."""
 
