@@ -13,14 +13,13 @@ plain one. The record of each run is replayed on one device of this process, and
 import argparse
 import faulthandler
 import math
-import multiprocessing
 import os
 import random
 import signal
 import sys
 import tempfile
-import time
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,10 +28,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, stream_seed
+from hydra_engine import Callback, EmulatedDevice, ModelTask, stream_seed
 from hydra_engine import split as evenly
 from hydra_engine.adaptive import AdaptiveDataLoader, StepChoice
-from tests import reference
+from tests import exact, processes, reference
 
 ROUNDING = 1e-6  # of a sum of gains
 HANG_S = 240
@@ -360,19 +359,13 @@ def plain_task(seed, num_steps, **options):
     return ModelTask(network(seed), F.cross_entropy, batches, seed=seed, name="plain", **settings, **options)
 
 
-def silent(tasks, num_devices=1, **options):
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(MEMORY) for _ in range(num_devices)], **options)
-    orchestra.verbose = 0
-    return orchestra
-
-
 def check_replayed(seed, epochs, choices, losses, state):
     """On one device of this process, the record leaves the same bits, and so does the plain loop."""
     assert [each.step for each in choices] == list(range(len(losses))), (
         "a step is missing in the record, or there twice"
     )
     task = adaptive_task(seed, epochs, replay=choices)
-    report = silent([task]).train_models()
+    report = exact.silent([task], MEMORY).train_models()
     report.raise_failures()
     again = report.tasks["adaptive"]
     assert again.adaptive == choices, "another record"
@@ -392,23 +385,24 @@ def _check_state(model, state, where):
     assert not different, f"other bits {where}: {different}"
 
 
-class Begun(Callback):
-    """Tells by a file that this process has trained a step, and gives a run the time to be killed in."""
+class InStep(Callback):
+    """Tells another process each step, and waits for its leave to go on."""
 
-    def __init__(self, path, pause_s):
-        self.path, self.pause_s = path, pause_s
+    def __init__(self, connection):
+        self.connection = connection
 
     def on_step(self, report):
-        self.path.touch()
-        time.sleep(self.pause_s)
+        self.connection.send(report.steps)
+        self.connection.recv()
 
 
-def _train(folder, seed, epochs, num_devices, pause_s, num_threads):
+def _train(folder, seed, epochs, num_devices, connection):
     """The body of a process that is killed: goes on from what is saved, and leaves its record at the end."""
-    torch.set_num_threads(num_threads)
     faulthandler.dump_traceback_later(HANG_S, exit=True)
-    task = adaptive_task(seed, epochs, callbacks=[Begun(folder / "begun", pause_s)])
-    orchestra = silent([task], num_devices, checkpoint_dir=folder / "saved", checkpoint_every=2)
+    task = adaptive_task(seed, epochs, callbacks=[] if connection is None else [InStep(connection)])
+    orchestra = exact.silent(
+        [task], MEMORY, num_devices=num_devices, checkpoint_dir=folder / "saved", checkpoint_every=2
+    )
     report = orchestra.train_models(resume=True)
     report.raise_failures()
     found = report.tasks["adaptive"]
@@ -420,22 +414,21 @@ def _train(folder, seed, epochs, num_devices, pause_s, num_threads):
 def run_kills(num_kills, seed, *, epochs=3, most_kills=8):
     """Runs that are killed so many times in all, each of them a few times; returns how many runs it took."""
     rng, left, num_runs = random.Random(seed), num_kills, 0
-    # A process of this context is a fork of one that has imported the engine and computed nothing.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hydra_engine", "tests.reference"])
     while left:
         with tempfile.TemporaryDirectory() as directory:
             folder, kills = Path(directory), 0
             while not (folder / "result").exists():
-                is_last = not left or kills == most_kills
-                (folder / "begun").unlink(missing_ok=True)
-                # On another number of devices each time, and in a hurry where nobody kills.
-                pause_s, num_threads = 0.0 if is_last else 0.02, torch.get_num_threads()
-                arguments = (folder, seed + num_runs, epochs, rng.randint(1, 3), pause_s, num_threads)
-                process = context.Process(target=_train, args=arguments)
-                process.start()
-                is_killed = not is_last and _killed(process, folder, rng)
-                process.join()
+                num_devices = rng.randint(1, 3)  # another number each time
+                if not left or kills == most_kills:
+                    process = processes.start(_train, folder, seed + num_runs, epochs, num_devices, None)
+                    process.join()
+                    is_killed = False
+                else:
+                    ours, theirs = Pipe()
+                    with ours:
+                        with theirs:
+                            process = processes.start(_train, folder, seed + num_runs, epochs, num_devices, theirs)
+                        is_killed = _killed(process, ours, rng)
                 left, kills = left - is_killed, kills + is_killed
                 assert is_killed or process.exitcode == 0, f"a run ended with {process.exitcode}"
             found = torch.load(folder / "result", weights_only=False)
@@ -445,15 +438,16 @@ def run_kills(num_kills, seed, *, epochs=3, most_kills=8):
     return num_runs
 
 
-def _killed(process, folder, rng):
-    """Kill a process at a random moment: while it sets up, or some time after its first step. False: it was over."""
-    if rng.random() < 0.8:
-        while process.is_alive() and not (folder / "begun").exists():
-            time.sleep(0.002)
-    process.join(rng.uniform(0.0, 0.4))
-    if process.exitcode is not None:
-        return False
-    os.kill(process.pid, signal.SIGKILL)
+def _killed(process, connection, rng):
+    """Kill a process at a random moment: while it sets up, or after some of its steps. False: it was over."""
+    try:
+        for _ in range(rng.choice((0, 1, 1, 2, 3, 5, 8))):
+            connection.recv()
+            connection.send(None)
+    except (EOFError, ConnectionError):
+        process.join()  # it was over before
+    process.join(rng.uniform(0.0, 0.2))
+    process.kill()
     process.join()
     return process.exitcode == -signal.SIGKILL
 
@@ -494,7 +488,7 @@ def run_changes(num_changes, seed, *, epochs=3):
         own_seed = seed + num_runs
         changes = Changes(rng, num_changes)
         tasks = [adaptive_task(own_seed, epochs, callbacks=[changes]), plain_task(own_seed, 20 * epochs)]
-        changes.orchestra = orchestra = silent(tasks)
+        changes.orchestra = orchestra = exact.silent(tasks, MEMORY)
         report = orchestra.train_models()
         report.raise_failures()
         assert all(device.peak_bytes <= device.memory_bytes for device in report.devices)

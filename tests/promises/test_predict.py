@@ -1,6 +1,8 @@
-"""`orchestra.predict`: outputs of models larger than the device, one by one, with the bits of the model itself."""
+"""`orchestra.predict`: outputs of models larger than the device, one by one, with the bits of the model itself.
 
-import _thread
+What it has in common with `evaluate` is in test_inference.py.
+"""
+
 import copy
 import gc
 import random
@@ -14,30 +16,26 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_engine import EmulatedDevice, Model, ModelTask
+from hydra_engine import Model, ModelTask
 from hydra_engine.data.streams import capture, install
 from hydra_engine.errors import ShardDoesNotFit
 from partitioners import Balanced, Presharded, profile_evaluation, shard_bytes
 from tests import exact, reference, zoo
-from tests.promises.test_evaluate import WIDTH, assert_untouched, dense, everything
+from tests.covering import covering
+from tests.promises.test_inference import (
+    WIDTH,
+    Noise,
+    assert_same,
+    assert_untouched,
+    dense,
+    everything,
+    inputs_of,
+    orchestra_of,
+)
 from tests.promises.test_skips import images, unet
-
-SEED = 17
-
-
-def orchestra_of(*, memory="1MiB", num_devices=1, chaos=None):
-    """Its task is of no interest here."""
-    task = ModelTask(nn.Sequential(nn.Linear(2, 2)), F.mse_loss, [(torch.ones(3, 2), torch.ones(3, 2))], seed=0)
-    devices = [EmulatedDevice(memory, chaos=chaos, meter_every_unit=True) for _ in range(num_devices)]
-    return exact.silent([task], devices=devices)
-
-
-def inputs_of(*sizes):
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randn(n, WIDTH, generator=generator) for n in sizes]
+from tests.refused import refused
 
 
 def plain(model, loader, seed=0):
@@ -48,39 +46,7 @@ def plain(model, loader, seed=0):
         return [model(inputs) for inputs in loader]
 
 
-def assert_same(ours, theirs):
-    """Equal containers of equal tensors, strides too."""
-    ours, spec = pytree.tree_flatten(ours)
-    theirs, expected = pytree.tree_flatten(theirs)
-    assert spec == expected
-    for a, b in zip(ours, theirs, strict=True):
-        if not isinstance(b, torch.Tensor):
-            assert a == b
-            continue
-        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-        assert torch.equal(a, b)
-        assert not a.requires_grad
-
-
-def assert_predicts(model, inputs, *, memory="1MiB", **options):
-    """The outputs of `predict` are those of the model itself."""
-    assert_same(list(orchestra_of(memory=memory).predict(model, inputs, **options)), plain(model, inputs))
-
-
 # The outputs
-
-
-@pytest.mark.parametrize("name", zoo.MODELS)
-@pytest.mark.parametrize(("partition", "num_devices"), [("one", 1), ("three", 1), ("each", 3)])
-def test_outputs_are_the_models_own_and_it_is_left_as_it_was(name, partition, num_devices):
-    model, _, loader = zoo.MODELS[name]()
-    inputs = [x for x, _ in loader]
-    shards = Presharded(exact.ends(partition, len(model)))
-    orchestra = orchestra_of(memory="8MiB", num_devices=num_devices, chaos=5)
-    before, generators = everything(model), capture()
-    assert_same(list(orchestra.predict(model, inputs, partitioner=shards)), plain(model, inputs))
-    assert_untouched(model, before)
-    assert capture().same_as(generators)
 
 
 class Fans(nn.Module):
@@ -97,10 +63,11 @@ class Picks(nn.Module):
         return value | {"sum": first + second.relu(), "x": first}
 
 
-@pytest.mark.parametrize("ends", [[4], [1, 2, 3, 4], [3, 4]])
+@pytest.mark.parametrize("ends", [[4], [1, 2, 3, 4]])
 def test_containers_cross_shards_and_come_out(ends):
     model = nn.Sequential(nn.Linear(WIDTH, 8), Fans(), Picks(), nn.Identity())
-    assert_predicts(model, inputs_of(4, 4, 2), partitioner=Presharded(ends))
+    inputs = inputs_of(4, 4, 2)
+    assert_same(list(orchestra_of().predict(model, inputs, partitioner=Presharded(ends))), plain(model, inputs))
 
 
 def test_inputs_may_be_containers_and_unpack_picks_them():
@@ -129,38 +96,12 @@ def test_layers_that_work_in_place_leave_the_batch_alone():
     assert_same(found, plain(model, kept))
 
 
-def test_attention_in_eval_takes_its_fast_path():
-    torch.manual_seed(1)
-    layers = [nn.TransformerEncoderLayer(WIDTH, 2, 64, batch_first=True) for _ in range(3)]
-    inputs = [x[None] for x in inputs_of(5, 7)]
-    assert_predicts(nn.Sequential(*layers), inputs, partitioner=Presharded([1, 2, 3]))
-
-
-@pytest.mark.parametrize("ends", [[9], [1, 4, 9], list(range(1, 10))])
-def test_values_that_skip_layers_arrive(ends):
+def test_values_that_skip_layers_arrive():
     model, inputs = unet(), [x for x, _ in images()]
     orchestra = orchestra_of(memory="2MiB", num_devices=2, chaos=3)
-    assert_same(list(orchestra.predict(model, inputs, partitioner=Presharded(ends))), plain(model, inputs))
-
-
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_a_narrow_precision_gives_what_a_loss_would_take(precision):
-    model, inputs = dense(norm=True), inputs_of(4, 3)
-    narrow = reference.Narrow(copy.deepcopy(model).eval(), None, reference.DTYPES[precision], None)
-    with torch.no_grad():
-        expected = [narrow.evaluated()(x) for x in inputs]
-    assert_same(list(orchestra_of().predict(model, inputs, precision=precision)), expected)
-
-
-def test_weights_may_be_narrow_themselves():
-    assert_predicts(dense().bfloat16(), [x.bfloat16() for x in inputs_of(4, 3)])
-
-
-class Noise(nn.Module):
-    """Draws in evaluation too."""
-
-    def forward(self, x):
-        return x + torch.randn_like(x)
+    assert_same(
+        list(orchestra.predict(model, inputs, partitioner=Presharded(list(range(1, 10))))), plain(model, inputs)
+    )
 
 
 def test_layers_and_loader_draw_from_the_stream_of_the_seed():
@@ -187,10 +128,37 @@ def test_anything_that_model_takes_is_taken(model):
     assert_same(list(orchestra_of().predict(model, inputs)), plain(whole, inputs))
 
 
-def test_frozen_weights_and_none_at_all_are_fine():
-    for model in (dense().requires_grad_(False), nn.Sequential(nn.Tanh(), nn.Flatten())):
-        assert_predicts(model, inputs_of(4, 4))
-        assert not any(parameter.requires_grad for parameter in model.parameters())
+def attention():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, 2, 64, batch_first=True) for _ in range(3)))
+
+
+MODELS = {  # each with its inputs, and how it is predicted
+    "attention, whose fast path is that of eval": (attention(), [x[None] for x in inputs_of(5, 7)], {}),
+    "narrow weights": (dense().bfloat16(), [x.bfloat16() for x in inputs_of(4, 3)], {}),
+    "frozen weights": (dense().requires_grad_(False), inputs_of(4, 4), {}),
+    "no weights": (nn.Sequential(nn.Tanh(), nn.Flatten()), inputs_of(4, 4), {}),
+    "optimal partition": (dense(), inputs_of(6, 6), {"partitioner": "optimal"}),
+    "balanced partition": (dense(), inputs_of(6, 6), {"partitioner": Balanced(3)}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_are_the_models_own(name):
+    model, inputs, options = MODELS[name]
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    options = {"partitioner": Presharded(list(range(1, len(model) + 1)))} | options
+    assert_same(list(orchestra_of().predict(model, inputs, **options)), plain(model, inputs))
+    assert [parameter.requires_grad for parameter in model.parameters()] == flags
+
+
+def test_a_narrow_precision_may_be_asked_for():
+    model, inputs = dense(norm=True), inputs_of(4, 3)
+    narrow = reference.Narrow(copy.deepcopy(model).eval(), None, torch.bfloat16, None)
+    with torch.no_grad():
+        expected = [narrow.evaluated()(x) for x in inputs]
+    assert_same(list(orchestra_of().predict(model, inputs, precision="bfloat16")), expected)
 
 
 def test_a_model_that_was_trained_predicts_with_its_weights():
@@ -211,21 +179,17 @@ def test_a_model_larger_than_the_device_predicts_within_it():
     memory = max(shard_bytes(costs, k, k + 1) for k in range(len(costs)))
     assert sum(parameter.nbytes for parameter in model.parameters()) > 7 * memory
     assert_same(list(orchestra_of(memory=memory).predict(model, inputs)), plain(model, inputs))
-    with pytest.raises(ShardDoesNotFit, match=r"predict: layer Linear needs .* give smaller batches"):
+    with refused(ShardDoesNotFit, task="predict", layer="Linear", says="batches"):
         orchestra_of(memory=memory // 2).predict(model, inputs)
-    with pytest.warns(UserWarning, match="in 3 parts"):
+    with pytest.warns(UserWarning, match="3 parts"):
         list(orchestra_of(memory=memory - 1).predict(model, inputs))
 
 
-def test_a_larger_batch_later_on_is_predicted_on_finer_shards():
-    assert_predicts(dense(), inputs_of(8, 200, 8), memory="70KiB")
-
-
-@pytest.mark.parametrize("sizes", [(8, 1000, 8), (1000, 8, 8)])
+@pytest.mark.parametrize("sizes", [(8, 1000, 8), pytest.param((1000, 8, 8), marks=pytest.mark.rest)], ids=str)
 def test_a_batch_too_large_for_a_layer_alone_is_computed_in_parts_and_said_so(sizes):
     model, inputs = dense(), inputs_of(*sizes)
     before, outputs = everything(model), orchestra_of(memory="70KiB").predict(model, inputs)
-    with pytest.warns(UserWarning, match=r"predict: evaluation batches of 1000 samples .* in \d+ parts"):
+    with pytest.warns(UserWarning, match=r"predict: .* 1000 .* 9 parts"):
         found = list(outputs)
     for ours, theirs in zip(found, plain(model, inputs), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -241,7 +205,7 @@ class Means(nn.Module):
 def test_outputs_of_parts_that_have_no_samples_are_refused():
     outputs = orchestra_of(memory="70KiB").predict(nn.Sequential(*dense(), Means()), inputs_of(8, 1000))
     next(outputs)
-    with pytest.raises(ValueError, match=r"predict: batch 1 of 1000 samples: .* no dim of samples to join by; give sm"):
+    with refused(task="predict", says="1 1000 dim"):
         next(outputs)
 
 
@@ -261,8 +225,7 @@ class TimeFirst(nn.Module):
         return {"steps": torch.stack([x, 2 * x]), "table": self.table.clone()}
 
 
-@pytest.mark.parametrize("size", [600, 1000, 1001, 1024])
-@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize(("size", "num"), [(1001, 2), pytest.param(600, 1, marks=pytest.mark.rest)])
 def test_outputs_of_parts_are_joined_by_their_dim_of_samples(size, num):
     model, inputs = nn.Sequential(*dense(), TimeFirst(num)), inputs_of(size)
     with pytest.warns(UserWarning, match="parts"):
@@ -273,18 +236,18 @@ def test_outputs_of_parts_are_joined_by_their_dim_of_samples(size, num):
 
 def test_means_that_keep_their_dim_are_not_joined():
     outputs = orchestra_of(memory="70KiB").predict(nn.Sequential(*dense(), KeptMeans()), inputs_of(1000))
-    with pytest.raises(ValueError, match=r"batch 0 of 1000 samples: .* an output \(\(1, 3\)\) .* has no dim of"):
+    with refused(task="predict", says="0 1000 (1,"):
         next(outputs)
 
 
-@pytest.mark.parametrize("num_samples", [6, 7, 8])
+@pytest.mark.parametrize("num_samples", [pytest.param(6, marks=pytest.mark.rest), 7])
 def test_parts_are_of_two_sizes_where_these_fit(num_samples):
     model, inputs = nn.Sequential(nn.Tanh(), nn.Sigmoid()), torch.rand(num_samples, 5000)
     with pytest.warns(UserWarning, match="parts"):
         [found] = orchestra_of(memory="170KiB").predict(model, [inputs])
     torch.testing.assert_close(found, *plain(model, [inputs]))
     outputs = orchestra_of(memory="90KiB").predict(model, [inputs])  # room for one sample, and the next one
-    with pytest.raises(ValueError, match=rf"of {num_samples} samples: .*; give batches of 1, or use a device with"):
+    with refused(task="predict", says=f"{num_samples} 1"):
         next(outputs)
     assert_same(list(orchestra_of(memory="90KiB").predict(model, inputs.split(1))), plain(model, inputs.split(1)))
 
@@ -296,11 +259,6 @@ def test_a_task_s_batches_are_predicted_as_its_validation_takes_them():
     orchestra = exact.silent([task], "1MiB")
     for which in (task, "a"):
         assert_same(list(orchestra.predict(which, batches)), plain(model, inputs))
-
-
-@pytest.mark.parametrize("partitioner", ["optimal", Balanced(3), None])
-def test_any_partitioner_cuts_it(partitioner):
-    assert_predicts(dense(), inputs_of(6, 6), partitioner=partitioner)
 
 
 # One by one
@@ -366,7 +324,7 @@ class DrawsFromAll(nn.Module):
         return x * random.random() + torch.randn_like(x) * np.random.rand()
 
 
-@pytest.mark.parametrize("layer", [nn.Identity, Noise, DrawsFromAll])
+@pytest.mark.parametrize("layer", [nn.Identity, DrawsFromAll])
 def test_what_the_caller_draws_meanwhile_is_what_it_would_draw_alone(layer):
     def draw():
         return torch.rand(2).tolist(), random.random(), np.random.rand()
@@ -408,8 +366,7 @@ def test_under_inference_mode_outputs_and_weights_are_ordinary():
 # Ended early
 
 
-@pytest.mark.parametrize("num_taken", [0, 1, 3, 5])
-@pytest.mark.parametrize("how", ["close", "del", "throw"])
+@covering(strength=1, how=["close", "del", "throw"], num_taken=[0, 1, 5])
 def test_ended_early_it_gives_the_model_back_and_leaves_no_thread(num_taken, how):
     model = dense(norm=True)
     before, threads = everything(model), set(threading.enumerate())
@@ -448,93 +405,21 @@ def test_while_outputs_are_to_come_the_orchestrator_does_nothing_else():
     orchestra, model = orchestra_of(), dense()
     outputs = orchestra.predict(model, inputs_of(4, 4))
     next(outputs)
-    for call in (orchestra.train_models, orchestra.generate, lambda: orchestra.predict(model, inputs_of(4))):
-        with pytest.raises(RuntimeError, match="this orchestrator is working already"):
+    calls = {"predict": lambda: orchestra.predict(model, inputs_of(4))}
+    calls |= {name: getattr(orchestra, name) for name in ("train_models", "generate")}
+    for name, call in calls.items():
+        with refused(RuntimeError, says=name):
             call()
     outputs.close()
     orchestra.train_models()
 
 
-@pytest.mark.parametrize("loader", [[], (), iter([]), DataLoader(TensorDataset(torch.ones(2, 3)), 5, drop_last=True)])
+@pytest.mark.parametrize("loader", [[], DataLoader(TensorDataset(torch.ones(2, 3)), 5, drop_last=True)])
 def test_no_batches_give_no_outputs(loader):
     assert list(orchestra_of().predict(dense(), loader)) == []
 
 
 # What goes wrong
-
-
-class Picky(nn.Module):
-    def forward(self, x):
-        if len(x) == 5:
-            raise ZeroDivisionError("boom")
-        return x
-
-
-def test_a_layer_that_raises_ends_it_after_the_outputs_before():
-    model = dense()
-    model.insert(4, Picky())
-    before, found = everything(model), []
-    outputs = orchestra_of(num_devices=2, chaos=1).predict(model, inputs_of(4, 4, 5, 4))
-    with pytest.raises(ZeroDivisionError, match="boom"):
-        found.extend(outputs)
-    assert_same(found, plain(model, inputs_of(4, 4)))
-    assert_untouched(model, before)
-    assert list(outputs) == []
-
-
-@pytest.mark.parametrize("num_read", [1, 2, 3])
-def test_a_loader_that_raises_ends_it_after_the_outputs_before(num_read):
-    def loader():
-        yield from inputs_of(*[4] * num_read)
-        raise ZeroDivisionError("boom")
-
-    model = dense()
-    before, found = everything(model), []
-    outputs = orchestra_of().predict(model, loader())
-    with pytest.raises(ZeroDivisionError, match="boom"):
-        found.extend(outputs)
-    assert len(found) == num_read
-    assert_untouched(model, before)
-
-
-def test_mistakes_are_found_before_the_first_output_is_asked_for():
-    orchestra = orchestra_of()
-    for model, inputs, options, error, words in (
-        (nn.Sequential(nn.Linear(WIDTH, 8), Picky()), inputs_of(5), {}, ZeroDivisionError, "boom"),
-        (dense(), [torch.ones(3, WIDTH + 1)], {}, RuntimeError, "mat1 and mat2"),
-        ([nn.Linear(WIDTH, 8), GivesText()], inputs_of(4), {}, TypeError, "output: str without a tensor in it"),
-        (dense(), inputs_of(4)[0], {}, TypeError, "loader: a Tensor is no iterable of batches; give a DataLoader, or"),
-        (dense(), inputs_of(4), {"unpack": 0}, TypeError, "unpack: 0 is not callable"),
-        (dense(), inputs_of(4), {"precision": "float8"}, ValueError, "precision: 'float8', known: 'float32'"),
-        ([3], inputs_of(4), {}, TypeError, "layer 0 of the model is a int"),
-    ):
-        with pytest.raises(error, match=words):
-            orchestra.predict(model, inputs, **options)
-
-
-class GivesText(nn.Module):
-    def forward(self, x):
-        return "text"
-
-
-def test_ctrl_c_ends_it():
-    pressed = []
-
-    class Interrupts(nn.Module):
-        def forward(self, x):
-            if len(x) == 5 and not pressed:  # a second one would end the process
-                pressed.append(True)
-                _thread.interrupt_main()
-            return x
-
-    model = dense()
-    model.insert(4, Interrupts())
-    before, found = everything(model), []
-    outputs = orchestra_of(num_devices=2).predict(model, inputs_of(4, 5, 4, 4))
-    with pytest.raises(KeyboardInterrupt):
-        found.extend(outputs)
-    assert len(found) == 1
-    assert_untouched(model, before)
 
 
 def test_ctrl_c_between_outputs_is_the_callers():

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import Callback, EmulatedDevice, HostOutOfMemory, ModelOrchestrator, ModelTask, PauseTask, StopTask
+from hydra_engine import Callback, HostOutOfMemory, ModelTask, PauseTask, StopTask
 from hydra_engine.data.reader import Reader
 from partitioners import Presharded
-from tests import reference
+from tests import exact, reference
+from tests.covering import covering
+from tests.refused import names, refused
 
 STEPS, EPOCHS = 4, 3
-WAIT_S = 20  # a failure; what is waited for has no clock
+WAIT_S = 100  # a failure; what is waited for has no clock
 
 
 class At(Callback):
@@ -69,10 +71,8 @@ def task(name, *callbacks, seed=0, target=None, **options):
     return ModelTask(model_of(seed), F.cross_entropy, loader, 1e-2, EPOCHS, name=name, callbacks=callbacks, **options)
 
 
-def orchestra_of(*tasks, num_devices=1, **options):
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("1MiB") for _ in range(num_devices)], **options)
-    orchestra.verbose = 0
-    return orchestra
+def orchestra_of(*tasks, **options):
+    return exact.silent(tasks, "1MiB", **options)
 
 
 def assert_as_plain(trained, report, optimizer=torch.optim.SGD):
@@ -144,8 +144,15 @@ ENDS = {
 
 
 @pytest.mark.usefixtures("by_counting")
-@pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    ("end", "num_devices"),
+    [
+        ("validated", 1),
+        ("stopped", 2),
+        ("failed", 1),
+        *(pytest.param(end, 2, marks=pytest.mark.rest) for end in ("finished", "spread", "narrow", "early")),
+    ],
+)
 def test_a_forgotten_task_is_freed_while_another_trains(end, num_devices, tmp_path):
     options = dict(ENDS[end])
     callbacks = options.pop("callbacks", ())
@@ -176,7 +183,6 @@ def test_a_forgotten_task_is_freed_while_another_trains(end, num_devices, tmp_pa
     assert list(orchestra.plan.tasks) == ["second"]
     if end == "failed":
         assert isinstance(mine.exception, IndexError)
-        assert "Target 9 is out of bounds" in mine.error
 
 
 @pytest.mark.usefixtures("by_counting")
@@ -207,8 +213,7 @@ def test_in_its_own_end_and_then_another_joins():
 
 
 @pytest.mark.usefixtures("by_counting")
-@pytest.mark.parametrize("step", [1, STEPS, STEPS + 1])
-@pytest.mark.parametrize("by_itself", [False, True])
+@covering(strength=1, step=[1, STEPS, STEPS + 1], by_itself=[False, True])
 def test_one_that_is_paused_goes_on_from_disk(step, by_itself, tmp_path):
     held, is_over = Held(), threading.Event()
     again = task("first", seed=5, optimizer=torch.optim.Adam)
@@ -223,7 +228,7 @@ def test_one_that_is_paused_goes_on_from_disk(step, by_itself, tmp_path):
         if not by_itself:
             orchestra.forget_task("first")
         assert held.gone.wait(WAIT_S), held.alive
-        with pytest.raises(ValueError, match="task 'first', known: 'second'"):
+        with refused(task="'first'", says="'second'"):
             orchestra.forget_task("first")
         orchestra.add_task(again)
 
@@ -255,7 +260,7 @@ def test_one_that_is_paused_is_reported_so_and_goes_on_in_a_later_call(tmp_path)
     assert list(report.tasks) == ["first"]
     assert_as_plain(again, report.tasks["first"])
     orchestra.forget_task("first")
-    with pytest.raises(ValueError, match="there is a task named 'first' already"):
+    with refused(task="'first'"):
         orchestra.add_task(task("first"))
 
 
@@ -289,11 +294,11 @@ def test_after_training():
     assert held.gone.is_set(), held.alive
     assert orchestra.report is report
     assert report.tasks["first"].status == "finished"
-    with pytest.raises(ValueError, match="task 'first', which was forgotten, known: 'second'"):
+    with refused(task="'first'", says="evaluate 'second'"):
         orchestra.evaluate("first", batches())
-    with pytest.raises(ValueError, match="forget_task: task 'first', which was forgotten, known: 'second'"):
+    with refused(task="'first'", says="forget_task 'second'"):
         orchestra.forget_task("first")
-    with pytest.raises(ValueError, match="there is a task named 'first' already"):
+    with refused(task="'first'"):
         orchestra.add_task(task("first"))  # reports, and checkpoints, have it
     orchestra.add_task(third := task("third"))
     assert_as_plain(third, orchestra.train_models().tasks["third"])
@@ -306,15 +311,16 @@ def test_only_what_is_over_is_forgotten():
         for name in ("first", "nobody"):
             with pytest.raises((RuntimeError, ValueError)) as raised:
                 orchestra.forget_task(name)
-            errors.append(str(raised.value))
+            errors.append(raised.value)
 
     first = task("first", At(2, forget))
     orchestra = orchestra_of(first)
-    with pytest.raises(RuntimeError, match=r"'first' waits to train, limit: a task that is over; end it"):
+    with refused(RuntimeError, task="'first'", says="forget_task stop_task"):
         orchestra.forget_task("first")
     assert_as_plain(first, orchestra.train_models().tasks["first"])
-    assert errors[0].startswith("forget_task: 'first' trains, limit: a task that is over")
-    assert errors[1] == "forget_task: task 'nobody', known: 'first'"
+    assert [type(error) for error in errors] == [RuntimeError, ValueError]
+    names(errors[0], task="'first'", says="forget_task")
+    names(errors[1], task="'nobody'", says="forget_task 'first'")
 
 
 def test_the_name_of_a_task_that_was_not_begun_is_free():
@@ -374,29 +380,26 @@ def bytes_of(**options):
 def test_tasks_keep_to_the_limit_of_dram():
     each = bytes_of()
     orchestra_of(task("first"), task("second"), dram=2 * each).train_models()
-    with pytest.raises(HostOutOfMemory) as raised:
+    with refused(HostOutOfMemory, says=f"dram {2 * each} {2 * each - 1}"):
         orchestra_of(task("first"), task("second"), dram=2 * each - 1).generate()
-    assert f"{2 * each} bytes" in str(raised.value)
-    assert f"({2 * each - 1} bytes)" in str(raised.value)
-    assert "raise dram" in str(raised.value)
 
 
 def test_a_task_that_joins_keeps_to_the_limit():
-    each, refused, is_over = bytes_of(), [], threading.Event()
+    each, left, is_over = bytes_of(), [], threading.Event()
 
     def replace(report):
         late, let_go = [task("third", seed=7)], Held()
         let_go.see_parameters(late[0].model)
-        with pytest.raises(HostOutOfMemory, match=r"third: .* limit: dram="):
+        with pytest.raises(HostOutOfMemory, match=r"third.*dram="):  # `refused` would hold it in a cycle
             orchestra.add_task(late.pop())
         assert let_go.gone.wait(WAIT_S)  # its reader's thread may have it for a moment
-        refused.append(orchestra.dram_left_bytes)
+        left.append(orchestra.dram_left_bytes)
         may_end.set()
         assert is_over.wait(WAIT_S)
-        refused.append(orchestra.dram_left_bytes)
+        left.append(orchestra.dram_left_bytes)
         orchestra.forget_task("first")
         assert held.gone.wait(WAIT_S)
-        refused.append(orchestra.dram_left_bytes)
+        left.append(orchestra.dram_left_bytes)
         orchestra.add_task(third)
 
     def wait(report):
@@ -411,12 +414,12 @@ def test_a_task_that_joins_keeps_to_the_limit():
     del first
     report = orchestra.train_models()
     assert report.tasks["second"].error is None
-    assert refused == [0, each - weights, each]
+    assert left == [0, each - weights, each]
     assert_as_plain(second, report.tasks["second"])
     assert_as_plain(third, report.tasks["third"])
 
 
-@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.rest), 1])
 def test_frozen_weights_count_while_they_are_here(missing):
     """A plan that is refused before training is refused beside the same task that trains, too; byte by byte."""
 
@@ -425,14 +428,14 @@ def test_frozen_weights_count_while_they_are_here(missing):
         return ModelTask(nn.Sequential(base, nn.Linear(64, 3)), F.cross_entropy, batches(), 1e-2, callbacks=callbacks)
 
     base_bytes = orchestra_of(over_base()).generate().tasks["task-0"].dram_bytes
-    limit, left, refused = base_bytes + bytes_of() - missing, [], []
+    limit, left, too_much = base_bytes + bytes_of() - missing, [], []
 
     def add(report):
         left.append(orchestra.dram_left_bytes)
         try:
             orchestra.add_task(task("other", seed=7))
         except HostOutOfMemory:
-            refused.append("joining")
+            too_much.append("joining")
 
     orchestra = orchestra_of(over_base(At(2, add)), dram=limit)
     report = orchestra.train_models()
@@ -440,8 +443,8 @@ def test_frozen_weights_count_while_they_are_here(missing):
     try:
         orchestra_of(over_base(), task("other", seed=7), dram=limit).generate()
     except HostOutOfMemory:
-        refused.append("before")
-    assert refused == ["joining", "before"] * missing
+        too_much.append("before")
+    assert too_much == ["joining", "before"] * missing
     assert [each.status for each in report.tasks.values()] == ["finished"] * (2 - missing)
 
 
@@ -453,18 +456,12 @@ def test_a_reader_that_raises_as_it_is_closed_keeps_no_dram(tmp_path, monkeypatc
 
     def raises(reader):
         monkeypatch.setattr(Reader, "close", close)
-        raise ArithmeticError("as it is closed")
+        raise ArithmeticError
 
     def begin(report):
         monkeypatch.setattr(Reader, "close", raises)
 
     first.callbacks = (At(1, begin), *first.callbacks)
-    with pytest.raises(ArithmeticError, match="as it is closed"):
+    with pytest.raises(ArithmeticError):
         orchestra.train_models()
     assert orchestra._settings.limit.held_bytes == weights
-
-
-@pytest.mark.parametrize("dram", [0, -1, "much", 1.5, True])
-def test_a_malformed_limit_is_refused(dram):
-    with pytest.raises(ValueError, match="dram: "):
-        orchestra_of(task("first"), dram=dram)

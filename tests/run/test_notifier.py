@@ -11,6 +11,7 @@ from hydra_engine.data.streams import GLOBAL_GENERATORS
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.notifier import Notifier
 from hydra_engine.schedule.events import Failed, TaskStopped
+from tests.refused import names
 from tests.run.test_forget import raises
 
 
@@ -50,7 +51,7 @@ def notifier_of():
 
     def make(*callbacks, **options):
         events = SimpleQueue()
-        made.append(Notifier(callbacks, TaskReport(name="a", seed=0), TaskEnd(), events.put, **options))
+        made.append(Notifier(callbacks, TaskReport(name="late", seed=0), TaskEnd(), events.put, **options))
         return made[-1], events
 
     yield make
@@ -123,7 +124,7 @@ def test_after_an_error_only_the_end_is_told(error, notifier_of):
     tell_all(notifier)
     assert calls == ["x step 0", "y step 0", "x validation", "x end", "y end"]
     event = events.get_nowait()
-    assert event == (TaskStopped("a") if isinstance(error, StopTask) else Failed("a", error, "its callback"))
+    assert event == (TaskStopped("late") if isinstance(error, StopTask) else Failed("late", error, "its callback"))
     assert events.empty()
     assert notifier._end.is_stopped
     assert notifier.close() is None
@@ -172,7 +173,7 @@ def test_a_call_that_does_not_return_is_left_behind_and_what_waited_goes_on(hung
     assert calls == ["step 0", "job"]
     failed = events.get_nowait()
     assert isinstance(failed.error, CallbackTimeout)
-    assert str(failed.error).startswith("a: its callback Log.on_step did not return in 1e-09 s (callback_timeout_s)")
+    names(failed.error, task="late", says="Log.on_step 1e-09 callback_timeout_s")
     assert notifier._end.ending.error is failed.error
     assert notifier._end.is_stopped
     notifier.end()  # nobody is there to be told

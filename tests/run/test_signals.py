@@ -14,6 +14,8 @@ import pytest
 from hydra_engine.run import signals as interrupt
 from hydra_engine.run.signals import Inbox, Overdue, Signals
 from hydra_engine.schedule.events import DataEnded, DataFailed, DeviceAdded, StopRequested
+from tests.covering import covering
+from tests.refused import names
 
 # What each is raised as.
 RAISED = {signal.SIGINT: (KeyboardInterrupt, None), signal.SIGTERM: (SystemExit, 143)}
@@ -226,16 +228,12 @@ def test_second_signal_ends_the_process_at_once(first, second, exits, capfd):
         with pytest.raises(Exited), inbox:
             signal.raise_signal(second)
     assert exits == [128 + second]
-    assert capfd.readouterr().err.splitlines() == [
-        f"hydra_engine: {signal.Signals(first).name}: what computes is finished, and what is to be saved is saved; "
-        f"another signal cuts that off",
-        f"hydra_engine: {signal.Signals(second).name}: the second signal, so nothing more is finished or saved",
-    ]
+    lines = capfd.readouterr().err.splitlines()
+    for line, number in zip(lines, (first, second), strict=True):
+        names(line, says=f"hydra_engine {signal.Signals(number).name}")
 
 
-@pytest.mark.parametrize("at_prompt", [False, True])
-@pytest.mark.parametrize("second", RAISED)
-@pytest.mark.parametrize("first", RAISED)
+@covering(first=list(RAISED), second=list(RAISED), at_prompt=[False, True])
 def test_a_signal_that_comes_twice_at_once_is_one(first, second, at_prompt, exits, monkeypatch, capfd):
     """A terminal or `timeout` signals the group of processes, and a wrapper in it passes the signal on."""
     if at_prompt:
