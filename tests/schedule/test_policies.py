@@ -15,6 +15,7 @@ from hydra_engine.schedule.policies import (
     ShortestRemaining,
     resolve_policy,
 )
+from tests.refused import refused
 
 
 def first(policy, *candidates):
@@ -86,12 +87,12 @@ def test_object_with_key_is_a_policy():
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match="'longest'") as refusal:
+    with refused(ValueError, says="'longest'") as refusal:
         resolve_policy("longest")
     assert all(repr(name) in str(refusal.value) for name in POLICIES)
 
 
 @pytest.mark.parametrize("policy", [None, 3, object(), FIFO.key])
 def test_what_has_no_key_is_no_policy(policy):
-    with pytest.raises(TypeError, match="key"):
+    with refused(TypeError, says="key"):
         resolve_policy(policy)
