@@ -18,6 +18,8 @@ from hydra_engine.planning import rehearsal
 from partitioners import Presharded
 from tests import reference, zoo
 
+pytestmark = pytest.mark.rest
+
 SEED, LR = 3, 0.05
 
 
@@ -149,7 +151,7 @@ def test_layer_with_a_state_of_its_own_is_refused(layer, beside):
     assert_refused("(another|forward changes)", lambda: model_with(HIDDEN[layer](), beside()))
 
 
-@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("place", ["first", pytest.param("last", marks=pytest.mark.net)])
 @pytest.mark.parametrize("layer", HIDDEN)
 def test_layer_with_a_state_of_its_own_at_an_end_is_refused(layer, place):
     def build():
@@ -286,6 +288,7 @@ def test_loss_with_a_counter_that_matters_only_later_is_refused(make):
         assert_refused("loss_fn.*(calls|NUM_CALLS)", model_with, lambda model: make(), accumulation_steps=number)
 
 
+@pytest.mark.net
 def test_metric_with_a_state_is_not_advanced_by_generate():
     metric = Loss("record")
     task = task_for(model_with(), validation=data(1), metrics={"loss": metric})
@@ -395,6 +398,7 @@ def test_layer_that_writes_to_its_parameters_is_refused(how):
     assert_refused("parameter", lambda: nn.Sequential(Writes(how), *model_with()), shards=("each",))
 
 
+@pytest.mark.net
 def test_frozen_parameter_that_a_forward_writes_to_is_refused():
     assert_refused("parameter", lambda: model_with(Writes("mul").requires_grad_(False)))
 
@@ -439,6 +443,7 @@ class LossOfModel:
         return F.cross_entropy(output, target) + sum(m.aux for m in self.model.modules() if isinstance(m, Leaves))
 
 
+@pytest.mark.net
 def test_loss_object_that_reads_what_a_layer_left_is_refused():
     assert_refused("loss_fn.*aux", lambda: model_with(Leaves(0.0)), LossOfModel)
     assert_refused("loss_fn.*aux", lambda: model_with(nn.Sequential(Leaves(0.0))), LossOfModel)
@@ -483,6 +488,7 @@ def test_layer_that_reads_what_a_layer_of_another_shard_left_is_refused(start):
     assert_refused("aux", build, shards=("each",))
 
 
+@pytest.mark.net
 def test_activation_that_a_hook_hands_to_another_shard_is_refused():
     def build(detaches=False):
         kept = {}
@@ -538,6 +544,7 @@ def test_draw_in_a_backward_is_refused(source):
     assert_refused("backward", lambda: model_with(nn.Dropout(0.2), Draws(source)), shards=("one", "two"))
 
 
+@pytest.mark.net
 def test_draw_in_the_backward_of_the_last_layer_is_refused():
     assert_refused("backward", lambda: nn.Sequential(*model_with()[:-1], Draws("torch"), nn.Linear(8, 4)))
 
@@ -552,6 +559,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.body, x, use_reentrant=False, **self.options)
 
 
+@pytest.mark.net
 def test_checkpoint_in_a_layer_is_exact():
     assert_exact(lambda: model_with(Checkpointed(0.3), nn.Dropout(0.2)))
     assert_exact(lambda: model_with(Checkpointed(0.0, preserve_rng_state=False), nn.Dropout(0.2)))
@@ -585,6 +593,7 @@ def test_buffer_that_comes_or_goes_is_refused(how):
     assert_refused("(mean|new)", lambda: model_with(LateBuffer(how)))
 
 
+@pytest.mark.net
 def test_buffer_that_stays_none_is_exact():
     assert_exact(lambda: model_with(LateBuffer("never"), nn.BatchNorm1d(8, track_running_stats=False)))
 
@@ -628,6 +637,7 @@ class ReadsGradients(nn.Linear):
         return super().forward(x) * (1 if self.weight.grad is None else 2)
 
 
+@pytest.mark.net
 def test_forward_that_reads_gradients_is_exact_in_one_micro_batch_and_refused_in_more():
     assert_exact(lambda: model_with(ReadsGradients(8, 8)))
     assert_refused("layer 2 reads the .grad", lambda: model_with(ReadsGradients(8, 8)), accumulation_steps=3)
@@ -675,6 +685,7 @@ class Outside:
         self.append = lambda value: history.append(value)
 
 
+@pytest.mark.net
 def test_layer_that_keeps_what_it_has_seen_last_is_exact():
     assert_exact(lambda: model_with(Statistics("", []), nn.Dropout(0.1)))
     assert_exact(lambda: model_with(Statistics("", []), nn.Dropout(0.1)), accumulation_steps=3, validation=data(1))
@@ -748,7 +759,7 @@ def test_count_that_something_is_looked_up_by_is_refused(how):
     assert_refused(wanted, lambda: nn.Sequential(*model_with(), LooksUp(how, [0])), accumulation_steps=3)
 
 
-@pytest.mark.parametrize("how", LATER)
+@pytest.mark.parametrize("how", [pytest.param(next(iter(LATER)), marks=pytest.mark.net), *list(LATER)[1:]])
 def test_counter_that_matters_only_later_is_refused(how):
     assert_refused("(calls|average|number)", lambda: model_with(Later(how)))
 
@@ -838,7 +849,9 @@ class KeepsActivations(nn.Module):
         return self.inner(x) + wide.mean(-1)
 
 
-@pytest.mark.parametrize("where", ["attribute", "list", "new list", "dict", "child", "object"])
+@pytest.mark.parametrize(
+    "where", [pytest.param("attribute", marks=pytest.mark.net), "list", "new list", "dict", "child", "object"]
+)
 def test_activations_that_a_layer_keeps_do_not_stay_on_the_device(where):
     def build():
         return model_with(*(KeepsActivations(where) for _ in range(6)))
@@ -871,6 +884,7 @@ class OwnForward(nn.Module):
         return self.last(self.adapter(self.first(x)))
 
 
+@pytest.mark.net
 def test_check_of_an_own_forward_changes_nothing():
     torch.manual_seed(0)
     model = OwnForward()
