@@ -90,7 +90,7 @@ def test_what_the_plan_says_of_a_lone_layer_is_what_the_profile_says(costs):
     assert plan.shard_bytes == [shard_bytes(costs, k, k + 1) for k in range(7)]
 
 
-@pytest.mark.parametrize("partitioner", ["pilot", "optimal"])
+@pytest.mark.parametrize("partitioner", ["pilot", pytest.param("optimal", marks=pytest.mark.rest)])
 def test_auto_takes_more_micro_batches_where_one_does_not_fit(costs, partitioner):
     memory = budgets(costs)[0] - 1
     model = gpt()
@@ -217,7 +217,7 @@ def lengths_loader(generator=None):
     return DataLoader(Lengths(8, 9, 40, 17, 8, 30), batch_size=1, shuffle=True, generator=generator)
 
 
-@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize("own_generator", [pytest.param(False, marks=pytest.mark.rest), True])
 def test_a_scan_plans_for_the_largest_batch_and_changes_no_bit(own_generator):
     def make():
         return lengths_loader(torch.Generator().manual_seed(9) if own_generator else None)

@@ -15,7 +15,6 @@ from hydra_engine.planning.simulate import bound_s, predict_spreads, simulate
 from hydra_engine.schedule.graph import validate
 from hydra_engine.schedule.policies import POLICIES
 from hydra_engine.schedule.units import Unit
-from tests.covering import covering
 from tests.refused import refused
 
 
@@ -56,14 +55,22 @@ def assert_near_the_bound(tasks, num_devices, **options):
 SLACK = {"fifo": 2, "round-robin": 2, "fair-share": 1, "sharded-lrtf": 1}
 
 
+# Numbers of tasks and devices.
+SHAPES = [
+    (8, 4),
+    (12, 8),
+    *(pytest.param(*shape, marks=pytest.mark.rest) for shape in ((8, 8), (12, 4), (64, 4), (64, 8))),
+]
+
+
 class TestBound:
-    @covering(num_tasks=[8, 12, 64], num_devices=[4, 8], strength=1)
+    @pytest.mark.parametrize(("num_tasks", "num_devices"), SHAPES)
     def test_equal_tasks(self, num_tasks, num_devices):
         tasks = [task(str(k), 0.3, 0.4, 0.6, 0.5, 0.5, num_steps=60) for k in range(num_tasks)]
         found = assert_near_the_bound(tasks, num_devices)
         assert found.makespan_s <= lpt_s(tasks, num_devices) + 0.6
 
-    @covering(num_tasks=[8, 12, 64], num_devices=[4, 8], strength=1)
+    @pytest.mark.parametrize(("num_tasks", "num_devices"), SHAPES)
     def test_unequal_tasks(self, num_tasks, num_devices):
         rng = random.Random(num_tasks * num_devices)
         tasks = [
@@ -73,7 +80,7 @@ class TestBound:
         found = assert_near_the_bound(tasks, num_devices)
         assert found.makespan_s <= lpt_s(tasks, num_devices) + 1.0
 
-    @pytest.mark.parametrize("seeds", [range(50), pytest.param(range(50, 1000), marks=pytest.mark.rest)], ids=str)
+    @pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 500), marks=pytest.mark.rest)], ids=str)
     def test_random_tasks(self, seeds):
         for seed in seeds:
             rng = random.Random(seed)
@@ -104,7 +111,7 @@ class TestBound:
     @pytest.mark.parametrize("policy", sorted(POLICIES))
     def test_no_policy_is_faster_than_the_bound_or_slower_than_grahams(self, policy):
         rng = random.Random(7)
-        for _ in range(20):
+        for _ in range(8):
             num_devices, tasks = rng.randint(1, 5), random_tasks(rng, rng.randint(1, 9))
             found = simulate(tasks, num_devices, policy)
             work_s = [each.num_steps * each.step_s for each in tasks]
@@ -539,7 +546,7 @@ class TestChanges:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_schedule_of_random_tasks_is_valid_and_the_same_each_time(policy):
     rng = random.Random(3)
-    for _ in range(10):
+    for _ in range(8):
         tasks = [
             task(
                 str(k),
