@@ -152,7 +152,7 @@ def test_layer_with_a_state_of_its_own_is_refused(layer, beside):
 
 
 @pytest.mark.parametrize("place", ["first", "last"])
-@pytest.mark.parametrize("layer", [pytest.param("counter", marks=pytest.mark.net), "torch", "numpy", "random"])
+@pytest.mark.parametrize("layer", HIDDEN)
 def test_layer_with_a_state_of_its_own_at_an_end_is_refused(layer, place):
     def build():
         hidden = HIDDEN[layer]()

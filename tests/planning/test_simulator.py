@@ -589,6 +589,7 @@ def test_schedule_of_random_tasks_is_valid_and_the_same_each_time(policy):
         assert 0 <= found.busy_share <= 1 + 1e-9
 
 
+@pytest.mark.rest
 def test_memory_does_not_grow_with_the_units_run():
     def peak_bytes(num_steps):
         gc.collect()  # or it depends on when the collector comes

@@ -327,7 +327,9 @@ def test_what_shards_would_change_is_refused_shard_by_shard(name):
     assert_refused(keeping(name), "Each .*optimizer_scope='task'")
 
 
-@covering(name=list(KEEPING), max_grad_norm=[None, 0.5], strength=1)
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+@pytest.mark.parametrize("name", KEEPING)
+@pytest.mark.rest
 def test_and_is_exact_for_the_whole_task(name, max_grad_norm):
     assert_plain(keeping(name), optimizer_scope="task", max_grad_norm=max_grad_norm)
 
