@@ -4,6 +4,8 @@ import itertools
 import math
 from dataclasses import replace
 
+import pytest
+
 from partitioners import Budget, LayerCost, forward_unit_bytes, shard_bytes, slab_bytes
 
 ZERO = LayerCost(
@@ -26,6 +28,12 @@ ZERO = LayerCost(
 )
 
 PLENTY_BYTES = 2**40
+
+
+def seeds(number, *, net=3):
+    """Parametrize a test over seeds, the first few of which `make test` runs, and `make test-all` the others."""
+    rest = [pytest.param(seed, marks=pytest.mark.rest) for seed in range(net, number)]
+    return pytest.mark.parametrize("seed", [*range(net), *rest])
 
 
 def layers(*settings):

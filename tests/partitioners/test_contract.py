@@ -1,6 +1,7 @@
 """PartitionerContract: what every partitioner keeps, whatever the costs; a new one adds a subclass."""
 
 import random
+from itertools import product
 
 import pytest
 
@@ -17,6 +18,7 @@ from partitioners import (
     shard_bytes,
 )
 from tests.partitions import shard_fits, shards_of
+from tests.refused import refused
 
 
 def random_costs(rng):
@@ -62,76 +64,77 @@ class PartitionerContract:
     def partitioner(self, rng, costs, budget) -> Partitioner:
         raise NotImplementedError
 
-    @pytest.fixture(params=range(40))
-    def rng(self, request):
-        return random.Random(request.param)
+    @pytest.fixture(params=[range(10), pytest.param(range(10, 40), marks=pytest.mark.rest)], ids=str)
+    def cases(self, request):
+        """Partitioners, each with random costs and a budget, and the generator that drew them."""
+        found = []
+        for seed in request.param:
+            rng = random.Random(seed)
+            costs = random_costs(rng)
+            budget = random_budget(rng, costs)
+            found.append((self.partitioner(rng, costs, budget), costs, budget, rng))
+        return found
 
-    @pytest.fixture
-    def costs(self, rng):
-        return random_costs(rng)
+    def test_every_layer_is_in_exactly_one_shard_in_order(self, cases):
+        for partitioner, costs, budget, _ in cases:
+            boundaries = partitioner.partition(costs, budget)
+            layers = [i for first, last in shards_of(boundaries) for i in range(first, last)]
+            assert layers == list(range(len(costs)))
+            assert all(isinstance(end, int) for end in boundaries)
+            assert len(set(boundaries)) == len(boundaries)
 
-    @pytest.fixture
-    def budget(self, rng, costs):
-        return random_budget(rng, costs)
+    def test_the_same_question_has_the_same_answer(self, cases):
+        for partitioner, costs, budget, _ in cases:
+            first = partitioner.partition(costs, budget)
+            partitioner.revise(first, 0, costs)
+            assert partitioner.partition(tuple(costs), budget) == first
 
-    def test_every_layer_is_in_exactly_one_shard_in_order(self, rng, costs, budget):
-        boundaries = self.partitioner(rng, costs, budget).partition(costs, budget)
-        layers = [i for first, last in shards_of(boundaries) for i in range(first, last)]
-        assert layers == list(range(len(costs)))
-        assert all(isinstance(end, int) for end in boundaries)
-        assert len(set(boundaries)) == len(boundaries)
-
-    def test_the_same_question_has_the_same_answer(self, rng, costs, budget):
-        partitioner = self.partitioner(rng, costs, budget)
-        first = partitioner.partition(costs, budget)
-        partitioner.revise(first, 0, costs)
-        assert partitioner.partition(tuple(costs), budget) == first
-
-    def test_a_revision_only_adds_ends_inside_the_shard_until_there_is_none(self, rng, costs, budget):
-        partitioner = self.partitioner(rng, costs, budget)
-        boundaries = partitioner.partition(costs, budget)
-        for with_costs in ((), (costs,)):
-            for shard in range(len(boundaries)):
+    def test_a_revision_only_adds_ends_inside_the_shard_until_there_is_none(self, cases):
+        for partitioner, costs, budget, _ in cases:
+            boundaries = partitioner.partition(costs, budget)
+            for with_costs, (shard, (first, last)) in product(((), (costs,)), enumerate(shards_of(boundaries))):
                 asked = list(boundaries)
                 revised = partitioner.revise(asked, shard, *with_costs)
                 assert asked == boundaries
-                if revised is None:
-                    continue
-                assert set(boundaries) < set(revised)
-                assert revised == sorted(revised)
-                first, last = [0, *boundaries][shard : shard + 2]
-                assert all(first < end < last for end in set(revised) - set(boundaries))
+                if revised is not None:
+                    assert set(boundaries) < set(revised)
+                    assert revised == sorted(revised)
+                    assert all(first < end < last for end in set(revised) - set(boundaries))
 
-    def test_its_repr_names_it(self, rng, costs, budget):
-        partitioner = self.partitioner(rng, costs, budget)
-        assert repr(partitioner).startswith(f"{type(partitioner).__name__}(")
+    def test_its_repr_names_it(self, cases):
+        for partitioner, *_ in cases:
+            assert repr(partitioner).startswith(f"{type(partitioner).__name__}(")
 
 
 class KeepsBudget:
     """For partitioners that choose their shards by size."""
 
-    def test_every_shard_fits_the_budget(self, rng, costs, budget):
-        boundaries = self.partitioner(rng, costs, budget).partition(costs, budget)
-        assert all(shard_fits(costs, *shard, budget) for shard in shards_of(boundaries))
+    def test_every_shard_fits_the_budget(self, cases):
+        for partitioner, costs, budget, _ in cases:
+            boundaries = partitioner.partition(costs, budget)
+            assert all(shard_fits(costs, *shard, budget) for shard in shards_of(boundaries))
 
-    def test_a_layer_that_does_not_fit_alone_is_named(self, rng, costs):
-        needs = [shard_bytes(costs, i, i + 1) for i in range(len(costs))]
-        budget = Budget(memory_bytes=max(1, max(needs) - 1))
-        with pytest.raises(LayerTooLarge, match="give the device more memory") as caught:
-            self.partitioner(rng, costs, budget).partition(costs, budget)
-        assert caught.value.available_bytes == budget.memory_bytes < caught.value.needed_bytes
-        assert caught.value.needed_bytes == needs[int(caught.value.layer.removeprefix("layer-"))]
+    def test_a_layer_that_does_not_fit_alone_is_named(self, cases):
+        for _, costs, _, rng in cases:
+            needs = [shard_bytes(costs, i, i + 1) for i in range(len(costs))]
+            budget = Budget(memory_bytes=max(1, max(needs) - 1))
+            partitioner = self.partitioner(rng, costs, budget)
+            with refused(LayerTooLarge) as caught:
+                partitioner.partition(costs, budget)
+            assert caught.value.available_bytes == budget.memory_bytes < caught.value.needed_bytes
+            assert caught.value.needed_bytes == needs[int(caught.value.layer.removeprefix("layer-"))]
 
 
 class CutsFiner:
     """For partitioners that choose how many shards there are."""
 
-    def test_revisions_end_with_lone_layers(self, rng, costs, budget):
-        partitioner, boundaries = self.partitioner(rng, costs, budget), [len(costs)]
-        while len(boundaries) < len(costs):
-            shard = rng.randrange(len(boundaries))
-            boundaries = partitioner.revise(boundaries, shard, costs) or boundaries
-        assert [partitioner.revise(boundaries, shard) for shard in range(len(costs))] == [None] * len(costs)
+    def test_revisions_end_with_lone_layers(self, cases):
+        for partitioner, costs, _, rng in cases:
+            boundaries = [len(costs)]
+            while len(boundaries) < len(costs):
+                shard = rng.randrange(len(boundaries))
+                boundaries = partitioner.revise(boundaries, shard, costs) or boundaries
+            assert [partitioner.revise(boundaries, shard) for shard in range(len(costs))] == [None] * len(costs)
 
 
 def possible_numbers(costs, budget):
@@ -158,12 +161,13 @@ class TestFastest(KeepsBudget, CutsFiner, PartitionerContract):
     def partitioner(self, rng, costs, budget):
         return Fastest()
 
-    def test_every_candidate_fits_the_budget(self, costs, budget):
-        candidates = Fastest().candidates(costs, budget)
-        assert len({tuple(each) for each in candidates}) == len(candidates)
-        assert Fastest().partition(costs, budget) in (*candidates, [len(costs)])
-        for boundaries in candidates:
-            assert all(shard_fits(costs, *shard, budget) for shard in shards_of(boundaries))
+    def test_every_candidate_fits_the_budget(self, cases):
+        for partitioner, costs, budget, _ in cases:
+            candidates = partitioner.candidates(costs, budget)
+            assert len({tuple(each) for each in candidates}) == len(candidates)
+            assert partitioner.partition(costs, budget) in (*candidates, [len(costs)])
+            for boundaries in candidates:
+                assert all(shard_fits(costs, *shard, budget) for shard in shards_of(boundaries))
 
 
 class TestBalanced(KeepsBudget, PartitionerContract):

@@ -21,6 +21,7 @@ from partitioners import (
     shard_bytes,
 )
 from partitioners.steptime import StepModel
+from tests.covering import covering
 from tests.partitions import (
     PLENTY_BYTES,
     ZERO,
@@ -29,9 +30,11 @@ from tests.partitions import (
     partitions,
     random_device,
     random_layers,
+    seeds,
     shards_of,
     slow_step_s,
 )
+from tests.refused import refused
 
 BUDGET = Budget(memory_bytes=1)
 
@@ -49,22 +52,10 @@ def test_callers_own_their_lists():
     assert partitioner.partition([None] * 8, BUDGET) == [3, 6, 8]
 
 
-@pytest.mark.parametrize(
-    "boundaries", [[], [0, 3], [-1], [3, 3], [6, 3], [1.0, 2], [True, 2], ["3"], [None], np.array([1.5])]
-)
-def test_ends_that_do_not_rise_from_one_are_refused(boundaries):
-    with pytest.raises(ValueError, match=r"boundaries: .*, limit: whole numbers that rise from at least 1; pass"):
-        Presharded(boundaries)
-
-
 @pytest.mark.parametrize("num_layers", [7, 9])
 def test_ends_of_another_model_are_refused(num_layers):
-    with pytest.raises(ValueError, match=rf"end at layer 8, limit: the model's {num_layers} layers; make {num_layers}"):
+    with refused(ValueError, says=f"8 {num_layers}"):
         Presharded([3, 6, 8]).partition([None] * num_layers, BUDGET)
-
-
-def test_what_the_user_fixed_is_not_revised():
-    assert Presharded([3, 6, 8]).revise([3, 6, 8], 1) is None
 
 
 def of_bytes(*param_bytes, work_bytes=0):
@@ -72,36 +63,31 @@ def of_bytes(*param_bytes, work_bytes=0):
     return layers(*[{"param_bytes": each, "peak_bytes": work_bytes} for each in param_bytes])
 
 
-def test_a_shard_and_as_much_again_for_the_next_slab_fit_the_device():
-    costs = of_bytes(64, 64, 64, 64, 64)
-    assert Pilot().partition(costs, Budget(memory_bytes=256)) == [2, 4, 5]
-    assert Pilot().partition(costs, Budget(memory_bytes=255)) == [1, 2, 3, 4, 5]
+FIVE = (64, 64, 64, 64, 64)
 
 
-def test_the_users_buffer_replaces_the_automatic_one():
-    costs = of_bytes(64, 64, 64, 64, 64)
-    assert Pilot().partition(costs, Budget(memory_bytes=256, buffer_bytes=0)) == [4, 5]
-    assert Pilot().partition(costs, Budget(memory_bytes=256, buffer_bytes=64)) == [3, 5]
-
-
-def test_without_double_buffering_nothing_is_kept_free():
-    costs = of_bytes(64, 64, 64, 64, 64)
-    for buffer_bytes in (None, 0, 128):
-        budget = Budget(memory_bytes=256, buffer_bytes=buffer_bytes, double_buffer=False)
-        assert Pilot().partition(costs, budget) == [4, 5]
-
-
-def test_work_counts_once_where_it_is_worst():
-    assert Pilot().partition(of_bytes(64, 64, 64, work_bytes=100), Budget(memory_bytes=356)) == [2, 3]
-    assert Pilot().partition(of_bytes(64, 64, 64, work_bytes=101), Budget(memory_bytes=356)) == [1, 2, 3]
-
-
-def test_a_layer_that_fits_only_without_a_second_slab_is_a_shard_of_its_own():
-    assert Pilot().partition(of_bytes(64, 640, 64, 64), Budget(memory_bytes=640)) == [1, 2, 4]
-
-
-def test_a_model_that_fits_is_one_shard():
-    assert Pilot().partition(of_bytes(64, 64, 64), Budget(memory_bytes=2**20)) == [3]
+@pytest.mark.parametrize(
+    ("param_bytes", "work_bytes", "budget", "expected"),
+    [
+        # A shard, and as much again for the next slab, fit the device.
+        (FIVE, 0, {"memory_bytes": 256}, [2, 4, 5]),
+        (FIVE, 0, {"memory_bytes": 255}, [1, 2, 3, 4, 5]),
+        # The user's buffer replaces the automatic one.
+        (FIVE, 0, {"memory_bytes": 256, "buffer_bytes": 0}, [4, 5]),
+        (FIVE, 0, {"memory_bytes": 256, "buffer_bytes": 64}, [3, 5]),
+        # Without double buffering nothing is kept free.
+        *((FIVE, 0, {"memory_bytes": 256, "buffer_bytes": n, "double_buffer": False}, [4, 5]) for n in (None, 0, 128)),
+        # Work counts once, where it is worst.
+        ((64, 64, 64), 100, {"memory_bytes": 356}, [2, 3]),
+        ((64, 64, 64), 101, {"memory_bytes": 356}, [1, 2, 3]),
+        # A layer that fits only without a second slab is a shard of its own.
+        ((64, 640, 64, 64), 0, {"memory_bytes": 640}, [1, 2, 4]),
+        # A model that fits is one shard.
+        ((64, 64, 64), 0, {"memory_bytes": 2**20}, [3]),
+    ],
+)
+def test_pilot_fills_shards_from_the_front(param_bytes, work_bytes, budget, expected):
+    assert Pilot().partition(of_bytes(*param_bytes, work_bytes=work_bytes), Budget(**budget)) == expected
 
 
 def test_micro_batches_take_room():
@@ -111,7 +97,7 @@ def test_micro_batches_take_room():
 
 
 def test_the_layer_that_does_not_fit_is_named_with_its_bytes():
-    with pytest.raises(LayerTooLarge, match=r"layer 1 \(layer-1\): needs 750 B \(750 bytes\)") as caught:
+    with refused(LayerTooLarge, layer="layer-1", says="750 749") as caught:
         Pilot().partition(of_bytes(64, 640, work_bytes=110), Budget(memory_bytes=749))
     assert (caught.value.needed_bytes, caught.value.available_bytes) == (750, 749)
 
@@ -131,7 +117,7 @@ def test_a_layer_that_fits_only_with_the_next_one_is_packed_with_it():
 
 def test_where_no_larger_shard_fits_either_the_layer_is_named():
     costs = with_a_huge_output_after_layer_2()
-    with pytest.raises(LayerTooLarge, match=r"layer 2 \(layer-2\): needs .* \(1128 bytes\)") as caught:
+    with refused(LayerTooLarge, layer="layer-2", says="1128 1127") as caught:
         Pilot().partition(costs, Budget(memory_bytes=1127, num_micro_batches=2))
     assert (caught.value.needed_bytes, caught.value.available_bytes) == (1128, 1127)
 
@@ -144,7 +130,7 @@ def instances(rng, number, most=8):
         yield costs, budget, fitting_partitions(costs, budget)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@seeds(10)
 def test_it_refuses_only_what_no_partition_fits(seed):
     for costs, budget, fitting in instances(random.Random(seed), 30):
         if fitting:
@@ -163,17 +149,13 @@ def test_a_revision_cuts_where_the_bytes_differ_least(partitioner):
     assert partitioner.revise([1, 5], 0, costs) is None
 
 
-def test_a_revision_without_costs_halves_the_layers():
+def test_a_revision_without_costs_halves_the_layers_that_were_not_fixed():
     assert Optimal().revise([1, 5], 1) == [1, 3, 5]
     assert Pilot().revise([4], 0) == [2, 4]
     assert Pilot().revise([1, 6, 8], 1) == [1, 3, 6, 8]
     assert Pilot().revise([1, 6, 8], 0) is None
-
-
-@pytest.mark.parametrize("shard", [-1, 3])
-def test_a_shard_that_is_not_there_is_refused(shard):
-    with pytest.raises(ValueError, match=rf"shard: {shard}, limit: 0 <= shard < 3"):
-        Pilot().revise([1, 6, 8], shard)
+    assert Presharded([3, 6, 8]).revise([3, 6, 8], 1) is None
+    assert Balanced(2).revise([2, 4], 0) is None
 
 
 PLENTY = Budget(memory_bytes=PLENTY_BYTES)
@@ -187,19 +169,19 @@ def largest(costs, boundaries, budget, by):
 
 
 @pytest.mark.parametrize("by", ["time", "bytes"])
-@pytest.mark.parametrize("seed", range(10))
+@seeds(10)
 def test_the_largest_load_is_the_least_of_all_that_fit(seed, by):
     rng = random.Random(seed)
     for costs, budget, fitting in instances(rng, 20):
         num_shards = rng.randint(1, len(costs))
         partitioner = Balanced(num_shards, by=by)
         if not fitting:
-            with pytest.raises(LayerTooLarge, match="give the device more memory"):
+            with refused(LayerTooLarge):
                 partitioner.partition(costs, budget)
             continue
         candidates = [ends for ends in fitting if len(ends) == num_shards]
         if not candidates:
-            with pytest.raises(ValueError, match=f"num_shards: {num_shards} shards do not fit"):
+            with refused(ValueError, says=f"num_shards {num_shards}"):
                 partitioner.partition(costs, budget)
             continue
         found = partitioner.partition(costs, budget)
@@ -233,8 +215,7 @@ def test_one_shard_and_as_many_as_layers():
         assert Balanced(5, by=by).partition(costs, PLENTY) == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("memory_bytes", [PLENTY_BYTES, sys.maxsize, 2**70])
-@pytest.mark.parametrize("by", ["time", "bytes"])
+@covering(memory_bytes=[PLENTY_BYTES, sys.maxsize, 2**70], by=["time", "bytes"], strength=1)
 def test_no_shard_is_empty_however_cheap_its_layers_and_large_the_device(memory_bytes, by):
     costs = layers({"forward_s": 1.0}, {}, {})
     assert Balanced(3, by=by).partition(costs, Budget(memory_bytes=memory_bytes)) == [1, 2, 3]
@@ -243,9 +224,7 @@ def test_no_shard_is_empty_however_cheap_its_layers_and_large_the_device(memory_
 
 def test_too_few_shards_name_the_least_that_fit():
     costs = layers(*[{"param_bytes": 64}] * 5)
-    with pytest.raises(
-        ValueError, match="num_shards: 2 shards do not fit 128 bytes, limit: at least 3 shards; ask for more, or give"
-    ):
+    with refused(ValueError, says="num_shards 128 3"):
         Balanced(2).partition(costs, Budget(memory_bytes=128))
     assert len(Balanced(3).partition(costs, Budget(memory_bytes=128))) == 3
 
@@ -255,39 +234,22 @@ def test_too_many_shards_to_fit_are_not_asked_to_become_more():
     costs = layers({"output_bytes": 1000}, {"input_bytes": 1000})
     budget = Budget(memory_bytes=shard_bytes(costs, 0, 2, 2), num_micro_batches=2)
     assert Balanced(1).partition(costs, budget) == [2]
-    with pytest.raises(ValueError, match="num_shards: 2 shards do not fit") as caught:
+    with refused(ValueError, says="num_shards 2") as caught:
         Balanced(2).partition(costs, budget)
     assert "ask for more" not in str(caught.value)
 
 
 @pytest.mark.parametrize("num_layers", [0, 2])
 def test_more_shards_than_layers_are_refused(num_layers):
-    rule = f"num_shards: 3, limit: the model's {num_layers} layers; ask for fewer shards"
-    with pytest.raises(ValueError, match=rule):
+    with refused(ValueError, says=f"num_shards 3 {num_layers}"):
         Balanced(3).partition(layers(*[{}] * num_layers), PLENTY)
 
 
 def test_a_layer_that_fits_no_shard_is_named():
     costs = layers({"param_bytes": 64}, {"param_bytes": 640})
-    with pytest.raises(LayerTooLarge, match=r"layer 1 \(layer-1\): needs 640 B \(640 bytes\)") as caught:
+    with refused(LayerTooLarge, layer="layer-1", says="640 639") as caught:
         Balanced(2).partition(costs, Budget(memory_bytes=639))
     assert (caught.value.layer, caught.value.needed_bytes, caught.value.available_bytes) == ("layer-1", 640, 639)
-
-
-@pytest.mark.parametrize("num_shards", [0, -1, 2.0, True, "2", None])
-def test_a_number_of_shards_below_one_is_refused(num_shards):
-    with pytest.raises(ValueError, match=r"num_shards: .*, limit: a whole number >= 1; pass such an int"):
-        Balanced(num_shards)
-
-
-@pytest.mark.parametrize("by", ["layers", "", None])
-def test_an_unknown_load_names_the_known_ones(by):
-    with pytest.raises(ValueError, match=f"by: {by!r}, known: 'time', 'bytes'"):
-        Balanced(2, by=by)
-
-
-def test_the_number_of_shards_is_not_revised():
-    assert Balanced(2).revise([2, 4], 0) is None
 
 
 def least_s(costs, budget, candidates):
@@ -302,13 +264,13 @@ def leaves_buffer(costs, boundaries, budget):
     return all(shard_bytes(costs, *shard, budget.num_micro_batches) <= room_bytes for shard in shards)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20, net=5)
 def test_30_random_models_and_budgets_equal_brute_force(seed):
     num_refused = num_cut = 0
     for costs, budget, fitting in instances(random.Random(seed), 30):
         if not fitting:
             num_refused += 1
-            with pytest.raises(LayerTooLarge, match="give the device more memory") as caught:
+            with refused(LayerTooLarge) as caught:
                 Optimal().partition(costs, budget)
             assert caught.value.available_bytes == budget.memory_bytes < caught.value.needed_bytes
             continue
@@ -321,7 +283,7 @@ def test_30_random_models_and_budgets_equal_brute_force(seed):
     assert num_cut >= 2  # neither whole nor layer by layer
 
 
-@pytest.mark.parametrize("seed", range(10))
+@seeds(10)
 def test_no_partition_is_faster_by_a_walk_along_the_units(seed):
     for costs, budget, fitting in instances(random.Random(1000 + seed), 10, most=6):
         if fitting:
@@ -330,7 +292,7 @@ def test_no_partition_is_faster_by_a_walk_along_the_units(seed):
             assert found_s == pytest.approx(least, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@seeds(10)
 def test_the_users_buffer_stays_free_in_shards_of_several_layers_where_a_partition_can(seed):
     rng = random.Random(2000 + seed)
     for costs, device, fitting in instances(rng, 20, most=6):
@@ -365,7 +327,7 @@ def test_where_only_one_layer_fits_at_a_time_every_layer_is_a_shard():
 def test_a_model_of_one_layer_is_one_shard_or_refused():
     costs = layers(LAYER)
     assert Optimal().partition(costs, Budget(memory_bytes=64)) == [1]
-    with pytest.raises(LayerTooLarge, match=r"layer 0 \(layer-0\): needs 64 B \(64 bytes\) alone .* 63 B \(63 bytes\)"):
+    with refused(LayerTooLarge, layer="layer-0", says="64 63"):
         Optimal().partition(costs, Budget(memory_bytes=63))
 
 
@@ -436,11 +398,6 @@ def test_models_deeper_than_brute_force_reaches_are_cut_to_fit():
     assert predict_step(costs, found, budget).total_s <= predict_step(costs, fewest, budget).total_s
 
 
-def test_no_layers_are_refused():
-    with pytest.raises(ValueError, match="layers"):
-        Optimal().partition([], Budget(memory_bytes=1))
-
-
 def asked(costs_of):
     """The same, and the list of numbers that it was asked for."""
     numbers = []
@@ -478,20 +435,14 @@ def test_choose_replaces_the_budgets_own_number():
 
 def test_choose_refuses_when_no_number_fits_and_without_numbers():
     costs_of = sized(lambda number: 1.0, lambda number: 400 // number)
-    with pytest.raises(LayerTooLarge, match=r"needs 1\d\d B") as caught:
+    with refused(LayerTooLarge, says="99") as caught:
         Optimal().choose(costs_of, [1, 2, 4], Budget(memory_bytes=99))
-    assert caught.value.available_bytes == 99
-    with pytest.raises(ValueError, match="numbers: none, limit: at least one; pass numbers of micro-batches to try"):
+    assert (caught.value.available_bytes, caught.value.needed_bytes) == (99, 101)
+    with refused(ValueError, says="numbers"):
         Optimal().choose(costs_of, [], Budget(memory_bytes=99))
 
 
-@pytest.mark.parametrize("number", [0, -1, 1.5])
-def test_choose_refuses_a_number_below_one(number):
-    with pytest.raises(ValueError, match="num_micro_batches: "):
-        Optimal().choose(sized(lambda number: 1.0), [number], Budget(memory_bytes=100))
-
-
-@pytest.mark.parametrize("seed", range(10))
+@seeds(10)
 def test_choose_equals_asking_for_every_number_until_the_step_grows(seed):
     rng = random.Random(3000 + seed)
     for _ in range(10):
@@ -557,35 +508,47 @@ def test_each_call_makes_its_own():
     assert make_partitioner("pilot") is not make_partitioner("pilot")
 
 
-@pytest.mark.parametrize("name", ["Pilot", "best", ""])
-def test_an_unknown_name_lists_the_known_ones(name):
-    with pytest.raises(
-        ValueError, match=f"partitioner: {name!r}, known: 'balanced', 'fastest', 'optimal', 'pilot', 'presharded'$"
-    ):
-        make_partitioner(name)
+def choose(*numbers):
+    return Optimal().choose(sized(lambda number: 1.0), numbers, Budget(memory_bytes=100))
+
+
+NO_ENDS = ([], [0, 3], [-1], [3, 3], [6, 3], [1.0, 2], [True, 2], ["3"], [None], np.array([1.5]))
+
+
+@pytest.mark.parametrize(
+    ("call", "values", "words"),
+    [
+        (Presharded, NO_ENDS, "boundaries"),
+        (lambda shard: Pilot().revise([1, 6, 8], shard), (-1, 3), "shard {} 3"),
+        (Balanced, (0, -1, 2.0, True, "2", None), "num_shards {}"),
+        (lambda by: Balanced(2, by=by), ("layers", "", None), "{!r} 'time' 'bytes'"),
+        (lambda layers: Optimal().partition(layers, BUDGET), ([],), "layers"),
+        (choose, (0, -1, 1.5), "num_micro_batches"),
+        (make_partitioner, ("Pilot", "best", ""), "{!r} 'balanced' 'presharded'"),
+        (lambda number: make_partitioner("balanced", num_shards=number), (0,), "num_shards 0"),
+        (lambda ends: make_partitioner("presharded", boundaries=ends), ([3, 3],), "boundaries"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_with_their_value(call, values, words):
+    for value in values:
+        with refused(ValueError, says=words.format(value)):
+            call(value)
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "example"),
     [
-        ("pilot", {"num_shards": 2}, r"Pilot\(\)"),
+        ("pilot", {"num_shards": 2}, "Pilot()"),
         ("optimal", {"num_shards": 2}, ""),
-        ("balanced", {}, r"Balanced\(4\)"),
-        ("balanced", {"num_shards": 2, "boundaries": [2]}, r"Balanced\(4\)"),
-        ("presharded", {}, r"Presharded\(\[3, 6, 8\]\)"),
+        ("balanced", {}, "Balanced(4)"),
+        ("balanced", {"num_shards": 2, "boundaries": [2]}, "Balanced(4)"),
+        ("presharded", {}, "Presharded(["),
     ],
 )
 def test_settings_that_it_does_not_take_are_named_with_an_example(name, settings, example):
-    rule = rf"partitioner: '{name}' does not take the settings {{.*}} \(.*\); pass an object with the right ones, such "
-    with pytest.raises(ValueError, match=f"{rule}as {example}"):
+    with refused(ValueError, says=f"'{name}' {example}") as caught:
         make_partitioner(name, **settings)
-
-
-def test_a_setting_of_a_bad_value_is_refused_in_the_partitioners_words():
-    with pytest.raises(ValueError, match=r"^num_shards: 0, limit: a whole number >= 1"):
-        make_partitioner("balanced", num_shards=0)
-    with pytest.raises(ValueError, match=r"^boundaries: "):
-        make_partitioner("presharded", boundaries=[3, 3])
+    assert repr(settings) in str(caught.value)
 
 
 class Halves:
@@ -604,14 +567,14 @@ def test_a_users_partitioner_is_made_by_the_name_it_registers():
     register_partitioner("halves", Halves)
     made = make_partitioner("halves", at=2)
     assert made.partition(layers({}, {}, {}), Budget(memory_bytes=1)) == [2, 3]
-    with pytest.raises(ValueError, match="known: 'balanced', 'fastest', 'halves', 'optimal', 'pilot', 'presharded'"):
+    with refused(ValueError, says="'thirds' 'halves' 'pilot'"):
         make_partitioner("thirds")
 
 
 @pytest.mark.usefixtures("own_names")
 def test_a_users_partitioner_names_the_settings_that_it_does_not_take():
     register_partitioner("halves", Halves)
-    with pytest.raises(ValueError, match=r"partitioner: 'halves' does not take the settings {'where': 2} \(") as caught:
+    with refused(ValueError, says="'halves' 'where'") as caught:
         make_partitioner("halves", where=2)
     assert isinstance(caught.value.__cause__, TypeError)
 
@@ -620,6 +583,6 @@ def test_a_users_partitioner_names_the_settings_that_it_does_not_take():
 def test_a_name_is_taken_once():
     register_partitioner("halves", Halves)
     for name in ("halves", "pilot"):
-        with pytest.raises(ValueError, match=rf"partitioner: '{name}' is taken, by .*; choose another name"):
+        with refused(ValueError, says=f"'{name}'"):
             register_partitioner(name, Pilot)
     assert isinstance(make_partitioner("halves"), Halves)

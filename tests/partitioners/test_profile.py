@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from partitioners import DependsOnValues, MemoryMeter, Skips, profile, profile_evaluation
+from tests.refused import names, refused
 
 FLOAT, LONG = 4, 8
 
@@ -298,7 +299,7 @@ def test_everything_is_as_it_was_after_an_error():
     model = nn.Sequential(nn.BatchNorm1d(4), Function(broken), nn.Linear(4, 1))
     inputs = torch.randn(3, 4)
     before = everything(model)
-    with pytest.raises(KeyError, match="missing"):
+    with refused(KeyError, says="missing"):
         profile(model, inputs, torch.zeros(3, 1), loss_by_mean)
     assert_same(before, everything(model))
 
@@ -351,53 +352,53 @@ def test_a_weight_that_a_hook_recomputes_does_not_hinder_the_copy():
 
 
 def test_a_layer_without_tensors_in_its_output_is_named():
-    with pytest.raises(TypeError, match="output: dict without a tensor in it, limit: at least one; return") as caught:
+    with refused(TypeError, says="output dict") as caught:
         costs_of(nn.Linear(4, 4), Function(lambda x: {"size": 3}))
-    assert "in layer 1 (Function)" in note_of(caught.value)
+    names(note_of(caught.value), layer="1 (Function)")
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "found"), [(lambda a, b: a - b, r"shape \(3, 1\)"), (lambda a, b: (a - b).sum().item(), "float")]
+    ("loss_fn", "found"), [(lambda a, b: a - b, "(3, 1)"), (lambda a, b: (a - b).sum().item(), "float")]
 )
 def test_a_loss_that_is_no_scalar_is_refused_with_its_shape(loss_fn, found):
-    with pytest.raises(ValueError, match=f"loss: {found}, not a scalar, limit: a tensor") as caught:
+    with refused(ValueError, says=f"loss {found}") as caught:
         profile([nn.Linear(4, 1)], torch.randn(3, 4), torch.zeros(3, 1), loss_fn)
-    assert "in loss_fn, while it was profiled" in note_of(caught.value)
+    names(note_of(caught.value), says="loss_fn")
 
 
 def test_an_exception_in_a_layer_keeps_its_type_and_names_the_layer():
-    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
+    with refused(RuntimeError, says="mat1 mat2") as caught:
         costs_of(nn.Linear(4, 5), nn.Linear(4, 4))
-    assert "in layer 1 (Linear)" in note_of(caught.value)
+    names(note_of(caught.value), layer="1 (Linear)")
 
 
 def test_a_layer_that_changes_its_parameters_in_forward_is_refused():
     embedding = nn.Embedding(9, 4, max_norm=0.1)
-    with pytest.raises(ValueError, match="parameter weight: changed while the layer ran"):
+    with refused(ValueError, says="parameter weight"):
         costs_of(embedding, inputs=torch.tensor([1, 2, 3]))
 
 
 def test_a_lazy_layer_is_refused():
-    with pytest.raises(ValueError, match="run one batch through the model first"):
+    with refused(ValueError, says="lazy"):
         costs_of(nn.LazyLinear(4))
 
 
 @pytest.mark.parametrize(
     ("model", "error", "text"),
     [
-        ([], ValueError, "model: 0 layers, limit: at least 1"),
-        (nn.Sequential(), ValueError, "model: 0 layers"),
-        ([torch.relu], TypeError, "model: layer 0 is a builtin_function_or_method, limit: nn.Module"),
+        ([], ValueError, "model 0"),
+        (nn.Sequential(), ValueError, "model 0"),
+        ([torch.relu], TypeError, "layer 0 builtin_function_or_method"),
     ],
 )
 def test_what_is_no_model_is_refused(model, error, text):
-    with pytest.raises(error, match=text):
+    with refused(error, says=text):
         profile(model, torch.randn(3, 4), torch.zeros(3, 1), loss_by_mean)
 
 
 @pytest.mark.parametrize(("option", "value"), [("device", "meta"), ("device", "xpu"), ("precision", "int8")])
 def test_other_devices_and_precisions_are_refused(option, value):
-    with pytest.raises(ValueError, match=f"{option}: '{value}', known: "):
+    with refused(ValueError, says=f"{option} '{value}'"):
         profile([nn.Linear(4, 1)], torch.randn(3, 4), torch.zeros(3, 1), loss_by_mean, **{option: value})
 
 
@@ -479,9 +480,9 @@ def test_what_depends_on_values_is_run():
 
 
 def test_a_mistake_in_an_evaluation_is_the_layers_own():
-    with pytest.raises(RuntimeError, match="mat1 and mat2") as error:
+    with refused(RuntimeError, says="mat1 mat2") as error:
         evaluated(nn.Linear(5, 4))
-    assert "layer 0 (Linear)" in error.value.__notes__[0]
+    names(error.value.__notes__[0], layer="0 (Linear)")
 
 
 def test_values_that_skip_layers_are_counted_in_an_evaluation():

@@ -2,15 +2,15 @@
 
 import random
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from partitioners import Budget, LayerTooLarge, MemoryMeter, Optimal, Pilot, profile, shard_bytes
 from partitioners.boundary import Boundary
+from tests.partitions import seeds, shards_of
 
-NUM_MODELS, NUM_BUDGETS = 64, 8  # 512 pairs
+NUM_BUDGETS = 8
 
 
 class Halves(nn.Module):
@@ -69,7 +69,7 @@ def peak_of_shard(model, first, last, inputs, target):
     return num_bytes + meter.peak_bytes
 
 
-@pytest.mark.parametrize("seed", range(NUM_MODELS))
+@seeds(40, net=8)
 def test_shards_stay_within_the_budget_when_run(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -87,7 +87,7 @@ def test_shards_stay_within_the_budget_when_run(seed):
             except LayerTooLarge:
                 assert memory_bytes < least
                 continue
-            spans = list(zip([0, *ends], ends, strict=False))
+            spans = shards_of(ends)
             assert [k for first, last in spans for k in range(first, last)] == list(range(len(costs)))
             for span in spans:
                 if span not in peaks:

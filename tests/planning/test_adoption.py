@@ -21,6 +21,8 @@ from hydra_engine.planning import rehearsal
 from partitioners import Presharded
 from tests import reference
 
+pytestmark = pytest.mark.rest
+
 SCALE = 0.5  # a global that a layer reads
 EPOCHS = 2
 
@@ -87,6 +89,7 @@ def num_rehearsals(monkeypatch):
     return count
 
 
+@pytest.mark.net
 def test_tasks_of_one_structure_share_a_rehearsal_and_have_the_bits_of_plain_pytorch(num_rehearsals):
     tasks = [task_of(str(k), seed=k, lr=1e-3 * (k + 1), validation=batches(2, seed=9)) for k in range(3)]
     orchestra = orchestra_of(*tasks)
@@ -109,6 +112,7 @@ def test_tasks_of_one_structure_share_a_rehearsal_and_have_the_bits_of_plain_pyt
         assert all(torch.equal(value, expected[name]) for name, value in task.model.state_dict().items())
 
 
+@pytest.mark.net
 def test_a_task_added_later_adopts_the_plan_of_one_that_is_over():
     orchestra = orchestra_of(task_of("first"))
     orchestra.train_models()
@@ -126,6 +130,7 @@ def test_a_second_plan_of_a_task_is_its_own(num_rehearsals):
     assert [each.adopted_from for each in plan.tasks.values()] == [None, None]
 
 
+@pytest.mark.net
 def test_other_seeds_rates_optimizers_settings_and_lambdas_of_one_code_are_the_same_structure():
     def make(name, seed, lr, decay):
         options = {"optimizer": partial(torch.optim.AdamW, weight_decay=decay), "hparams": {"lr": lr}}
@@ -407,6 +412,7 @@ def test_getters_of_other_attributes_are_rehearsed():
     assert adopted(first, second) == [None, None]
 
 
+@pytest.mark.net
 def test_a_closure_is_compared_by_its_values():
     def loss_of(smoothing):
         return lambda output, target: F.cross_entropy(output, target, label_smoothing=smoothing)
@@ -450,6 +456,7 @@ class Counts(nn.Module):
         return x * self.num
 
 
+@pytest.mark.net
 def test_what_was_refused_is_refused_again():
     orchestra = orchestra_of(task_of("first"))
     orchestra.generate()
@@ -460,6 +467,7 @@ def test_what_was_refused_is_refused_again():
         orchestra.stop_task(name)
 
 
+@pytest.mark.net
 def test_other_devices_are_another_plan():
     orchestra = orchestra_of(task_of("first"))
     orchestra.generate()

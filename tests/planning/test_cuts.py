@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from hydra_engine import DeviceCost, EmulatedDevice, HostCost, ModelOrchestrator, ModelTask, simulate
 from hydra_engine.planning.cuts import CutChoice, RunAtHand, least_round_s, round_s
 from partitioners import Balanced, Budget, Fastest, LayerTooLarge, Optimal, Pilot, Presharded, shard_bytes
-from tests.partitions import layers, random_layers
+from tests.partitions import layers, random_layers, seeds
 
 # A block of a transformer that takes 1 s forward and 2 s backward, and 8 s to load.
 BLOCK = {
@@ -56,7 +56,7 @@ def random_choice(seed):
     )
 
 
-@pytest.mark.parametrize("seed", range(30))
+@seeds(15, net=5)
 def test_no_cut_is_predicted_to_be_faster(seed):
     found = random_choice(seed)
     best = found.fastest()
@@ -71,7 +71,7 @@ def test_no_cut_is_predicted_to_be_faster(seed):
     assert min(found.predicted(each).step_s for each in found.candidates) >= best.step_s / 1.001
 
 
-@pytest.mark.parametrize("seed", range(30))
+@seeds(15, net=5)
 def test_no_run_is_faster_than_the_bound(seed):
     found = random_choice(seed)
     run = replace(found.run, num_devices=1, num_tasks=found.run.tasks_per_device)

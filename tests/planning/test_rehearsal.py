@@ -18,6 +18,8 @@ from hydra_engine.planning import rehearsal
 from partitioners import Presharded
 from tests import reference, zoo
 
+pytestmark = pytest.mark.rest
+
 SEED, LR = 3, 0.05
 
 
@@ -286,6 +288,7 @@ def test_loss_with_a_counter_that_matters_only_later_is_refused(make):
         assert_refused("loss_fn.*(calls|NUM_CALLS)", model_with, lambda model: make(), accumulation_steps=number)
 
 
+@pytest.mark.net
 def test_metric_with_a_state_is_not_advanced_by_generate():
     metric = Loss("record")
     task = task_for(model_with(), validation=data(1), metrics={"loss": metric})
@@ -332,6 +335,7 @@ def test_layer_that_merges_on_eval_is_refused_where_that_is_called(delta):
         orchestra.predict(model, [x for x, _ in data(1)])
 
 
+@pytest.mark.net
 def test_base_that_another_task_shares_is_not_changed():
     torch.manual_seed(0)
     base = nn.Linear(8, 8)
@@ -395,6 +399,7 @@ def test_layer_that_writes_to_its_parameters_is_refused(how):
     assert_refused("parameter", lambda: nn.Sequential(Writes(how), *model_with()), shards=("each",))
 
 
+@pytest.mark.net
 def test_frozen_parameter_that_a_forward_writes_to_is_refused():
     assert_refused("parameter", lambda: model_with(Writes("mul").requires_grad_(False)))
 
@@ -439,6 +444,7 @@ class LossOfModel:
         return F.cross_entropy(output, target) + sum(m.aux for m in self.model.modules() if isinstance(m, Leaves))
 
 
+@pytest.mark.net
 def test_loss_object_that_reads_what_a_layer_left_is_refused():
     assert_refused("loss_fn.*aux", lambda: model_with(Leaves(0.0)), LossOfModel)
     assert_refused("loss_fn.*aux", lambda: model_with(nn.Sequential(Leaves(0.0))), LossOfModel)
@@ -483,6 +489,7 @@ def test_layer_that_reads_what_a_layer_of_another_shard_left_is_refused(start):
     assert_refused("aux", build, shards=("each",))
 
 
+@pytest.mark.net
 def test_activation_that_a_hook_hands_to_another_shard_is_refused():
     def build(detaches=False):
         kept = {}
@@ -538,6 +545,7 @@ def test_draw_in_a_backward_is_refused(source):
     assert_refused("backward", lambda: model_with(nn.Dropout(0.2), Draws(source)), shards=("one", "two"))
 
 
+@pytest.mark.net
 def test_draw_in_the_backward_of_the_last_layer_is_refused():
     assert_refused("backward", lambda: nn.Sequential(*model_with()[:-1], Draws("torch"), nn.Linear(8, 4)))
 
@@ -557,6 +565,7 @@ def test_checkpoint_in_a_layer_is_exact():
     assert_exact(lambda: model_with(Checkpointed(0.0, preserve_rng_state=False), nn.Dropout(0.2)))
 
 
+@pytest.mark.net
 def test_checkpoint_that_draws_anew_is_refused():
     assert_refused("backward", lambda: model_with(Checkpointed(0.3, preserve_rng_state=False)))
 
@@ -585,6 +594,7 @@ def test_buffer_that_comes_or_goes_is_refused(how):
     assert_refused("(mean|new)", lambda: model_with(LateBuffer(how)))
 
 
+@pytest.mark.net
 def test_buffer_that_stays_none_is_exact():
     assert_exact(lambda: model_with(LateBuffer("never"), nn.BatchNorm1d(8, track_running_stats=False)))
 
@@ -748,7 +758,7 @@ def test_count_that_something_is_looked_up_by_is_refused(how):
     assert_refused(wanted, lambda: nn.Sequential(*model_with(), LooksUp(how, [0])), accumulation_steps=3)
 
 
-@pytest.mark.parametrize("how", LATER)
+@pytest.mark.parametrize("how", [pytest.param(next(iter(LATER)), marks=pytest.mark.net), *list(LATER)[1:]])
 def test_counter_that_matters_only_later_is_refused(how):
     assert_refused("(calls|average|number)", lambda: model_with(Later(how)))
 
@@ -871,6 +881,7 @@ class OwnForward(nn.Module):
         return self.last(self.adapter(self.first(x)))
 
 
+@pytest.mark.net
 def test_check_of_an_own_forward_changes_nothing():
     torch.manual_seed(0)
     model = OwnForward()

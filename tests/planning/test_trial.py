@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from partitioners import Presharded
 from tests import reference
+from tests.covering import covering
 
 SEED, LR, EPOCHS = 7, 1e-2, 3
 
@@ -141,6 +142,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("optimizer_scope", ["shard", "task"])
 @pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.rest
 def test_an_optimizer_that_draws_is_refused(name, optimizer_scope):
     def sgld(self, group, p):
         p.sub_(p.grad + 0.1 * DRAWS[name](p), alpha=group["lr"])
@@ -156,6 +158,7 @@ def test_draws_from_a_generator_of_its_own_are_exact_for_the_whole_task():
     assert_plain(each(owned), optimizer_scope="task")
 
 
+@pytest.mark.rest
 def test_draws_from_a_generator_of_its_own_are_refused_shard_by_shard():
     assert_refused(each(owned), "generator.*optimizer_scope='task'")
 
@@ -169,10 +172,12 @@ def drawing_from_outside():
     return each(change)
 
 
+@pytest.mark.rest
 def test_a_generator_outside_is_refused_shard_by_shard():
     assert_refused(drawing_from_outside(), "optimizer_scope='task'")
 
 
+@pytest.mark.rest
 def test_a_generator_outside_is_left_where_it_was_by_generate():
     network, plain = model(), model()
     orchestra([task_of(network, drawing_from_outside(), optimizer_scope="task")]).train_models()
@@ -182,6 +187,7 @@ def test_a_generator_outside_is_left_where_it_was_by_generate():
 
 
 @pytest.mark.parametrize("options", [{}, {"optimizer_scope": "task"}, {"early_release": True}])
+@pytest.mark.rest
 def test_an_optimizer_that_begins_to_draw_later_fails_by_name(options):
     def late(self, group, p):
         state = self.state[p]
@@ -198,6 +204,7 @@ def test_an_optimizer_that_begins_to_draw_later_fails_by_name(options):
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(()).item(), np.random.rand])
+@pytest.mark.rest
 def test_a_schedule_that_draws_is_refused(draw):
     schedule = partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: draw())
     assert_refused(torch.optim.SGD, "lr_scheduler: LambdaLR draws random numbers", lr_scheduler=schedule)
@@ -210,6 +217,7 @@ def test_a_schedule_that_depends_on_what_was_before_it_is_refused():
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.rest
 def test_a_hook_on_a_parameter_that_draws_fails_the_first_step(register):
     network = model()
 
@@ -236,6 +244,7 @@ def noise_on(*names, shared=None):
     return prepare
 
 
+@pytest.mark.rest
 def test_hooks_with_a_generator_each_are_exact():
     assert_plain(torch.optim.SGD, prepare=noise_on("1.weight", "5.bias"))
 
@@ -313,12 +322,14 @@ def keeping(name):
 
 
 @pytest.mark.parametrize("name", KEEPING)
+@pytest.mark.rest
 def test_what_shards_would_change_is_refused_shard_by_shard(name):
     assert_refused(keeping(name), "Each .*optimizer_scope='task'")
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 @pytest.mark.parametrize("name", KEEPING)
+@pytest.mark.rest
 def test_and_is_exact_for_the_whole_task(name, max_grad_norm):
     assert_plain(keeping(name), optimizer_scope="task", max_grad_norm=max_grad_norm)
 
@@ -361,6 +372,7 @@ def wrapped(params, lr):
 
 
 @pytest.mark.parametrize("optimizer", [lookahead, wrapped])
+@pytest.mark.rest
 def test_an_optimizer_around_another_is_refused_shard_by_shard_and_exact_for_the_whole_task(optimizer):
     assert_refused(optimizer, "optimizer_scope='task'")
     assert_plain(optimizer, optimizer_scope="task")
@@ -377,6 +389,7 @@ class Sam(torch.optim.SGD):
     ("optimizer", "match"),
     [(Sam, "SAM requires closure"), (torch.optim.SparseAdam, "dense gradients"), (torch.optim.LBFGS, "closure")],
 )
+@pytest.mark.rest
 def test_what_cannot_step_from_gradients_is_refused(optimizer, match):
     with pytest.raises(ValueError, match=match):
         orchestra([task_of(model(), optimizer)]).generate()
@@ -404,10 +417,16 @@ class Sometimes(nn.Linear):
         return F.linear(x, self.weight, self.bias if x[0, 0] > 0 else None)
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 2])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"optimizer_scope": "task"}, {"early_release": True}, {"optimizer_device": "device"}, {"max_retries": 1}],
+@covering(
+    options=[
+        {},
+        {"optimizer_scope": "task"},
+        {"early_release": True},
+        {"optimizer_device": "device"},
+        {"max_retries": 1},
+    ],
+    accumulation_steps=[1, 2],
+    strength=1,
 )
 def test_an_optimizer_sees_parameters_without_a_gradient(options, accumulation_steps):
     def prepare(network):
@@ -425,11 +444,13 @@ def hooked(params, lr):
     return optimizer
 
 
+@pytest.mark.rest
 def test_step_hooks_are_called_once_a_step_or_refused():
     assert_refused(hooked, "SGD has step hooks.*optimizer_scope='task'")
     assert_plain(hooked, optimizer_scope="task")
 
 
+@pytest.mark.rest
 def test_hooks_of_all_optimizers_are_refused_shard_by_shard():
     handle = register_optimizer_step_post_hook(lambda *_: None)
     try:
@@ -439,6 +460,7 @@ def test_hooks_of_all_optimizers_are_refused_shard_by_shard():
 
 
 @pytest.mark.parametrize("options", [{}, {"early_release": True}, {"optimizer_device": "device"}])
+@pytest.mark.rest
 def test_what_is_kept_later_only_fails_by_name(options):
     def late(self, group, p):
         state = self.state[p]
@@ -453,6 +475,7 @@ def test_what_is_kept_later_only_fails_by_name(options):
     assert "Each changed calls in a step, which it did not on trial" in report.tasks["a"].error
 
 
+@pytest.mark.rest
 def test_an_optimizer_over_the_models_own_parameters_is_tried_too():
     network = model()
     with pytest.raises(ValueError, match=r"^a: optimizer: Each keeps state .*generator"):
@@ -473,9 +496,12 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("schedule", [None, partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=12)])
-@pytest.mark.parametrize("options", [{}, {"optimizer_scope": "task"}, {"early_release": True}, {"max_retries": 1}])
-@pytest.mark.parametrize("name", EXACT)
+@covering(
+    name=list(EXACT),
+    options=[{}, {"optimizer_scope": "task"}, {"early_release": True}, {"max_retries": 1}],
+    schedule=[None, partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=12)],
+    strength=1,
+)
 def test_what_is_exact_both_ways(name, options, schedule):
     if schedule is not None and name.startswith("own"):
         schedule = partial(lr_scheduler.StepLR, step_size=2)
@@ -511,6 +537,7 @@ def assert_plain_narrow(optimizer, plainly, precision):
 # -- checkpoints
 
 
+@pytest.mark.rest
 def test_what_a_state_dict_does_not_hold_is_refused_where_a_run_saves(tmp_path):
     for name in ("count_on_itself", "python_random"):
         made = orchestra([task_of(model(), keeping(name), optimizer_scope="task")], checkpoint_dir=tmp_path)
@@ -538,8 +565,6 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.05, 0.5, 1e3])
-@pytest.mark.parametrize("ends", [(11,), (3, 6, 11), tuple(range(1, 12))])
-@pytest.mark.parametrize("dtypes", MIXED)
+@covering(dtypes=list(MIXED), ends=[(11,), (3, 6, 11), tuple(range(1, 12))], max_grad_norm=[0.05, 0.5, 1e3], strength=1)
 def test_gradients_of_several_types_are_clipped_as_torch_does_it(dtypes, ends, max_grad_norm):
     assert_plain(torch.optim.SGD, dtypes=MIXED[dtypes], ends=ends, max_grad_norm=max_grad_norm)

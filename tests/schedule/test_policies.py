@@ -15,49 +15,43 @@ from hydra_engine.schedule.policies import (
     ShortestRemaining,
     resolve_policy,
 )
+from tests.refused import refused
 
 
 def first(policy, *candidates):
     return min(candidates, key=policy.key).task
 
 
-def test_sharded_lrtf_takes_the_longest_remaining_time():
-    short, long = Candidate("short", 0, 1.0, 1), Candidate("long", 1, 3.0, 2)
-    assert first(ShardedLRTF(), short, long) == "long"
+SERVED = [Candidate("a", 0, 1.0, 1, served_order=5), Candidate("b", 1, 1.0, 2, served_order=2)]
 
 
-def test_of_about_equal_remaining_times_sharded_lrtf_takes_the_unit_that_waited_longest():
-    behind, waited = Candidate("behind", 0, 99.0, 2), Candidate("waited", 1, 97.0, 1)
-    assert first(ShardedLRTF(), behind, waited) == "waited"
-    assert first(ShardedLRTF(), behind._replace(remaining_s=105.0), waited) == "behind"
-    assert first(ShardedLRTF(), Candidate("over", 0, 0.0, 1), Candidate("least", 1, 5e-324, 2)) == "least"
-
-
-def test_shortest_remaining_takes_the_shortest():
-    assert first(ShortestRemaining(), Candidate("short", 1, 1.0, 2), Candidate("long", 0, 3.0, 1)) == "short"
-
-
-def test_fifo_takes_the_unit_that_waited_longest_and_one_without_its_input_last():
-    new, old, coming = Candidate("new", 0, 9.0, 8), Candidate("old", 1, 1.0, 7), Candidate("coming", 2, 1.0, NOT_YET)
-    assert first(FIFO(), new, old, coming) == "old"
-    assert first(FIFO(), new, coming) == "new"
-
-
-def test_round_robin_takes_the_task_whose_turn_was_longest_ago():
-    served = [Candidate("a", 0, 1.0, 1, served_order=5), Candidate("b", 1, 1.0, 2, served_order=2)]
-    assert first(RoundRobin(), *served) == "b"
-    assert first(RoundRobin(), *served, Candidate("never", 2, 1.0, 3)) == "never"
-
-
-def test_in_step_takes_who_got_the_least_far():
-    ahead, behind = Candidate("ahead", 0, 9.0, 1, passes=3.5), Candidate("behind", 1, 1.0, 2, passes=3.25)
-    assert first(InStep(), ahead, behind) == "behind"
-
-
-def test_fair_share_takes_who_had_least_of_its_share():
-    heavy = Candidate("heavy", 0, 1.0, 1, used_s=5.0, weight=3.0)
-    light = Candidate("light", 1, 1.0, 2, used_s=2.0, weight=1.0)
-    assert first(FairShare(), heavy, light) == "heavy"
+@pytest.mark.parametrize(
+    ("policy", "candidates", "expected"),
+    [
+        (ShardedLRTF, [Candidate("short", 0, 1.0, 1), Candidate("long", 1, 3.0, 2)], "long"),
+        # Of about equal remaining times it takes the unit that waited longest.
+        (ShardedLRTF, [Candidate("behind", 0, 99.0, 2), Candidate("waited", 1, 97.0, 1)], "waited"),
+        (ShardedLRTF, [Candidate("behind", 0, 105.0, 2), Candidate("waited", 1, 97.0, 1)], "behind"),
+        (ShardedLRTF, [Candidate("over", 0, 0.0, 1), Candidate("least", 1, 5e-324, 2)], "least"),
+        (ShortestRemaining, [Candidate("short", 1, 1.0, 2), Candidate("long", 0, 3.0, 1)], "short"),
+        # It takes the unit that waited longest, and one without its input last.
+        (FIFO, [Candidate("new", 0, 9.0, 8), Candidate("old", 1, 1.0, 7), Candidate("coming", 2, 1.0, NOT_YET)], "old"),
+        (FIFO, [Candidate("new", 0, 9.0, 8), Candidate("coming", 2, 1.0, NOT_YET)], "new"),
+        # It takes the task whose turn was longest ago.
+        (RoundRobin, SERVED, "b"),
+        (RoundRobin, [*SERVED, Candidate("never", 2, 1.0, 3)], "never"),
+        # It takes who got the least far.
+        (InStep, [Candidate("ahead", 0, 9.0, 1, passes=3.5), Candidate("behind", 1, 1.0, 2, passes=3.25)], "behind"),
+        # It takes who had least of its share.
+        (
+            FairShare,
+            [Candidate("heavy", 0, 1.0, 1, used_s=5.0, weight=3.0), Candidate("light", 1, 1.0, 2, used_s=2.0)],
+            "heavy",
+        ),
+    ],
+)
+def test_each_takes_what_it_is_named_for(policy, candidates, expected):
+    assert first(policy(), *candidates) == expected
 
 
 def test_random_order_is_another_for_another_seed_and_even():
@@ -86,12 +80,12 @@ def test_object_with_key_is_a_policy():
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match="'longest'") as refusal:
+    with refused(ValueError, says="'longest'") as refusal:
         resolve_policy("longest")
     assert all(repr(name) in str(refusal.value) for name in POLICIES)
 
 
 @pytest.mark.parametrize("policy", [None, 3, object(), FIFO.key])
 def test_what_has_no_key_is_no_policy(policy):
-    with pytest.raises(TypeError, match="key"):
+    with refused(TypeError, says="key"):
         resolve_policy(policy)

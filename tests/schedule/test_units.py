@@ -13,6 +13,7 @@ from hydra_engine.schedule.units import (
     parse_schedule,
     training_chain,
 )
+from tests.refused import refused
 
 
 def drawn(text):
@@ -22,11 +23,11 @@ def drawn(text):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("task", ["bert", "task-0", "a.b", "two words", "x.f1@2", "übung", "e", "f0", "a\nb"])
-def test_unit_parses_back_from_what_it_prints(kind, task):
-    for shard, step, part in ((0, 0, 0), (7, 0, 1), (0, 12, 0), (123, 456789, 31)):
-        unit = Unit(task, kind, shard, step, part)
-        assert Unit.parse(str(unit)) == unit
+def test_unit_parses_back_from_what_it_prints(kind):
+    for task in ("bert", "task-0", "a.b", "two words", "x.f1@2", "übung", "e", "f0", "a\nb"):
+        for shard, step, part in ((0, 0, 0), (7, 0, 1), (0, 12, 0), (123, 456789, 31)):
+            unit = Unit(task, kind, shard, step, part)
+            assert Unit.parse(str(unit)) == unit
 
 
 def test_unit_prints_task_kind_shard_and_step():
@@ -36,31 +37,13 @@ def test_unit_prints_task_kind_shard_and_step():
     assert str(Unit("bert", "b", 3, 40, 2)) == "bert.b3@40+2"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "bert",
-        "bert.f2",
-        "bert.f@5",
-        "bert.2@5",
-        "bert.x2@5",
-        "bert.bf2@5",
-        "bert.F2@5",
-        "bertf2@5",
-        ".f2@5",
-        "f2@5",
-        "bert.f-2@5",
-        "bert.f2@-5",
-        "bert.f2@5.0",
-        "bert.f2@5 ",
-        "bert.f2@5\n",
-        "bert.f2@",
-        "bert.f2@5@6",
-    ],
-)
+MALFORMED = ("", "bert", "bert.f2", "bert.f@5", "bert.2@5", "bert.x2@5", "bert.bf2@5", "bert.F2@5", "bertf2@5", ".f2@5")
+MALFORMED += ("f2@5", "bert.f-2@5", "bert.f2@-5", "bert.f2@5.0", "bert.f2@5 ", "bert.f2@5\n", "bert.f2@", "bert.f2@5@6")
+
+
+@pytest.mark.parametrize("text", MALFORMED)
 def test_malformed_unit_is_refused(text):
-    with pytest.raises(ValueError, match="unit") as refusal:
+    with refused(ValueError, says="unit") as refusal:
         Unit.parse(text)
     assert repr(text) in str(refusal.value)
 
@@ -141,7 +124,7 @@ def test_schedule_parses_back_from_what_it_prints():
     "text", ["a.f0@0", "a.f0@0 on 0", "a.f0@0 on x from 0 to 1", "a.f0 on 0 from 0 to 1", "a.f0@0 on 0 from a to 1"]
 )
 def test_malformed_schedule_is_refused(text):
-    with pytest.raises(ValueError, match=r"schedule|unit|float"):
+    with refused(ValueError):
         parse_schedule(text)
 
 
@@ -182,9 +165,9 @@ def test_parts_of_a_step_are_chains_and_the_next_step_waits_for_all():
     }
     validate(SPREAD, {"a": training_chain(2, 1)})
     assert [str(unit) for unit in critical_path(SPREAD)] == ["a.f0@0+1", "a.fb1@0+1", "a.f0@1", "a.fb1@1"]
-    with pytest.raises(ValueError, match="one task at the same time"):
+    with refused(ValueError, says="task a.f0@1"):
         validate([*SPREAD[:4], placed("a.f0@1", 0, 5.2, 8.0)])
-    with pytest.raises(ValueError, match=r"a ends in the middle of a step, after a.f0@0\+1"):
+    with refused(ValueError, task="a", says="a.f0@0+1"):
         validate([*SPREAD[:3], *SPREAD[4:]], {"a": training_chain(2, 1)})
 
 
@@ -197,17 +180,17 @@ def test_valid_schedule_passes():
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
-        ([placed("a.f0@0", 0, 2.0, 1.0)], "ends before it starts"),
-        ([placed("a.f0@0", 0, -1.0, 1.0)], "before 0"),
-        ([*SCHEDULE, placed("b.fb0@0", 1, 8.0, 9.0)], "b.fb0@0 is in it twice"),
-        ([*SCHEDULE, placed("d.fb0@0", 1, 2.5, 2.7)], "one device at the same time"),
-        ([*SCHEDULE, placed("b.fb0@1", 2, 2.5, 3.7)], "one task at the same time"),
-        (SCHEDULE[:3], "a ends in the middle of a step, after a.fb1@0"),
-        ([*SCHEDULE[:2], *SCHEDULE[3:]], r"a.b0@0 where a.fb1@0 comes next: a.f0@0 \[a.b0@0\]"),
+        ([placed("a.f0@0", 0, 2.0, 1.0)], "a.f0@0 2.0 1.0"),
+        ([placed("a.f0@0", 0, -1.0, 1.0)], "a.f0@0 -1.0"),
+        ([*SCHEDULE, placed("b.fb0@0", 1, 8.0, 9.0)], "b.fb0@0"),
+        ([*SCHEDULE, placed("d.fb0@0", 1, 2.5, 2.7)], "device d.fb0@0"),
+        ([*SCHEDULE, placed("b.fb0@1", 2, 2.5, 3.7)], "task b.fb0@1"),
+        (SCHEDULE[:3], "a.fb1@0"),
+        ([*SCHEDULE[:2], *SCHEDULE[3:]], "a.b0@0 a.fb1@0"),
     ],
 )
 def test_schedule_that_could_not_have_been_is_refused(schedule, words):
-    with pytest.raises(ValueError, match=words):
+    with refused(ValueError, says=words):
         validate(schedule, CHAINS)
 
 
