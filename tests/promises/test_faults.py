@@ -17,57 +17,12 @@ from hydra_engine.planning.cuts import Kept
 from partitioners import Presharded
 from tests import exact, reference, zoo
 from tests.refused import names
+from tests.scenarios import Boom, Trap, TrapBackward
 
 SHARDS = [2, 4, 5]  # of `trapped_model`: each has one layer that can be made to fail
 FAILING_STEP = 4
 LATE_STEP = 12  # after the ten of an optimizer's trial
 SEED = 21
-
-
-class Boom(Exception):
-    """What an armed trap raises."""
-
-
-class Trap:
-    """Acts at one call, counted over all copies of its layer: the engine copies a layer's structure per device."""
-
-    def __init__(self):
-        self.fires_at = None
-        self.fired = threading.Event()
-        self._calls = []  # grows: a number that every forward counts up would be refused
-        self._lock = threading.Lock()
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def arm(self, fires_at, action=None):
-        """Act at call number `fires_at` from now, counting from 0; the action is to raise unless given."""
-        self._calls, self.fires_at, self._action = [], fires_at, action or self._raise
-
-    def touch(self):
-        with self._lock:
-            call = len(self._calls)
-            self._calls.append(call)
-        if call == self.fires_at:
-            self.fired.set()
-            self._action()
-
-    def _raise(self):
-        raise Boom(f"trap at call {self.fires_at}")
-
-
-class TrapBackward(torch.autograd.Function):
-    """Identity whose backward pass touches the trap."""
-
-    @staticmethod
-    def forward(ctx, x, trap):
-        ctx.trap = trap
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.trap.touch()
-        return grad, None
 
 
 class Trapped(nn.Module):
@@ -123,12 +78,7 @@ def assert_failed(report, name, model, expected, text):
     exact.assert_same_state(zoo.state(model), expected.state)
 
 
-# Where each kind of unit can fail: layer, pass, and the number of that pass's calls in a step of n micro-batches before
-# micro-batch m. A shard below the last runs its layers' forward twice per step and micro-batch:
-#
-#     f0 ... f0  f1 ... f1  last ... last  b1 ... b1  b0 ... b0      each over all micro-batches before the next
-#     forward    forward    forward +      recompute + backward
-#                           backward
+# As `tests.scenarios.LAYERS`, for this model.
 KINDS_OF_UNIT = {
     "forward of the lowest shard": (0, "in_forward", lambda n, m: (2 * n, m)),
     "forward of a middle shard": (2, "in_forward", lambda n, m: (2 * n, m)),

@@ -95,7 +95,7 @@ def test_as_often_as_asked_and_then_it_fails():
     trap = model[2].in_forward
 
     def for_good():
-        trap.touch = trap._raise
+        trap.touch = trap.fail
         raise Boom("for good")
 
     report = run_with_other(task, before=lambda: trap.arm(2 * STEP, for_good))

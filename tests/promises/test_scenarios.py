@@ -1,0 +1,57 @@
+"""What happens to a task while it trains, wherever and under whichever setting, leaves what is promised for it."""
+
+import pytest
+
+from tests.covering import cover
+from tests.scenarios import HAPPENINGS, PLACES, Scenario, check
+
+NUM_REST = 150  # of the product, beyond the covering, for `make test-all`
+
+SETTINGS = {
+    "step": (0, 3, 5),
+    "num_devices": (1, 2),
+    "accumulation_steps": (1, 3),
+    "company": (True, False),
+    "double_buffer": (True, False),
+    "chaos": (None, 5),
+    "kept": (False, True),
+}
+FAULTS = {
+    "event": ("raises", "tries again"),
+    "place": PLACES,
+    "update": ("plain", "clipped", "whole task"),
+    "saves": (False, True),
+    **SETTINGS,
+}
+# Where a whole run, or a device, is struck matters less: in a unit, in the loader, on the host, between two steps.
+WHOLE_RUN = {
+    "event": tuple(HAPPENINGS),
+    "place": ("forward of the middle shard", "backward of the lowest shard", "loader", "update", "callback"),
+    "update": ("clipped", "early release", "on devices"),
+    **SETTINGS,
+}
+MEMORY = [
+    Scenario(event, place)
+    for event, place in (("host memory", "loss"), ("host memory", "loader"), ("torch's memory", "commit"))
+]
+
+
+def scenarios(factors):
+    """A covering of every pair of values, and more cases that are marked `rest`."""
+    net = [as_possible(Scenario(**case)) for case in cover(factors)]
+    more = [as_possible(Scenario(**case)) for case in cover(factors, num_cases=NUM_REST, num_candidates=1, seed=1)]
+    rest = [pytest.param(each, marks=pytest.mark.rest) for each in dict.fromkeys(more) if each not in net]
+    return [*dict.fromkeys(net), *rest]
+
+
+def as_possible(scenario):
+    """What fails in an update for good has shards of two steps: `test_retries.py` has that."""
+    if (scenario.event, scenario.place) == ("raises", "update"):
+        return scenario._replace(event="tries again")
+    return scenario
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
+@pytest.mark.parametrize("scenario", [*scenarios(FAULTS), *scenarios(WHOLE_RUN), *MEMORY], ids=str)
+def test_every_promise_holds(scenario, tmp_path):
+    check(scenario, tmp_path)
