@@ -222,30 +222,6 @@ def graphs(*, kept):
     return mock.patch("hydra_engine.planning.planner.choose_kept", return_value=Kept(keeps_from, 1.0))
 
 
-def train_beside(task, *, num_devices=1, chaos=None, before=lambda: None, kept=False):
-    """Train the task beside another one, which must not notice; call `before` between the plan and the training."""
-    other, other_model = beside()
-    orchestra = exact.orchestrator([task, other], num_devices=num_devices, chaos=chaos)
-    with graphs(kept=kept):
-        orchestra.generate()
-    before()
-    report = orchestra.train_models()
-    exact.assert_as_expected(report, BESIDE, other_model, committed(None, seed=SEED + 1))
-    exact.assert_within_budget(report, num_devices)
-    return report
-
-
-def assert_failed(report, name, model, expected, text=""):
-    """The task failed with its traceback, at its last committed step."""
-    outcome = report.tasks[name]
-    assert outcome.status == "failed"
-    assert "Traceback (most recent call last)" in outcome.error
-    names(outcome.error, says=text)
-    assert outcome.steps == len(expected.losses)
-    assert outcome.losses == expected.losses
-    exact.assert_same_state(zoo.state(model), expected.state)
-
-
 def begun_again(report):
     """The units that stopped a step that began again."""
     return [span.label for span in report.spans if span.lane == AGAIN]

@@ -78,57 +78,10 @@ def assert_failed(report, name, model, expected, text):
     exact.assert_same_state(zoo.state(model), expected.state)
 
 
-# As `tests.scenarios.LAYERS`, for this model.
-KINDS_OF_UNIT = {
-    "forward of the lowest shard": (0, "in_forward", lambda n, m: (2 * n, m)),
-    "forward of a middle shard": (2, "in_forward", lambda n, m: (2 * n, m)),
-    "forward of the last shard": (4, "in_forward", lambda n, m: (n, m)),
-    "backward of the last shard": (4, "in_backward", lambda n, m: (n, m)),
-    "recomputed forward of a middle shard": (2, "in_forward", lambda n, m: (2 * n, n + m)),
-    "backward of a middle shard": (2, "in_backward", lambda n, m: (n, m)),
-    "recomputed forward of the lowest shard": (0, "in_forward", lambda n, m: (2 * n, n + m)),
-    "backward of the lowest shard": (0, "in_backward", lambda n, m: (n, m)),
-}
-
-
 def graphs(*, kept):
     """Backwards go on from their forward's graph where it is on the device, or never."""
     keeps_from = 0 if kept else len(trapped_model()[0])
     return mock.patch("hydra_engine.planning.planner.choose_kept", return_value=Kept(keeps_from, 1.0))
-
-
-DEVICES = [(1, None, False), (2, 5, False), (1, 5, True)]  # how many, chaos, whether graphs are kept
-
-
-@pytest.mark.rest  # tests/promises/test_scenarios.py has this fact in a covering
-@pytest.mark.parametrize(
-    ("kind", "num_devices", "chaos", "kept"),
-    [(kind, *each) for kind in KINDS_OF_UNIT for each in DEVICES if not (each[-1] and "recomputed" in kind)],
-)
-@pytest.mark.parametrize("accumulation_steps", [1, 3])
-def test_failing_unit_leaves_the_last_committed_step(kind, accumulation_steps, num_devices, chaos, kept, capsys):
-    layer, trap_name, calls = KINDS_OF_UNIT[kind]
-    options = {"accumulation_steps": accumulation_steps, "max_grad_norm": 0.5}
-    task, model = victim(**options, optimizer=torch.optim.AdamW)
-    other, other_model = exact.task_of("dropout", epochs=1)
-    orchestra = exact.orchestrator([task, other], num_devices=num_devices, chaos=chaos)
-    with graphs(kept=kept):
-        orchestra.generate()
-    trap = getattr(model[layer], trap_name)
-    calls_per_step, calls_before = calls(accumulation_steps, accumulation_steps // 2)
-    if kept and accumulation_steps == 1:  # with more, a shard whose forward changes buffers keeps none
-        calls_per_step = accumulation_steps
-    trap.arm(FAILING_STEP * calls_per_step + calls_before)
-    report = orchestra.train_models()
-
-    assert trap.fired.is_set()
-    expected = committed(FAILING_STEP, optimizer=torch.optim.AdamW, **options)
-    assert_failed(report, "victim", model, expected, "Boom: trap at call")
-    exact.assert_as_expected(report, "dropout", other_model, exact.expected("dropout", epochs=1))
-    exact.assert_within_budget(report, num_devices)
-    assert "victim" in capsys.readouterr().err  # also at verbose = 0
-    with pytest.raises(Boom, match="trap at call"):
-        report.raise_failures()
 
 
 def test_failing_unit_of_a_model_in_one_shard():
@@ -141,7 +94,7 @@ def test_failing_unit_of_a_model_in_one_shard():
     assert_failed(report, "victim", model, committed(FAILING_STEP), "Boom: trap at call")
 
 
-# A loader, a layer or a loss that raises in epoch 1
+# Loaders
 
 
 class RaisingLoader:
@@ -158,55 +111,6 @@ class RaisingLoader:
             if k == self.at:
                 self.action()
             yield batch
-
-
-def boom():
-    raise Boom("from the user's code")
-
-
-def raising_loader():
-    model, loss_fn, loader = trapped_model()
-    return model, loss_fn, RaisingLoader(loader, 3, boom)
-
-
-class RaisingLoss(nn.Module):
-    """Cross entropy that can be made to fail."""
-
-    def __init__(self):
-        super().__init__()
-        self.trap = Trap()
-
-    def forward(self, outputs, target):
-        self.trap.touch()
-        return F.cross_entropy(outputs, target)
-
-
-@pytest.mark.rest  # tests/promises/test_scenarios.py has this fact in a covering
-@pytest.mark.parametrize("culprit", ["loader", "layer", "loss"])
-@pytest.mark.parametrize("num_devices", [1, 3])
-def test_user_code_that_raises_fails_its_task_alone(culprit, num_devices):
-    threads_before = set(threading.enumerate())
-    loss_fn = RaisingLoss()
-
-    def build():
-        model, _, loader = raising_loader() if culprit == "loader" else trapped_model()
-        return model, loss_fn, loader
-
-    task, model = victim(build)
-    others = [exact.task_of(name) for name in ("cnn", "tied")]
-    orchestra = exact.orchestrator([others[0][0], task, others[1][0]], num_devices=num_devices, chaos=9)
-    with graphs(kept=False):
-        orchestra.generate()
-    if culprit == "layer":
-        model[2].in_forward.arm(3 * 2)
-    elif culprit == "loss":
-        loss_fn.trap.arm(3)
-    report = orchestra.train_models()
-
-    assert set(threading.enumerate()) <= threads_before
-    assert_failed(report, "victim", model, committed(3), "Boom: ")
-    for (_, other_model), name in zip(others, ("cnn", "tied"), strict=True):
-        exact.assert_as_expected(report, name, other_model, exact.expected(name))
 
 
 def test_loader_that_ends_early_in_a_later_epoch_is_no_failure():

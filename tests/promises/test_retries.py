@@ -20,7 +20,6 @@ from partitioners import Presharded
 from tests import exact, zoo
 from tests.covering import covering
 from tests.promises.test_faults import (
-    KINDS_OF_UNIT,
     Boom,
     Trap,
     assert_failed,
@@ -58,28 +57,6 @@ def again(report):
 
 
 # Units
-
-
-@pytest.mark.rest  # tests/promises/test_scenarios.py has this fact in a covering
-@pytest.mark.parametrize("kind", KINDS_OF_UNIT)
-@pytest.mark.parametrize(("accumulation_steps", "num_devices", "chaos"), [(1, 1, None), (3, 2, 5)])
-def test_step_of_a_failing_unit_begins_again(kind, accumulation_steps, num_devices, chaos):
-    layer, trap_name, calls = KINDS_OF_UNIT[kind]
-    options = {"accumulation_steps": accumulation_steps, "max_grad_norm": 0.5}
-    task, model = victim(**options, optimizer=ADAM, max_retries=1)
-    trap = getattr(model[layer], trap_name)
-    calls_per_step, calls_before = calls(accumulation_steps, accumulation_steps // 2)
-    report = run_with_other(
-        task, num_devices=num_devices, chaos=chaos, before=lambda: trap.arm(STEP * calls_per_step + calls_before)
-    )
-    assert trap.fired.is_set()
-    exact.assert_as_expected(report, "victim", model, undisturbed(optimizer=ADAM, **options))
-    [retry] = report.tasks["victim"].retries
-    assert retry.step == STEP
-    assert retry.error.startswith("Boom: trap at call")
-    assert again(report) == [retry.where]
-    names(report, task="victim", says=f"{STEP} {retry.where} Boom")
-    assert report.tasks["victim"].revisions == []
 
 
 def test_steps_of_one_graph_begin_again():
@@ -153,19 +130,6 @@ class Striking:
             return self.original(owner, state, *args, **kwargs)
 
         return call
-
-
-@pytest.mark.rest  # tests/promises/test_scenarios.py has this fact in a covering
-@pytest.mark.parametrize(("method", "at"), [("load_slab", 10), ("load_input", 25), ("load_buffers", 12)])
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_step_of_a_failing_load_begins_again(method, at, num_devices):
-    task, model = victim(max_retries=1, optimizer=ADAM)
-    striking = Striking(Spiller, method, "victim", at)
-    with striking.patch:
-        report = run_with_other(task, before=striking.arm, num_devices=num_devices, chaos=3)
-    assert striking.num_calls > at
-    exact.assert_as_expected(report, "victim", model, undisturbed(optimizer=ADAM))
-    assert len(report.tasks["victim"].retries) == len(again(report)) == 1
 
 
 @covering(
