@@ -13,7 +13,6 @@ commit, ...) of a step, under a setting. What must hold then:
 `tests/promises/test_scenarios.py` has the table. All tasks are of one structure, so that one plan serves them.
 """
 
-import _thread
 import contextlib
 import os
 import signal
@@ -34,6 +33,8 @@ from hydra_engine import Callback, EmulatedDevice, ModelTask, PauseTask, StopTas
 from hydra_engine.devices.emulated import OpenEmulatedDevice
 from hydra_engine.errors import DeviceFailed
 from hydra_engine.planning.cuts import Kept
+from hydra_engine.run.signals import Inbox
+from hydra_engine.schedule import StopRequested
 from hydra_engine.tasks.report import AGAIN
 from hydra_engine.worker.spiller import Spiller
 from partitioners import Presharded
@@ -321,18 +322,16 @@ class Scenario(NamedTuple):
 class World:
     """The two tasks of a scenario, with the victim's trap, and an orchestrator over them."""
 
-    def __init__(self, scenario, directory, hangs=()):
-        self.scenario, self.directory, self.hangs = scenario, directory, hangs
+    def __init__(self, scenario, directory):
+        self.scenario, self.directory = scenario, directory
         self.event = EVENTS[scenario.event]
-        self.retried = self.event.options.get("max_retries", 0)
-        self.threads, self.device_fails, self.goes_on = [], threading.Event(), threading.Event()
+        self.threads, self.device_fails, self.told = [], threading.Event(), threading.Event()
         micro = max(scenario.accumulation_steps, 2 if scenario.place in STORES else 1)
         update = scenario.update
-        if update in IN_THE_STEP and (self.retried or self.event.fails):
+        if update in IN_THE_STEP and scenario.event in FAULTS:
             update = "clipped"  # what such an update refuses, or does not put back
         if scenario.place == "update" and update in ("on devices", "whole task"):
             update = "plain"  # three updates per step
-        self.is_in_the_step = update in IN_THE_STEP
         self.settings = {"accumulation_steps": micro, **UPDATES[update]}
         self.plain = self._plain_settings()
         self._trap()
@@ -414,18 +413,17 @@ class World:
         """Plan, arm and train; returns what `train_models` raised, or None. The report is the orchestrator's."""
         with graphs(kept=self.keeps):
             self.orchestra.generate()
-        if self.scenario.place in LOADS + STORES:
-            patch = mock.patch.object(Spiller, self.scenario.place, touching(self.scenario.place, self.trap))
-        else:
-            patch = contextlib.nullcontext()
         self.trap.arm(self.fires_at, partial(self.event.act, self))
-        with patch:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(Inbox, "put", telling(self.told)))
+            if self.scenario.place in LOADS + STORES:
+                method = touching(self.scenario.place, self.trap)
+                stack.enter_context(mock.patch.object(Spiller, self.scenario.place, method))
             try:
                 self.orchestra.train_models()
             except BaseException as error:
                 return error
             finally:
-                self.goes_on.set()
                 for thread in self.threads:
                     thread.join(PATIENCE_S)
         return None
@@ -456,10 +454,6 @@ class World:
         if self.scenario.num_devices == 1:
             self.threads.append(threading.Thread(target=self.orchestra.add_device, args=(name,)))
             self.threads[-1].start()
-
-    def hang(self):
-        self.hangs[0].set()
-        assert self.goes_on.wait(PATIENCE_S)
 
     # What must hold afterwards
 
@@ -523,6 +517,18 @@ class World:
         self.check_beside()
 
 
+def telling(told):
+    """`Inbox.put` that sets `told` once the thread that decides has heard of a signal."""
+    put = Inbox.put
+
+    def call(inbox, event):
+        put(inbox, event)
+        if isinstance(event, StopRequested):
+            told.set()
+
+    return call
+
+
 def touching(method, trap):
     """The spiller's method that touches the trap for the victim's shards, after its work for a store."""
     original = getattr(Spiller, method)
@@ -584,7 +590,6 @@ class Event(NamedTuple):
     saves: bool = False  # whether or not the scenario says so
     max_failures: int = 0
     at_once: bool = False  # the step of the event is not committed
-    fails: bool = False  # the victim fails
 
 
 def _raises(error):
@@ -672,12 +677,12 @@ def _killed(world, error):
     raise AssertionError("the process went on")
 
 
-def _interrupt(world):
-    _thread.interrupt_main()
-
-
 def _signal(number):
-    return lambda world: os.kill(os.getpid(), number)
+    def act(world):
+        os.kill(os.getpid(), number)
+        assert world.told.wait(PATIENCE_S)
+
+    return act
 
 
 def _end(name):
@@ -696,20 +701,17 @@ RETRIED = {"max_retries": 1}
 OF_THE_RUN = {"saves": True}
 
 FAULTS = {
-    "raises": Event(_raises(partial(Boom, "of the user's code")), _failed, at_once=True, fails=True),
+    "raises": Event(_raises(partial(Boom, "of the user's code")), _failed, at_once=True),
     "tries again": Event(_raises(partial(Boom, "once")), _tried_again, options=RETRIED, at_once=True),
-    "host memory": Event(
-        _raises(MemoryError), partial(_failed, kind=MemoryError, says="DRAM"), at_once=True, fails=True
-    ),
+    "host memory": Event(_raises(MemoryError), partial(_failed, kind=MemoryError, says="DRAM"), at_once=True),
     "torch's memory": Event(
         _raises(partial(RuntimeError, NO_MEMORY)),
         partial(_failed, kind=RuntimeError, says="DRAM"),
         at_once=True,
-        fails=True,
     ),
 }
 HAPPENINGS = {
-    "interrupt": Event(_interrupt, _ended_by(KeyboardInterrupt), **OF_THE_RUN),
+    "interrupt": Event(_signal(signal.SIGINT), _ended_by(KeyboardInterrupt), **OF_THE_RUN),
     "SIGTERM": Event(_signal(signal.SIGTERM), _ended_by(SystemExit, 143), **OF_THE_RUN),
     "kill": Event(_signal(signal.SIGKILL), _killed, **OF_THE_RUN),
     "stop": Event(_end("stop_task"), _stopped),
@@ -721,20 +723,20 @@ HAPPENINGS = {
 EVENTS = {**FAULTS, **HAPPENINGS}
 
 
-def check(scenario, directory, hangs=()):
+def check(scenario, directory):
     """Let it happen, and check everything that must hold then."""
-    world = World(scenario, directory, hangs)
+    world = World(scenario, directory)
     if scenario.event == "kill":
         with pytest.raises(processes.ProcessEnded) as ended:
             processes.run(_train_in_a_process, scenario, directory)
         assert ended.value.exitcode == -signal.SIGKILL
     else:
         error = world.run()
-        assert world.trap.fired.is_set()
+        assert world.trap.fired.is_set(), error
         world.report = world.orchestra.report
         world.event.check(world, error)
         exact.assert_within_budget(world.report, scenario.num_devices)
-    if world.saves and scenario.event not in ("stop",):
+    if world.saves and scenario.event != "stop":  # which a resume leaves as it is
         world.check_resumed()
 
 

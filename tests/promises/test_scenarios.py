@@ -51,7 +51,6 @@ def as_possible(scenario):
     return scenario
 
 
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
 @pytest.mark.parametrize("scenario", [*scenarios(FAULTS), *scenarios(WHOLE_RUN), *MEMORY], ids=str)
 def test_every_promise_holds(scenario, tmp_path):
     check(scenario, tmp_path)
