@@ -182,7 +182,7 @@ def test_an_optimizer_that_cannot_go_on_fails(tmp_path, options, words):
     orchestra.train_models()
     orchestra.fork_task("task", "fork")
     orchestra.add_task(fork(**options))
-    with refused(task="fork", says=words):
+    with refused(says=words):
         orchestra.train_models()
 
 

@@ -157,7 +157,7 @@ def test_task_ends_at_the_step_before(nonfinite, capsys):
 
 
 def test_a_task_that_raises_alone_raises_it():
-    with refused(NonFiniteLoss, task="task", says="0 -inf"):
+    with refused(NonFiniteLoss, task="task", says="0"):
         exact.run([task_of({0: -math.inf}, nonfinite="raise", max_retries=3)])
 
 

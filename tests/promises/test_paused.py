@@ -227,7 +227,7 @@ def test_a_generator_that_was_read_is_refused_where_a_task_goes_on(tmp_path, mon
         exact.assert_same_state(zoo.state(again.model), zoo.state(whole.model))
     else:
         [error] = pauses.errors
-        names(error, task="task", says="generator")
+        names(error, says="generator")
         assert (report.status, report.steps) == ("paused", 2)
 
 
@@ -246,7 +246,7 @@ def test_a_generator_is_not_asked_again(tmp_path, is_validation):
     task = task_of("list", epochs=1, unpack=fails_once, max_retries=1, **options)
     if not is_validation:
         task.dataloader = once
-    with refused(task="task", says="generator"):
+    with refused(says="generator"):
         orchestra_of([task], tmp_path).train_models()
 
 

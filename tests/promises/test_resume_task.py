@@ -86,7 +86,7 @@ def test_a_frozen_base_that_another_task_trains_on_is_not_written_to(tmp_path, i
                     there.add_task(task_of(base, "b"))
                 except ValueError as error:
                     names(error, says="0.weight")
-                    errors.append(error)
+                    errors.append(str(error))
 
     there = orchestra_of([task_of(base, "a", Adds())], tmp_path / "a")
     assert there.train_models().tasks["a"].status == "finished"

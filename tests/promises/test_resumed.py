@@ -542,7 +542,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
         (task_of("stateful"), "loader"),
         (scheduled, "lr_scheduler"),
     ):
-        with refused(task="task", says=words):
+        with refused(says=words):
             orchestra_of([other], tmp_path).train_models(resume=True)
 
 
