@@ -6,7 +6,7 @@ from tests.covering import cover
 from tests.scenarios import HAPPENINGS, PLACES, Scenario, check
 
 SETTINGS = {
-    "step": (0, 3, 5),
+    "step": (0, 5),
     "num_devices": (1, 2),
     "accumulation_steps": (1, 3),
     "company": (True, False),
