@@ -1,6 +1,5 @@
 """The first failure of a task is reported, its weights are those of its last committed step, all others finish."""
 
-import _thread
 import threading
 import traceback
 from functools import partial
@@ -178,43 +177,6 @@ def test_nothing_failed_nothing_raised():
     report = exact.run([task])
     report.raise_failures()
     assert not report.tasks["mlp"].error
-
-
-# Ctrl-C
-
-
-@pytest.mark.rest  # tests/promises/test_scenarios.py has this fact in a covering
-@pytest.mark.parametrize("culprit", ["layer", "loader"])
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_ctrl_c_cleans_up_and_is_raised_again(culprit, num_devices):
-    threads_before = set(threading.enumerate())
-
-    def build():
-        model, loss_fn, loader = trapped_model()
-        return model, loss_fn, RaisingLoader(loader, 3, _thread.interrupt_main) if culprit == "loader" else loader
-
-    task, model = victim(build)
-    other, other_model = exact.task_of("tied", epochs=6)
-    orchestra = exact.orchestrator([task, other], num_devices=num_devices, chaos=6)
-    with graphs(kept=False):
-        orchestra.generate()
-    if culprit == "layer":
-        model[2].in_forward.arm(3 * 2, _thread.interrupt_main)
-    with pytest.raises(KeyboardInterrupt):
-        orchestra.train_models()
-
-    assert set(threading.enumerate()) <= threads_before
-    report = orchestra.report
-    assert report.tasks["tied"].status == "stopped"
-    assert report.tasks["victim"].status == "stopped"
-    expected = committed(report.tasks["victim"].steps)
-    assert report.tasks["victim"].losses == expected.losses
-    exact.assert_same_state(zoo.state(model), expected.state)
-    model, loss_fn, loader = zoo.tied()
-    factory, lr = exact.OPTIMIZERS["sgd"]
-    steps = report.tasks["tied"].steps
-    reference.train(model, loss_fn, loader, seed=exact.SEED, lr=lr, epochs=6, optimizer=factory, max_steps=steps)
-    exact.assert_same_state(zoo.state(other_model), zoo.state(model))
 
 
 # A schedule or an optimizer that raises: the report's steps and the weights are of the same step
