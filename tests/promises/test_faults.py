@@ -1,6 +1,5 @@
 """The first failure of a task is reported, its weights are those of its last committed step, all others finish."""
 
-import threading
 import traceback
 from functools import partial
 from unittest import mock
