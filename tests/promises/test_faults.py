@@ -342,9 +342,9 @@ def test_an_error_that_cannot_say_its_text_fails_its_task_alone(culprit, max_ret
     orchestra = ModelOrchestrator([task, other], devices=[EmulatedDevice("1MiB")])
     report = orchestra.train_models()
     assert report.tasks["a"].status == "failed"
-    names(str(report.tasks["a"].exception).splitlines()[0], says="Mute __str__")
+    assert str(report.tasks["a"].exception).splitlines()[0].startswith("Mute")
     assert "Traceback (most recent call last)" in report.tasks["a"].error
     assert "raise Mute" in report.tasks["a"].error
     exact.assert_same_state(zoo.state(model), committed(None).state)
     report.save(tmp_path / "run.json")
-    names(report.summary(), says="Mute")
+    assert "Mute, which cannot say more" in report.summary()

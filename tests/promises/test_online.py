@@ -445,8 +445,11 @@ def test_factory_that_hangs_fails_its_task_alone(hangs):
     orchestra = orchestra_of(victim, first)
     orchestra.generate()
     factories.is_armed = True
+    before = threading.enumerate()
     report = orchestra.train_models()
     factories.go_on.set()
+    for thread in set(threading.enumerate()) - set(before):
+        thread.join(30)  # the one that hung ends now
     assert isinstance(report.tasks["victim"].exception, TimeoutError)
     names(report.tasks["victim"].error, says="set-up factory 0.2")
     assert_as_alone(first, report.tasks["first"])
