@@ -27,11 +27,11 @@ import torch
 from torch import nn
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.devices.emulated import OpenEmulatedDevice
 from hydra_engine.errors import DeviceFailed
 from hydra_engine.tasks.report import AGAIN
 from partitioners import Presharded
 from tests import reference
+from tests.scenarios import Failing
 
 HANG_S = 60
 NUM_FEATURES, NUM_CLASSES, BATCH_SIZE = 12, 3, 8
@@ -173,29 +173,6 @@ def run_changes(num_changes, seed, *, graces=(None,)):
     )
 
 
-class Failing(EmulatedDevice):
-    """Raises at one of its copies, and at all after it: counted over all devices that share `fuse`."""
-
-    def __init__(self, fuse):
-        super().__init__("1MiB")
-        self.fuse = fuse
-
-    def open(self, index, trace, num_threads, arena_bytes=None):
-        return OpenFailing(self, self.name_at(index), trace, num_threads, arena_bytes)
-
-
-class OpenFailing(OpenEmulatedDevice):
-    def __init__(self, spec, *args):
-        super().__init__(spec, *args)
-        self.fuse, self.has_failed = spec.fuse, False
-
-    def _copy(self, lane, pairs, num_bytes, *, urgent):
-        if self.has_failed or self.fuse.burns():
-            self.has_failed = True
-            raise DeviceFailed(self.name, f"in its {lane} lane")
-        super()._copy(lane, pairs, num_bytes, urgent=urgent)
-
-
 class Fuse:
     """Burns at these copies, counted over the devices that share it."""
 
@@ -220,7 +197,7 @@ def run_failure(seed):
     rng, num_steps = random.Random(seed), 6
     fuse = Fuse([rng.randrange(NUM_COPIES)])
     tasks = tasks_of(num_steps)
-    orchestra = ModelOrchestrator(tasks, devices=[Failing(fuse) for _ in range(3)], max_failures=1)
+    orchestra = ModelOrchestrator(tasks, devices=[Failing(fuse.burns) for _ in range(3)], max_failures=1)
     orchestra.verbose = 0
     with watched():
         report = orchestra.train_models()
@@ -241,7 +218,7 @@ def run_too_many(seed):
     tasks = tasks_of(num_steps)
     with tempfile.TemporaryDirectory() as directory, watched():
         orchestra = ModelOrchestrator(
-            tasks, devices=[Failing(fuse) for _ in range(3)], max_failures=1, checkpoint_dir=directory
+            tasks, devices=[Failing(fuse.burns) for _ in range(3)], max_failures=1, checkpoint_dir=directory
         )
         orchestra.verbose = 0
         has_failed = False

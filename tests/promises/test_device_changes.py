@@ -10,22 +10,23 @@ from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.errors import DeviceFailed
 from hydra_engine.run.workers import Workers
 from tests import device_changes, reference
+from tests.refused import names, refused
 
 
 def test_devices_that_come_and_go_change_no_bit_and_no_step_is_begun_again():
-    device_changes.run_changes(90, seed=0)
+    device_changes.run_changes(45, seed=0)
 
 
 def test_units_that_are_given_up_are_computed_elsewhere():
-    device_changes.run_changes(60, seed=1, graces=(None, 0, 0.001))
+    device_changes.run_changes(36, seed=1, graces=(None, 0, 0.001))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.rest) for k in (1, 2, 3))])
 def test_device_that_fails_costs_one_unit(seed):
     device_changes.run_failure(seed)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.rest) for k in (1, 2))])
 def test_one_failure_too_many_ends_the_run_and_a_resume_has_its_bits(seed):
     device_changes.run_too_many(seed)
 
@@ -81,19 +82,19 @@ def refusal(call):
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "words"),
     [
-        ({"min_devices": 0}, "min_devices: 0, limit: a whole number, at least 1"),
-        ({"min_devices": True}, "min_devices: True"),
-        ({"max_devices": 0}, "max_devices: 0"),
-        ({"max_devices": 1.5}, "max_devices: 1.5"),
-        ({"max_failures": -1}, "max_failures: -1, limit: a whole number, at least 0"),
-        ({"min_devices": 3, "max_devices": 2}, "min_devices: 3, limit: max_devices=2"),
-        ({"max_devices": 1, "devices": [EmulatedDevice(), EmulatedDevice()]}, "max_devices: 1 with 2 devices given"),
+        ({"min_devices": 0}, "min_devices 0"),
+        ({"min_devices": True}, "min_devices True"),
+        ({"max_devices": 0}, "max_devices 0"),
+        ({"max_devices": 1.5}, "max_devices 1.5"),
+        ({"max_failures": -1}, "max_failures -1"),
+        ({"min_devices": 3, "max_devices": 2}, "min_devices 3 max_devices=2"),
+        ({"max_devices": 1, "devices": [EmulatedDevice(), EmulatedDevice()]}, "max_devices 1 2"),
     ],
 )
-def test_limits_are_checked_before_anything_else(options, text):
-    with pytest.raises(ValueError, match=f"^{text}"):
+def test_limits_are_checked_before_anything_else(options, words):
+    with refused(says=words):
         ModelOrchestrator([make_task()], **({"devices": [EmulatedDevice()]} | options))
 
 
@@ -116,17 +117,25 @@ def test_what_cannot_be_added_or_removed_is_refused_and_disturbs_nothing():
 
     orchestra, found = trained(job, devices=[first], max_devices=2)
     *errors, name, full = found
-    most = f"at most {threading.TIMEOUT_MAX:g}; None waits for the unit"
-    assert [str(each).partition(", limit")[0] for each in errors[:2]] == ["add_device: 'emulated:0' is in already"] * 2
-    assert str(errors[2]).startswith("devices: 'emulated:7', known: ")
-    assert isinstance(errors[3], TypeError)
-    assert isinstance(errors[4], ValueError)
-    assert "64 bytes, limit: " in str(errors[4])
-    assert str(errors[5]) == "remove_device: 'emulated:1' is not in, limit: one of 'emulated:0'"
-    assert str(errors[6]) == f"grace_s: -1, limit: seconds, at least 0, {most}"
-    assert str(errors[7]) == f"grace_s: nan, limit: seconds, at least 0, {most}"
+    most = f"{threading.TIMEOUT_MAX:g}"
+    for error, kind, words in zip(
+        [*errors, full],
+        (ValueError, ValueError, ValueError, TypeError, *[ValueError] * 5),
+        (
+            *["add_device 'emulated:0'"] * 2,
+            "devices 'emulated:7'",
+            "",
+            "64 bytes",
+            "remove_device 'emulated:1' 'emulated:0'",
+            f"grace_s -1 {most}",
+            f"grace_s nan {most}",
+            "add_device 2 max_devices=2",
+        ),
+        strict=True,
+    ):
+        assert isinstance(error, kind)
+        names(error, says=words)
     assert name == "emulated:1"
-    assert str(full) == "add_device: 2 devices are in, limit: max_devices=2; remove one first, or raise it"
     assert orchestra.devices == {"emulated:0": "in", "emulated:1": "in"}
 
 
@@ -147,7 +156,7 @@ def test_below_the_minimum_nothing_begins_until_a_device_is_added(capsys):
     orchestra, _ = trained(job)
     threads[0].join()
     assert orchestra.report.tasks["task-0"].steps == 4
-    assert "0 devices are in, limit: min_devices=1" in capsys.readouterr().err
+    names(capsys.readouterr().err, says="0 min_devices=1")
     assert len(orchestra.report.devices) == 1
 
 
@@ -171,7 +180,7 @@ def test_devices_change_between_runs_too():
     assert [device.name for device in report.devices] == ["emulated:1"]
     orchestra.remove_device("emulated:1")
     orchestra.add_task(make_task())
-    with pytest.raises(RuntimeError, match=r"^devices: none is in, limit: at least 1 to plan on"):
+    with refused(RuntimeError, says="devices"):
         orchestra.train_models()
     orchestra.add_device("emulated:0")
     assert orchestra.train_models().tasks["task-1"].status == "finished"
@@ -184,7 +193,7 @@ def test_one_object_may_be_several_devices():
     assert orchestra.add_device("emulated:1") == "emulated:1"
     orchestra.remove_device("emulated:0")
     assert orchestra.add_device(device) == "emulated:0"
-    assert str(refusal(lambda: orchestra.add_device(device))).startswith("add_device: 'emulated:0' is in already")
+    names(refusal(lambda: orchestra.add_device(device)), says="add_device 'emulated:0'")
 
 
 def test_a_device_that_comes_while_a_run_is_planned_is_opened_once(monkeypatch):
@@ -233,9 +242,9 @@ def test_who_plans_changes_no_devices():
 def test_an_evaluation_without_a_device_ends(tmp_path):
     """Nobody can let a device into it, so it waits for none."""
     task = make_task()
-    devices = [device_changes.Failing(device_changes.Fuse([2]))]
+    devices = [device_changes.Failing(device_changes.Fuse([2]).burns)]
     orchestra = orchestra_of(task, devices=devices, max_failures=5, checkpoint_dir=tmp_path)
-    with pytest.raises(DeviceFailed, match=r"^emulated:0 has failed: in its \w+ lane; look after it, or go on without"):
+    with refused(DeviceFailed, says="emulated:0 lane"):
         orchestra.evaluate(task, task.dataloader)
     assert orchestra.devices == {"emulated:0": "out"}
 
@@ -280,11 +289,8 @@ def predicted_twice_as_fast(cost, devices, **_):
 
 def test_a_failure_of_the_only_device_ends_the_run_with_its_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the last commits are saved
-    orchestra = orchestra_of(make_task(), devices=[device_changes.Failing(device_changes.Fuse([9]))])
-    with pytest.raises(
-        DeviceFailed,
-        match=r"^emulated:0 has failed: in its \w+ lane; look after it, or go on without it: .* max_failures=0$",
-    ):
+    orchestra = orchestra_of(make_task(), devices=[device_changes.Failing(device_changes.Fuse([9]).burns)])
+    with refused(DeviceFailed, says="emulated:0 lane max_failures=0"):
         orchestra.train_models()
     assert orchestra.devices == {"emulated:0": "out"}
     assert orchestra.report.tasks["task-0"].status not in ("finished", "failed")
@@ -305,7 +311,7 @@ def test_a_layer_may_not_add_a_device():
     orchestras.append(orchestra)
     orchestra.train_models().raise_failures()
     assert isinstance(found[0], RuntimeError)
-    assert "called by a layer or a loss" in str(found[0])
+    names(found[0], says="add_device layer loss")
 
 
 def test_an_evaluation_whose_devices_went_as_it_was_planned_is_refused():
@@ -317,7 +323,7 @@ def test_an_evaluation_whose_devices_went_as_it_was_planned_is_refused():
 
     task = make_task()
     orchestra = orchestra_of(task)
-    with pytest.raises(RuntimeError, match=r"^devices: none of those that were planned for is in"):
+    with refused(RuntimeError, says="devices"):
         orchestra.evaluate(task, Batches(task.dataloader))
 
 

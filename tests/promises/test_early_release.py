@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from hydra_engine import ModelTask
 from partitioners import Presharded
 from tests import exact, reference, zoo
+from tests.covering import covering
+from tests.refused import refused
 
 SEED, LR, EPOCHS = 7, 1e-2, 2
 orchestra_of = partial(exact.orchestrator, num_devices=2, chaos=4)
 
 
-@pytest.mark.parametrize("early_release", [True, "all"])
-@pytest.mark.parametrize("settings", ["plain", "schedules", "bfloat16"])
-@pytest.mark.parametrize("name", zoo.MODELS)
+@covering(strength=1, name=list(zoo.MODELS), settings=["plain", "schedules", "bfloat16"], early_release=[True, "all"])
 def test_early_updates_give_the_bits_of_the_plain_loop(name, settings, early_release):
     options = {
         "plain": {"optimizer": torch.optim.AdamW},
@@ -123,8 +123,7 @@ def test_backwards_wait_for_no_update_where_all_gradients_have_room(monkeypatch)
     assert events == ["backward", *["update"] * 8]
 
 
-@pytest.mark.parametrize("early_release", [False, True, "all"])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@covering(strength=1, early_release=[False, True, "all"], precision=["float32", "bfloat16"])
 def test_the_pool_takes_what_the_plan_says_to_the_byte(precision, early_release):
     seen = {}
 
@@ -195,5 +194,5 @@ def test_what_could_veto_the_step_is_refused():
         ({"precision": "float16"}, "precision='float16'"),
         ({"optimizer_scope": "task"}, "optimizer_scope='task'"),
     ):
-        with pytest.raises(ValueError, match=f"early_release: with {words}"):
+        with refused(says=f"early_release {words}"):
             ModelTask(stack(), F.mse_loss, vectors(), LR, early_release=True, **options)

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from hydra_engine import Callback, ModelTask, NonFiniteLoss
 from partitioners import Presharded
 from tests import exact, reference, zoo
+from tests.covering import covering
+from tests.refused import names, refused
 
 SEED = 5
 NUM_BATCHES = 6
@@ -74,8 +76,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("num_devices", [1, 2])
+@covering(strength=1, case=list(CASES), num_devices=[1, 2])
 def test_a_skipped_step_changes_nothing(case, num_devices):
     options = CASES[case]
     known = {name: value for name, value in options.items() if name != "optimizer_scope"}
@@ -146,18 +147,17 @@ def test_task_ends_at_the_step_before(nonfinite, capsys):
     if nonfinite == "stop":
         assert outcome.status == "stopped"
         assert outcome.exception is None
-        assert "step 2" in outcome.error
-        assert "nan" in outcome.error
+        names(outcome.error, says="2 nan")
         report.raise_failures()
     else:
         assert outcome.status == "failed"
         assert told.ends == ["failed"]
-        with pytest.raises(NonFiniteLoss, match=r"task: the loss of step 2 is nan, and nonfinite='raise'.*lower lr"):
+        with refused(NonFiniteLoss, task="task", says="2 nan nonfinite='raise'"):
             report.raise_failures()
 
 
 def test_a_task_that_raises_alone_raises_it():
-    with pytest.raises(NonFiniteLoss, match="loss of step 0 is"):
+    with refused(NonFiniteLoss, task="task", says="0"):
         exact.run([task_of({0: -math.inf}, nonfinite="raise", max_retries=3)])
 
 
@@ -168,7 +168,7 @@ def test_a_loss_that_is_skipped_does_not_count_as_a_retry():
 
 @pytest.mark.parametrize("early", [{"early_release": True}, {"optimizer_device": "device"}])
 def test_refused_where_a_step_is_updated_before_its_loss_is_known(early):
-    with pytest.raises(ValueError, match="with nonfinite a step waits"):
+    with refused(says=f"nonfinite {next(iter(early))}"):
         task_of(nonfinite="skip", **early)
 
 
@@ -178,5 +178,5 @@ def test_auto_updates_on_the_host():
 
 
 def test_unknown_choice_is_refused():
-    with pytest.raises(ValueError, match="nonfinite: 'ignore', known: 'skip', 'stop', 'raise'"):
+    with refused(says="nonfinite 'ignore' 'skip'"):
         task_of(nonfinite="ignore")

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import threading
+from functools import lru_cache
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from hydra_engine.schedule.graph import validate
 from hydra_engine.schedule.units import training_chain
 from partitioners import Presharded
 from tests import exact, reference, zoo
+from tests.covering import covering
+from tests.refused import names, refused
 
 STEPS, EPOCHS = 4, 3
 
@@ -57,17 +60,23 @@ def orchestra_of(*tasks, num_devices=2):
     return exact.silent(tasks, "1MiB", num_devices=num_devices)
 
 
+@lru_cache
+def alone(seed):
+    """What plain PyTorch leaves of a task."""
+    model = task("alone", seed=seed).model
+    result = reference.train(model, F.cross_entropy, batches(), seed=seed, lr=1e-2, epochs=EPOCHS)
+    return result.losses, zoo.state(model)
+
+
 def assert_as_alone(trained, report):
-    alone = task(trained.name, seed=trained.seed)
-    [expected] = orchestra_of(alone, num_devices=1).train_models().tasks.values()
+    losses, state = alone(trained.seed)
     assert report.status == "finished"
-    assert report.losses == expected.losses
+    assert report.losses == losses
     assert len(report.losses) == STEPS * EPOCHS
-    exact.assert_same_state(zoo.state(trained.model), zoo.state(alone.model))
+    exact.assert_same_state(zoo.state(trained.model), state)
 
 
-@pytest.mark.parametrize("step", [1, STEPS * EPOCHS, "end"])
-@pytest.mark.parametrize("num_devices", [1, 2])
+@covering(strength=1, step=[1, STEPS * EPOCHS, "end"], num_devices=[1, 2])
 def test_task_joins_while_another_trains(step, num_devices):
     second = task("second", seed=5)
     first = task("first", at := At(step, lambda: orchestra.add_task(second)))
@@ -78,7 +87,7 @@ def test_task_joins_while_another_trains(step, num_devices):
     assert list(orchestra.plan.tasks) == ["first", "second"]
     assert_as_alone(first, report.tasks["first"])
     assert_as_alone(second, report.tasks["second"])
-    with pytest.raises(RuntimeError, match="trained already"):
+    with refused(RuntimeError):
         orchestra.train_models()
 
 
@@ -160,7 +169,7 @@ def test_task_that_is_stopped_before_training_is_not_begun():
     assert list(orchestra.train_models().tasks) == ["second"]
     exact.assert_same_state(zoo.state(first.model), zoo.state(before))
     orchestra.stop_task("second")  # it is over
-    with pytest.raises(RuntimeError, match="trained already"):
+    with refused(RuntimeError):
         orchestra.train_models()
 
 
@@ -180,15 +189,15 @@ def test_one_task_may_take_anothers_place():
 
 
 def test_unknown_task_cannot_be_stopped():
-    with pytest.raises(ValueError, match="stop_task: task 'other', known: 'first'"):
+    with refused(task="'other'", says="stop_task 'first'"):
         orchestra_of(task("first")).stop_task("other")
 
 
 def test_name_is_taken_once():
     orchestra = orchestra_of(task("first"))
-    with pytest.raises(ValueError, match="'first' already"):
+    with refused(task="'first'"):
         orchestra.add_task(task("first", seed=5))
-    with pytest.raises(TypeError, match="not a ModelTask"):
+    with refused(TypeError, says="ModelTask"):
         orchestra.add_task("task")
     assert list(orchestra.generate().tasks) == ["first"]
 
@@ -202,7 +211,7 @@ def test_trainable_parameter_is_not_shared_with_a_task_that_trains():
     first.callbacks = (at := At(2, add),)
     orchestra = orchestra_of(first)
     report = orchestra.train_models()
-    assert "share the trainable parameter" in str(at.errors[0])
+    names(at.errors[0], says="parameter first second")
     assert list(report.tasks) == ["first"]
     add()  # now it may
     assert orchestra.train_models().tasks["second"].status == "finished"
@@ -227,14 +236,14 @@ def test_task_that_cannot_be_planned_leaves_the_others_alone():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"priority": 1.5}, TypeError, "priority: 1.5 is not an int"),
+        ({"priority": 1.5}, TypeError, "priority 1.5 int"),
         ({"weight": "much"}, TypeError, "weight"),
-        ({"weight": 0}, ValueError, "above 0"),
-        ({"weight": float("inf")}, ValueError, "finite"),
+        ({"weight": 0}, ValueError, "weight 0"),
+        ({"weight": float("inf")}, ValueError, "weight inf"),
     ],
 )
 def test_malformed_priority_or_weight_is_refused(options, error, words):
-    with pytest.raises(error, match=words):
+    with refused(error, says=words):
         task("task", **options)
 
 
@@ -291,7 +300,7 @@ def test_stop_at_the_very_end_comes_too_late():
 
 def test_autocast_around_it_is_refused():
     orchestra = orchestra_of(task("first"))
-    with torch.autocast("cpu"), pytest.raises(RuntimeError, match="add_task: autocast"):
+    with torch.autocast("cpu"), refused(RuntimeError, says="add_task autocast"):
         orchestra.add_task(task("second"))
 
 
@@ -342,11 +351,11 @@ def in_background(job, *, after):
     return thread, errors
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_loader_that_hangs_while_a_task_joins_is_timed_out(alone, hangs):
+@pytest.mark.parametrize("is_alone", [False, pytest.param(True, marks=pytest.mark.rest)])
+def test_loader_that_hangs_while_a_task_joins_is_timed_out(is_alone, hangs):
     hanging, first, second = Gate(3), task("first", seed=1), task("second", seed=5)
     hangs.append(hanging.hangs)
-    victim = task("victim", seed=2, loader_timeout_s=0.5, loader_alone=alone)
+    victim = task("victim", seed=2, loader_timeout_s=0.2, loader_alone=is_alone)
     victim.dataloader = hanging
     orchestra = orchestra_of(first, victim)
     first.callbacks = (At(1, lambda: hanging.hangs.wait(30)),)  # is still at work then
@@ -384,7 +393,7 @@ def test_loader_that_hangs_as_a_planned_task_is_set_up_is_timed_out(monkeypatch,
     hangs.append(hanging.hangs)
     joined, add = threading.Event(), Joining.add
     monkeypatch.setattr(Joining, "add", lambda *args: (add(*args), joined.set())[0])
-    victim = task("victim", At(1, begun.set), seed=2, loader_timeout_s=0.5)
+    victim = task("victim", At(1, begun.set), seed=2, loader_timeout_s=0.2)
     victim.dataloader = hanging
     orchestra = orchestra_of(first, victim)
     orchestra.generate()
@@ -431,20 +440,22 @@ class Factories:
 def test_factory_that_hangs_fails_its_task_alone(hangs):
     factories = Factories()
     hangs.append(factories.hangs)
-    victim = task("victim", seed=2, optimizer=factories.optimizer, loader_timeout_s=0.5)
+    victim = task("victim", seed=2, optimizer=factories.optimizer, loader_timeout_s=0.2)
     first = task("first", seed=1)
     orchestra = orchestra_of(victim, first)
     orchestra.generate()
     factories.is_armed = True
+    before = threading.enumerate()
     report = orchestra.train_models()
     factories.go_on.set()
+    for thread in set(threading.enumerate()) - set(before):
+        thread.join(30)  # the one that hung ends now
     assert isinstance(report.tasks["victim"].exception, TimeoutError)
-    assert "its set-up" in report.tasks["victim"].error
-    assert "optimizer's or schedule's factory, did not return in 0.5 s" in report.tasks["victim"].error
+    names(report.tasks["victim"].error, says="set-up factory 0.2")
     assert_as_alone(first, report.tasks["first"])
 
 
-@pytest.mark.parametrize("what", ["optimizer", "lr_scheduler", "length"])
+@pytest.mark.parametrize("what", ["optimizer", "length", pytest.param("lr_scheduler", marks=pytest.mark.rest)])
 def test_others_train_while_user_code_of_a_set_up_takes_its_time(what):
     """It waits for the end of the other one, which the deciding thread has to see to."""
     factories = Factories()
@@ -482,7 +493,7 @@ def test_task_may_be_stopped_while_it_is_set_up():
 
 def test_run_ends_while_a_task_that_would_join_hangs_in_its_loader(hangs):
     """The validation of the one that trains is opened meanwhile, for the first time, for which it has to be alone."""
-    hanging, joining = Gate(0), task("joining", seed=5, loader_timeout_s=0.5)
+    hanging, joining = Gate(0), task("joining", seed=5, loader_timeout_s=0.2)
     hangs.append(hanging.hangs)
     joining.dataloader = hanging
     begun = threading.Event()
@@ -496,5 +507,5 @@ def test_run_ends_while_a_task_that_would_join_hangs_in_its_loader(hangs):
     thread.join(30)
     [error] = errors
     assert isinstance(error, TimeoutError)
-    assert "joining: its loader gave no batch in 0.5 s (loader_timeout_s)" in str(error)
+    names(error, task="joining", says="loader_timeout_s 0.2")
     orchestra.stop_task("first")  # nobody holds what it needs

@@ -9,6 +9,7 @@ from hydra_engine import Callback, HostOutOfMemory, ModelTask, StopTask
 from hydra_engine.checkpoints.checkpoint import furthest, load_newest
 from tests.promises.test_paused import Pauses, assert_as_expected, drawing
 from tests.promises.test_resumed import NUM_STEPS, orchestra_of
+from tests.refused import names, refused
 
 
 def paused_in(directory, step):
@@ -17,7 +18,7 @@ def paused_in(directory, step):
     return orchestra
 
 
-@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("resume", [False, pytest.param(True, marks=pytest.mark.rest)])
 def test_a_task_of_the_constructor(tmp_path, resume):
     paused_in(tmp_path / "a", 4)
     task = drawing(callbacks=[told := Pauses()])
@@ -84,12 +85,13 @@ def test_a_frozen_base_that_another_task_trains_on_is_not_written_to(tmp_path, i
                 try:
                     there.add_task(task_of(base, "b"))
                 except ValueError as error:
+                    names(error, says="0.weight")
                     errors.append(str(error))
 
     there = orchestra_of([task_of(base, "a", Adds())], tmp_path / "a")
     assert there.train_models().tasks["a"].status == "finished"
     assert torch.equal(base.weight, before)
-    assert ["0.weight, which a task that trains has, too" in error for error in errors] == [True] * is_other
+    assert len(errors) == is_other
 
 
 def test_a_directory_that_knows_nothing_of_the_task(tmp_path):
@@ -108,7 +110,7 @@ def test_a_task_that_was_refused_goes_on_from_there_as_it_is_added_again(tmp_pat
             if report.steps == 1:
                 there.resume_task("task", tmp_path / "a")
                 monkeypatch.setattr(there._settings.limit, "_limit_bytes", 1)
-                with pytest.raises(HostOutOfMemory, match="task: "):
+                with refused(HostOutOfMemory, task="task"):
                     there.add_task(drawing())
                 monkeypatch.undo()
                 there.add_task(task)
@@ -127,7 +129,7 @@ def test_one_that_has_begun_does_not_go_on_from_elsewhere(tmp_path):
 
     class Late(Callback):
         def on_step(self, report):
-            with pytest.raises(ValueError, match="resume_task: 'task' has begun already, limit: a name that no task"):
+            with refused(task="'task'", says="resume_task name"):
                 there.resume_task("task", tmp_path / "a")
             errors.append(report.steps)
 
@@ -135,7 +137,7 @@ def test_one_that_has_begun_does_not_go_on_from_elsewhere(tmp_path):
     there = orchestra_of([task], tmp_path / "b")
     assert_as_expected(there.train_models().tasks["task"], task)
     assert errors == list(range(1, NUM_STEPS + 1))
-    with pytest.raises(ValueError, match="has begun already"):
+    with refused(task="'task'", says="resume_task name"):
         there.resume_task("task", tmp_path / "a")
 
 

@@ -1,0 +1,55 @@
+"""What happens to a task while it trains, wherever and under whichever setting, leaves what is promised for it."""
+
+import pytest
+
+from tests.covering import cover
+from tests.scenarios import HAPPENINGS, PLACES, Scenario, check
+
+SETTINGS = {
+    "step": (0, 5),
+    "num_devices": (1, 2),
+    "accumulation_steps": (1, 3),
+    "company": (True, False),
+    "double_buffer": (True, False),
+    "chaos": (None, 5),
+    "kept": (False, True),
+}
+FAULTS = {
+    "event": ("raises", "tries again"),
+    "place": PLACES,
+    "update": ("clipped", "whole task"),
+    "saves": (False, True),
+    **SETTINGS,
+}
+# Where a whole run, or a device, is struck matters less: in a unit, in the loader, on the host, between two steps.
+WHOLE_RUN = {
+    "event": tuple(HAPPENINGS),
+    "place": ("backward of the lowest shard", "loader", "update", "callback"),
+    "update": ("clipped", "early release", "on devices"),
+    **SETTINGS,
+}
+MEMORY = [
+    Scenario(event, place)
+    for event, place in (("host memory", "loss"), ("host memory", "loader"), ("torch's memory", "commit"))
+]
+
+
+def scenarios(factors):
+    """A covering of every pair of values for the net, and another one for the rest."""
+    net, more = (dict.fromkeys(as_possible(Scenario(**case)) for case in cover(factors, seed=seed)) for seed in (0, 1))
+    return [*net, *(pytest.param(each, marks=pytest.mark.rest) for each in more if each not in net)]
+
+
+def as_possible(scenario):
+    """What fails in an update for good has shards of two steps: `test_retries.py` has that.
+
+    A run that finished has nothing to resume.
+    """
+    if (scenario.event, scenario.place) == ("raises", "update"):
+        scenario = scenario._replace(event="tries again")
+    return scenario._replace(saves=scenario.saves and scenario.event == "raises")
+
+
+@pytest.mark.parametrize("scenario", [*scenarios(FAULTS), *scenarios(WHOLE_RUN), *MEMORY], ids=str)
+def test_every_promise_holds(scenario, tmp_path):
+    check(scenario, tmp_path)
