@@ -153,9 +153,18 @@ class Expected(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def expected(name, *, optimizer="sgd", accumulation_steps=1, max_grad_norm=None, epochs=EPOCHS, seed=SEED):
+def expected(
+    name,
+    *,
+    optimizer="sgd",
+    accumulation_steps=1,
+    max_grad_norm=None,
+    epochs=EPOCHS,
+    seed=SEED,
+    num_batches=zoo.NUM_BATCHES,
+):
     """Plain PyTorch's result for a model of the zoo."""
-    model, loss_fn, loader = zoo.MODELS[name]()
+    model, loss_fn, loader = _build(name, num_batches)
     factory, lr = OPTIMIZERS[optimizer]
     result = reference.train(
         model,
@@ -172,13 +181,27 @@ def expected(name, *, optimizer="sgd", accumulation_steps=1, max_grad_norm=None,
     return Expected(result.losses, result.validation_losses, zoo.state(model))
 
 
-def task_of(zoo_name, *, name=None, optimizer="sgd", partition="three", epochs=EPOCHS, seed=SEED, **options):
+def task_of(
+    zoo_name,
+    *,
+    name=None,
+    optimizer="sgd",
+    partition="three",
+    epochs=EPOCHS,
+    seed=SEED,
+    num_batches=zoo.NUM_BATCHES,
+    **options,
+):
     """A task over a fresh model of the zoo, and that model: what `expected` describes."""
-    model, loss_fn, loader = zoo.MODELS[zoo_name]()
+    model, loss_fn, loader = _build(zoo_name, num_batches)
     factory, lr = OPTIMIZERS[optimizer]
     options |= {"name": name or zoo_name, "optimizer": factory, "seed": seed}
     options["partitioner"] = Presharded(ends(partition, len(model)))
     return ModelTask(model, loss_fn, loader, lr, epochs, **options), model
+
+
+def _build(zoo_name, num_batches):
+    return (zoo.MODELS | zoo.LARGE_MODELS)[zoo_name](num_batches=num_batches)
 
 
 def ends(partition, num_layers):
@@ -192,6 +215,11 @@ def check(case):
     check_run(run_of()[case])
 
 
+def check_large(case):
+    """The same with the larger models of the zoo."""
+    check_run([other._replace(model=f"large-{other.model}") for other in run_of()[case]])
+
+
 def check_run(cases):
     """Train these cases in one run, and compare each of them with plain PyTorch."""
     tasks, results = [], []
@@ -201,6 +229,7 @@ def check_run(cases):
             "optimizer": case.optimizer,
             "accumulation_steps": case.accumulation_steps,
             "max_grad_norm": case.max_grad_norm,
+            "num_batches": zoo.NUM_SHORT,
         }
         task, model = task_of(case.model, name=str(case), partition=case.partition, **options)
         tasks.append(task)
