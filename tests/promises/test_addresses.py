@@ -21,6 +21,9 @@ from partitioners.cost import slab_bytes
 from tests import reference
 from tests.promises.test_spread import parts_of, spread
 
+# All of it is left to `make test-all`, apart from one test of each way that operands take.
+pytestmark = pytest.mark.rest
+
 RESIDUES = range(0, 64, 4)
 SEED = 5
 SIZE = 31  # odd, so that rows of a batch lie at all addresses

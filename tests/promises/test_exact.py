@@ -16,7 +16,7 @@ from tests import exact, reference, zoo
 from tests.covering import covering, parts
 
 COVERING = exact.covering()
-# Four batches of each: what differs does so in the first steps, and each epoch begins with draws of its own.
+# Three batches of each: what differs does so in the first steps, and each epoch begins with draws of its own.
 mlp, gpt, cnn, dropout = (zoo.SHORT_MODELS[name] for name in ("mlp", "gpt", "cnn", "dropout"))
 
 
