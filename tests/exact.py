@@ -153,55 +153,23 @@ class Expected(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def expected(
-    name,
-    *,
-    optimizer="sgd",
-    accumulation_steps=1,
-    max_grad_norm=None,
-    epochs=EPOCHS,
-    seed=SEED,
-    num_batches=zoo.NUM_BATCHES,
-):
+def expected(name, *, optimizer="sgd", epochs=EPOCHS, seed=SEED, num_batches=zoo.NUM_BATCHES, **options):
     """Plain PyTorch's result for a model of the zoo."""
-    model, loss_fn, loader = _build(name, num_batches)
+    model, loss_fn, loader = zoo.ALL_MODELS[name](num_batches=num_batches)
     factory, lr = OPTIMIZERS[optimizer]
-    result = reference.train(
-        model,
-        loss_fn,
-        loader,
-        seed=seed,
-        lr=lr,
-        epochs=epochs,
-        optimizer=factory,
-        accumulation_steps=accumulation_steps,
-        max_grad_norm=max_grad_norm,
-    )
+    options |= {"seed": seed, "lr": lr, "epochs": epochs, "optimizer": factory}
+    result = reference.train(model, loss_fn, loader, **options)
     assert all(map(math.isfinite, result.losses)), f"{name} diverges, so its comparison proves nothing"
     return Expected(result.losses, result.validation_losses, zoo.state(model))
 
 
-def task_of(
-    zoo_name,
-    *,
-    name=None,
-    optimizer="sgd",
-    partition="three",
-    epochs=EPOCHS,
-    seed=SEED,
-    num_batches=zoo.NUM_BATCHES,
-    **options,
-):
+def task_of(zoo_name, *, name=None, optimizer="sgd", partition="three", epochs=EPOCHS, seed=SEED, **options):
     """A task over a fresh model of the zoo, and that model: what `expected` describes."""
-    model, loss_fn, loader = _build(zoo_name, num_batches)
+    model, loss_fn, loader = zoo.ALL_MODELS[zoo_name](num_batches=options.pop("num_batches", zoo.NUM_BATCHES))
     factory, lr = OPTIMIZERS[optimizer]
     options |= {"name": name or zoo_name, "optimizer": factory, "seed": seed}
     options["partitioner"] = Presharded(ends(partition, len(model)))
     return ModelTask(model, loss_fn, loader, lr, epochs, **options), model
-
-
-def _build(zoo_name, num_batches):
-    return (zoo.MODELS | zoo.LARGE_MODELS)[zoo_name](num_batches=num_batches)
 
 
 def ends(partition, num_layers):

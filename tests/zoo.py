@@ -135,18 +135,9 @@ NUM_SHORT = 3
 SHORT_MODELS = {name: partial(builder, num_batches=NUM_SHORT) for name, builder in MODELS.items()}
 
 # The same at other sizes, for `make test-all`.
-LARGE_WIDTHS = {
-    "mlp": 24,
-    "gpt": 16,
-    "cnn": 16,
-    "dropout": 24,
-    "tied": 16,
-    "frozen": 24,
-    "lstm": 10,
-    "branch": 16,
-    "odd": 259,
-}
-LARGE_MODELS = {f"large-{name}": partial(MODELS[name], width) for name, width in LARGE_WIDTHS.items()}
+LARGE_WIDTHS = (24, 16, 16, 24, 16, 24, 10, 16, 259)
+LARGE_MODELS = {f"large-{name}": partial(MODELS[name], width) for name, width in zip(MODELS, LARGE_WIDTHS, strict=True)}
+ALL_MODELS = MODELS | LARGE_MODELS
 
 
 class Embed(nn.Module):

@@ -227,21 +227,15 @@ def test_unpack_turns_a_batch_into_the_pair():
 # Validation
 
 
-@pytest.mark.parametrize("name", ["dropout", "cnn"])
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("accumulation_steps", [1, 3])
+@covering(name=["dropout", "cnn"], shuffle=[False, True], accumulation_steps=[1, 3], strength=1)
 def test_validation_changes_no_bit_and_gives_the_plain_losses(name, shuffle, accumulation_steps):
-    held_out = zoo.MODELS[name]()[2].dataset
-    validation = DataLoader(held_out, batch_size=10, shuffle=shuffle)  # the last batch is short
-    model, report = assert_engine_equals_plain(
-        zoo.MODELS[name], lr=0.1, epochs=2, validation=validation, accumulation_steps=accumulation_steps
-    )
+    build, options = zoo.SHORT_MODELS[name], {"lr": 0.1, "epochs": 2, "accumulation_steps": accumulation_steps}
+    validation = DataLoader(build()[2].dataset, batch_size=10, shuffle=shuffle)  # the last batch is short
+    model, report = assert_engine_equals_plain(build, validation=validation, **options)
     assert len(report.tasks["task"].validation_losses) == 2
     assert all(module.training for module in model.modules())
 
-    without, report = assert_engine_equals_plain(
-        zoo.MODELS[name], lr=0.1, epochs=2, accumulation_steps=accumulation_steps
-    )
+    without, report = assert_engine_equals_plain(build, **options)
     assert report.tasks["task"].validation_losses == []
     exact.assert_same_state(zoo.state(model), zoo.state(without))
 
@@ -253,13 +247,8 @@ def test_validation_sums_a_loss_that_sums():
 
     validation = DataLoader(mlp()[2].dataset, batch_size=10)
     for accumulation_steps in (1, 3):
-        assert_engine_equals_plain(
-            build,
-            lr=0.01,
-            validation=validation,
-            loss_reduction="sum",
-            accumulation_steps=accumulation_steps,
-        )
+        options = {"loss_reduction": "sum", "accumulation_steps": accumulation_steps}
+        assert_engine_equals_plain(build, lr=0.01, validation=validation, **options)
 
 
 def test_each_module_keeps_its_own_training_flag():
@@ -371,14 +360,8 @@ def nested_boundaries():
 
 @covering(shards=[[3], [1, 3], [2, 3], [1, 2, 3]], accumulation_steps=[1, 3], strength=1)
 def test_nested_boundaries_keep_dtype_and_identity(shards, accumulation_steps):
-    assert_engine_equals_plain(
-        nested_boundaries,
-        shards=shards,
-        lr=0.1,
-        epochs=2,
-        accumulation_steps=accumulation_steps,
-        validation=nested_boundaries()[2],
-    )
+    options = {"lr": 0.1, "epochs": 2, "accumulation_steps": accumulation_steps}
+    assert_engine_equals_plain(nested_boundaries, shards=shards, validation=nested_boundaries()[2], **options)
 
 
 class AddPair(nn.Module):
@@ -581,20 +564,7 @@ def test_everything_by_default():
 
 def test_link_speed_changes_no_bit():
     task, model = exact.task_of("mlp", num_batches=zoo.NUM_SHORT)
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice(memory="8MiB", bandwidth=50_000_000)])
-    orchestra.verbose = 0
-    report = orchestra.train_models()
+    report = exact.silent([task], devices=[EmulatedDevice("8MiB", bandwidth=50_000_000)]).train_models()
     exact.assert_as_expected(report, "mlp", model, expected_of_few("mlp"))
     assert report.devices[0].loaded_bytes > 0
     assert report.devices[0].stored_bytes > 0
-
-
-def test_orchestrator_trains_tasks_given_positionally_in_hydras_order():
-    """ModelTask(model, loss, loader, lr, epochs): what a user of Hydra has."""
-    built = [mlp(), gpt()]
-    tasks = [ModelTask(Model(model), loss_fn, loader, 0.1, 2) for model, loss_fn, loader in built]
-    report = exact.run(tasks, num_devices=2)
-    assert list(report.tasks) == ["task-0", "task-1"]
-    for k, name in enumerate(("mlp", "gpt")):
-        expected = expected_of_few(name, seed=report.tasks[f"task-{k}"].seed)
-        exact.assert_as_expected(report, f"task-{k}", built[k][0], expected)
