@@ -37,6 +37,41 @@ DEVICES = {
     "cut, two devices": (1, 2),
 }
 
+# Of each kind of recipe one that takes little time, and together nearly every line of the engine's checks.
+IN_THE_NET = {
+    "whole": """
+        late_binds_its_weight_to_other_memory merges_on_eval late_write_in_a_retry late_scale_of_the_longest_so_far
+        loss_with_numpy_generator lock_in_a_layer optimizer_GlobalCounter_task attribute_view counter_in_a_closure
+        memory_bank layer_above_works_in_place_on_whole_part_of_list_batches sparse_boundary
+        optimizer_NormScaled_shard object_that_moves_its_tensor draws_in_a_backward pruned
+        forward_that_sets_a_gradient dataset_draws_from_numpy_after_10 loss_masks_the_target_in_place
+        masks_a_target_that_every_micro_batch_has first_layer_works_in_place_on_an_array backward_of_a_shared_buffer
+        parameter_hook_writes_a_buffer loss_pops_from_a_target_that_the_loader_keeps attribute_of_LazyTable
+        counter_of_an_iterator loss_with_a_counter_of_a_class table_by_weak_module layer_leaves_autocast_changed
+        loss_of_a_spread_step_runs_a_backward_itself loader_goes_on_from_gradients_of_its_batches
+    """,
+    "cut, two devices": """
+        scanned_batches_that_are_kept shifts_indices_in_place_in_2_micro_batches draws_in_a_parameter_hook
+        clamps_in_a_hook own_generator sparse_embedding deepcopy_is_shallow optimizer_GroupCounter_shard
+        merges_on_eval_without_validation optimizer_SGLD_task loss_module_holds_a_layer
+        layer_of_another_shard_hidden_in_a_list tensor_lr mixed_dtypes_clipped mixup_in_unpack dataset_seeds_torch
+        input_is_the_target buffer_of_other_strides empty_tensors_share_no_memory
+        backward_hook_gather_beside_autograd function_changes_a_buffer_in_its_backward
+        parameter_hook_reads_another_gradient parameter_hook_writes_another_parameter
+        parameter_hook_sorts_into_another_parameter parameter_hook_reads_another_weight_early
+        batch_norm_in_a_checkpoint directional_derivative layer_changes_a_dict_that_the_loader_keeps
+        array_that_the_loader_fills_again attribute_of_RunningMaximumInSlots
+        counter_of_a_function_of_another_package counter_of_an_autograd_function counter_in_an_attribute_of_range
+        globals_that_stay shared_buffer_that_is_replaced loss_reads_the_mode_of_a_layer layer_puts_gradients_back
+        clipped_with_parameters_that_are_left_out optimizer_that_couples_later batch_that_requires_gradients
+    """,
+}
+CASES = [
+    pytest.param(name, where, marks=[pytest.mark.net] * (name in IN_THE_NET[where].split()))
+    for name in RECIPES
+    for where in DEVICES
+]
+
 
 def parts(built):
     own = ("layers", "model", "loss_fn", "loader", "expect", "spread")
@@ -106,8 +141,7 @@ def run(built, ends, num_devices):
     return model, "", None, report
 
 
-@pytest.mark.parametrize("where", DEVICES)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "where"), CASES)
 def test_exact_or_refused(name, where):
     size, num_devices = DEVICES[where]
     wanted, built = plain(name), build(name)
