@@ -178,14 +178,13 @@ def ends(partition, num_layers):
     return [num_layers * (j + 1) // num_shards for j in range(num_shards)]
 
 
-def check(case):
-    """Train the case, and those in its company, with the engine; compare each of them with plain PyTorch."""
-    check_run(run_of()[case])
+def check(case, *, large=False):
+    """Train the case, in company beside another, with the engine; compare each with plain PyTorch.
 
-
-def check_large(case):
-    """The same with the larger models of the zoo."""
-    check_run([other._replace(model=f"large-{other.model}") for other in run_of()[case]])
+    large: with the larger models of the zoo.
+    """
+    cases = [case, *(other for other in run_of()[case] if other != case)][:2]
+    check_run([each._replace(model=f"large-{each.model}") for each in cases] if large else cases)
 
 
 def check_run(cases):

@@ -45,7 +45,7 @@ def test_case_of_the_covering(case):
 @pytest.mark.rest
 @pytest.mark.parametrize("case", COVERING, ids=str)
 def test_case_of_the_covering_with_larger_models(case):
-    exact.check_large(case)
+    exact.check(case, large=True)
 
 
 def test_covering_has_every_pair_of_factor_values():
