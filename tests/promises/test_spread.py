@@ -236,6 +236,7 @@ def test_all_buffers_of_a_step_change_at_once_and_it_begins_again_once():
     assert len([span for span in report.spans if span.lane == "again"]) == 1
 
 
+@pytest.mark.rest
 def test_tasks_of_one_reason_share_a_line():
     tasks = [long_task(name, accumulation_steps=1)[0] for name in "abc"] + [long_task("d")[0]]
     lines = str(exact.silent(tasks, "32MiB", num_devices=2).generate()).splitlines()[-3:-1]
