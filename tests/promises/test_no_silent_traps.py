@@ -98,7 +98,7 @@ def test_an_interrupt_is_the_reason_of_who_was_stopped_by_it():
             if report.steps == 1:
                 _thread.interrupt_main()
 
-    made = orchestra(ModelTask(net(), F.mse_loss, loader(num=500), name="a", callbacks=[Interrupts()]))
+    made = orchestra(ModelTask(net(), F.mse_loss, loader(num=9_000), name="a", callbacks=[Interrupts()]))
     with pytest.raises(KeyboardInterrupt):
         made.train_models()
     names(made.report.tasks["a"].stop_reason, says="interrupted")
