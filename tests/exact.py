@@ -153,28 +153,19 @@ class Expected(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def expected(name, *, optimizer="sgd", accumulation_steps=1, max_grad_norm=None, epochs=EPOCHS, seed=SEED):
+def expected(name, *, optimizer="sgd", epochs=EPOCHS, seed=SEED, num_batches=zoo.NUM_BATCHES, **options):
     """Plain PyTorch's result for a model of the zoo."""
-    model, loss_fn, loader = zoo.MODELS[name]()
+    model, loss_fn, loader = zoo.ALL_MODELS[name](num_batches=num_batches)
     factory, lr = OPTIMIZERS[optimizer]
-    result = reference.train(
-        model,
-        loss_fn,
-        loader,
-        seed=seed,
-        lr=lr,
-        epochs=epochs,
-        optimizer=factory,
-        accumulation_steps=accumulation_steps,
-        max_grad_norm=max_grad_norm,
-    )
+    options |= {"seed": seed, "lr": lr, "epochs": epochs, "optimizer": factory}
+    result = reference.train(model, loss_fn, loader, **options)
     assert all(map(math.isfinite, result.losses)), f"{name} diverges, so its comparison proves nothing"
     return Expected(result.losses, result.validation_losses, zoo.state(model))
 
 
 def task_of(zoo_name, *, name=None, optimizer="sgd", partition="three", epochs=EPOCHS, seed=SEED, **options):
     """A task over a fresh model of the zoo, and that model: what `expected` describes."""
-    model, loss_fn, loader = zoo.MODELS[zoo_name]()
+    model, loss_fn, loader = zoo.ALL_MODELS[zoo_name](num_batches=options.pop("num_batches", zoo.NUM_BATCHES))
     factory, lr = OPTIMIZERS[optimizer]
     options |= {"name": name or zoo_name, "optimizer": factory, "seed": seed}
     options["partitioner"] = Presharded(ends(partition, len(model)))
@@ -187,9 +178,13 @@ def ends(partition, num_layers):
     return [num_layers * (j + 1) // num_shards for j in range(num_shards)]
 
 
-def check(case):
-    """Train the case, and those in its company, with the engine; compare each of them with plain PyTorch."""
-    check_run(run_of()[case])
+def check(case, *, large=False):
+    """Train the case, in company beside another, with the engine; compare each with plain PyTorch.
+
+    large: with the larger models of the zoo.
+    """
+    cases = [case, *(other for other in run_of()[case] if other != case)][:2]
+    check_run([each._replace(model=f"large-{each.model}") for each in cases] if large else cases)
 
 
 def check_run(cases):
@@ -201,6 +196,7 @@ def check_run(cases):
             "optimizer": case.optimizer,
             "accumulation_steps": case.accumulation_steps,
             "max_grad_norm": case.max_grad_norm,
+            "num_batches": zoo.NUM_SHORT,
         }
         task, model = task_of(case.model, name=str(case), partition=case.partition, **options)
         tasks.append(task)

@@ -21,6 +21,9 @@ from partitioners.cost import slab_bytes
 from tests import reference
 from tests.promises.test_spread import parts_of, spread
 
+# All of it is left to `make test-all`, apart from one test of each way that operands take.
+pytestmark = pytest.mark.rest
+
 RESIDUES = range(0, 64, 4)
 SEED = 5
 SIZE = 31  # odd, so that rows of a batch lie at all addresses
@@ -188,6 +191,7 @@ def views(inputs, target, num, loss_reduction="mean"):
 
 
 ENDS = {"one": lambda n: [n], "three": lambda n: [n // 3, 2 * n // 3, n], "each": lambda n: [*range(1, n + 1)]}
+EACH_IN_THE_NET = ["one", "three", pytest.param("each", marks=pytest.mark.net)]
 
 
 def task_of(model, loader=None, loss=None, *, ends="each", **options):
@@ -291,7 +295,7 @@ class TestPlaces:
 
 
 class TestLayout:
-    @pytest.mark.parametrize("start", RESIDUES)
+    @pytest.mark.parametrize("start", [pytest.param(k, marks=[pytest.mark.net] * (k == 36)) for k in RESIDUES])
     def test_every_parameter_has_its_own_residue_in_every_slab(self, start):
         model = build(start=start)
         model[9].weight = model[0].weight  # tied: borrowed by the upper shard
@@ -335,8 +339,10 @@ def test_devices_chaos_and_arenas(num_devices, ends):
     assert_trains_as_plain(build, ends=ends, num_devices=num_devices, chaos=3, has_arena=num_devices == 2)
 
 
-@pytest.mark.parametrize("splitter", [None, views])
-@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize(
+    ("ends", "splitter"),
+    [*[(ends, None) for ends in ENDS], ("one", views), pytest.param("each", views, marks=pytest.mark.net)],
+)
 def test_micro_batches(ends, splitter):
     # A function of the user's may split into views: each begins where it lies in the batch.
     options = {} if splitter is None else {"splitter": splitter}
@@ -354,7 +360,7 @@ def test_batches_that_are_large_enough_to_stay_on_the_device(num_devices, splitt
     assert_trains_as_plain(build, num_devices=num_devices, loader=loader, accumulation_steps=2, splitter=splitter)
 
 
-@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("ends", EACH_IN_THE_NET)
 def test_tied_frozen_and_oddly_laid_out_parameters(ends):
     def make():
         model = build()
@@ -468,7 +474,7 @@ def test_tasks_that_share_frozen_blocks():
         assert_trained_as(report, f"t{k}", models[k], plain)
 
 
-@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("ends", EACH_IN_THE_NET)
 def test_evaluations_and_predictions(ends):
     model, plain, loader = build(), build(), slices()
     assert_same(plain, model)
@@ -629,6 +635,7 @@ def test_values_that_skip_layers(ends):
     assert_trains_as_plain(skipping, ends=ends)
 
 
+@pytest.mark.net
 def test_a_parameter_that_is_moved_after_it_was_planned_is_refused():
     model = build()
     orchestra = orchestra_of(task_of(model))
@@ -669,7 +676,7 @@ class Elsewhere(torch.optim.SGD):
                     parameter.data = parameter.data - group["lr"] * parameter.grad
 
 
-@pytest.mark.parametrize("scope", ["shard", "task"])
+@pytest.mark.parametrize("scope", [pytest.param("shard", marks=pytest.mark.net), "task"])
 def test_an_optimizer_that_moves_weights_to_other_addresses_is_refused(scope):
     torch.manual_seed(SEED)
     model = nn.Sequential(Sees(36), Sees(8))

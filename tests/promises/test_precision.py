@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import EmulatedDevice, ModelTask
 from partitioners import Presharded
-from tests import reference, zoo
+from tests import exact, reference, zoo
+from tests.covering import covering
+from tests.refused import refused
 
 SEED, LR, EPOCHS = 7, 1e-2, 1
 ENDS = {"one shard": lambda num: [num], "each layer": lambda num: list(range(1, num + 1))}
@@ -24,23 +26,22 @@ def trained(network, loss_fn, loader, *, ends, num_devices=1, chaos=None, **sett
         network, loss_fn, loader, LR, EPOCHS, name="net", seed=SEED, partitioner=Presharded(cut), **settings
     )
     devices = [EmulatedDevice("16MiB", chaos=chaos, meter_every_unit=True) for _ in range(num_devices)]
-    orchestra = ModelOrchestrator([task], devices=devices)
-    orchestra.verbose = 0
-    report = orchestra.train_models()
+    report = exact.silent([task], devices=devices).train_models()
     report.raise_failures()
     assert all(device.peak_bytes <= device.memory_bytes for device in report.devices)
     return report.tasks["net"]
 
 
-def both(name, *, ends="each layer", num_devices=2, chaos=3, scaler=None, own=None, **settings):
-    """Train a model of the zoo in plain PyTorch and with the engine, and compare all they leave."""
+def both(name, *, ends="each layer", num_devices=2, chaos=3, scaler=None, own=None, models=None, **settings):
+    """Train a model of the zoo, for few batches, in plain PyTorch and with the engine; compare all they leave."""
+    build = (models or zoo.SHORT_MODELS)[name]
     if settings["precision"] == "float16":
         scaler = scaler or partial(torch.amp.GradScaler, "cpu")
-    plain, loss_fn, loader = zoo.MODELS[name]()
+    plain, loss_fn, loader = build()
     expected = reference.train(
         plain, loss_fn, loader, seed=SEED, lr=LR, epochs=EPOCHS, grad_scaler=scaler and scaler(), **settings
     )
-    network, loss_fn, loader = zoo.MODELS[name]()
+    network, loss_fn, loader = build()
     settings |= {"grad_scaler": scaler()} if scaler else {}
     settings |= own or {}  # which plain PyTorch does not have
     report = trained(network, loss_fn, loader, ends=ends, num_devices=num_devices, chaos=chaos, **settings)
@@ -48,40 +49,31 @@ def both(name, *, ends="each layer", num_devices=2, chaos=3, scaler=None, own=No
     assert report.losses == expected.losses
     assert report.validation_losses == expected.validation_losses
     assert report.loss_scales == expected.loss_scales
-    assert_same_state(zoo.state(network), zoo.state(plain))
+    exact.assert_same_state(zoo.state(network), zoo.state(plain))
     return report
 
 
-def assert_same_state(actual, expected):
-    assert actual.keys() == expected.keys()
-    assert not [name for name in actual if not torch.equal(actual[name], expected[name])]
-
-
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@pytest.mark.parametrize("ends", ENDS)
-@pytest.mark.parametrize("name", zoo.MODELS)
+@covering(name=list(zoo.MODELS), precision=["bfloat16", "float16"], ends=list(ENDS), strength=1)
 def test_every_model_of_the_zoo_gives_the_bits_of_the_plain_casts(name, ends, precision):
     both(name, ends=ends, optimizer=torch.optim.AdamW, precision=precision)
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["cnn", "tied", "branch"])
+@covering(name=["cnn", "tied", "branch"], precision=["bfloat16", "float16"], strength=1)
 def test_micro_batches_add_up_in_float32_and_are_rounded_once(name, precision):
     settings = {"accumulation_steps": 3, "max_grad_norm": 0.5, "lr_scheduler": halving, "precision": precision}
     both(name, optimizer=torch.optim.Adam, **settings)
 
 
-@pytest.mark.parametrize("scope", ["shard", "task"])
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@covering(precision=["bfloat16", "float16"], scope=["shard", "task"], strength=1)
 def test_validation_and_both_scopes_of_the_optimizer(precision, scope):
-    network, loss_fn, loader = zoo.MODELS["cnn"]()
+    network, loss_fn, loader = zoo.SHORT_MODELS["cnn"]()
     plain = copy.deepcopy(network)
     settings = {"optimizer": torch.optim.SGD, "precision": precision, "validation": loader, "max_grad_norm": 0.3}
     scaler = torch.amp.GradScaler("cpu") if precision == "float16" else None
     expected = reference.train(plain, loss_fn, loader, seed=SEED, lr=LR, epochs=EPOCHS, grad_scaler=scaler, **settings)
     report = trained(network, loss_fn, loader, ends="each layer", optimizer_scope=scope, **settings)
     assert (report.losses, report.validation_losses) == (expected.losses, expected.validation_losses)
-    assert_same_state(zoo.state(network), zoo.state(plain))
+    exact.assert_same_state(zoo.state(network), zoo.state(plain))
 
 
 def halving(optimizer):
@@ -130,8 +122,7 @@ def batches(*, bad=(), num=6):
     return found
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 3])
-@pytest.mark.parametrize("scope", ["shard", "task"])
+@covering(scope=["shard", "task"], accumulation_steps=[1, 3], strength=1)
 def test_an_infinity_in_one_micro_batch_skips_exactly_that_step_of_exactly_that_task(scope, accumulation_steps):
     loader = batches(bad=(2,))
     networks = [planted(), planted()]
@@ -139,38 +130,14 @@ def test_an_infinity_in_one_micro_batch_skips_exactly_that_step_of_exactly_that_
     settings = {"accumulation_steps": accumulation_steps, "max_grad_norm": 1.0, "lr_scheduler": halving}
     settings |= {"optimizer": torch.optim.AdamW, "precision": "float16"}
     loaders = [loader, batches()]
-    expected = [
-        reference.train(
-            plain,
-            F.cross_entropy,
-            data,
-            seed=SEED,
-            lr=LR,
-            epochs=2,
-            grad_scaler=torch.amp.GradScaler("cpu", init_scale=256.0),
-            **settings,
-        )
-        for plain, data in zip(plains, loaders, strict=True)
-    ]
-    tasks = [
-        ModelTask(
-            network,
-            F.cross_entropy,
-            data,
-            LR,
-            2,
-            name=name,
-            seed=SEED,
-            partitioner=Presharded([1, 3, 5]),
-            optimizer_scope=scope,
-            grad_scaler=torch.amp.GradScaler("cpu", init_scale=256.0),
-            **settings,
-        )
-        for name, network, data in zip(("struck", "other"), networks, loaders, strict=True)
-    ]
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice("4MiB", chaos=1), EmulatedDevice("4MiB", chaos=2)])
-    orchestra.verbose = 0
-    report = orchestra.train_models()
+    scaler = partial(torch.amp.GradScaler, "cpu", init_scale=256.0)
+    own = {"partitioner": Presharded([1, 3, 5]), "optimizer_scope": scope}
+    expected, tasks = [], []
+    for name, network, plain, data in zip(("struck", "other"), networks, plains, loaders, strict=True):
+        options = {"seed": SEED, "lr": LR, "epochs": 2, **settings}
+        expected.append(reference.train(plain, F.cross_entropy, data, grad_scaler=scaler(), **options))
+        tasks.append(ModelTask(network, F.cross_entropy, data, name=name, grad_scaler=scaler(), **options, **own))
+    report = exact.silent(tasks, devices=[EmulatedDevice("4MiB", chaos=k) for k in (1, 2)]).train_models()
     report.raise_failures()
     assert report.tasks["struck"].skipped_steps == [2, 8]
     assert report.tasks["other"].skipped_steps == []
@@ -178,12 +145,12 @@ def test_an_infinity_in_one_micro_batch_skips_exactly_that_step_of_exactly_that_
     for task, result, network, plain in zip(report.tasks.values(), expected, networks, plains, strict=True):
         assert task.losses == result.losses
         assert task.loss_scales == result.loss_scales
-        assert_same_state(network.state_dict(), plain.state_dict())
+        exact.assert_same_state(network.state_dict(), plain.state_dict())
 
 
 def test_the_scale_grows_and_shrinks_as_the_grad_scaler_s():
     scaler = partial(torch.amp.GradScaler, "cpu", init_scale=2.0**20, growth_interval=2, growth_factor=1.7)
-    report = both("mlp", precision="float16", optimizer=torch.optim.SGD, scaler=scaler)
+    report = both("mlp", precision="float16", optimizer=torch.optim.SGD, scaler=scaler, models=zoo.MODELS)
     assert report.skipped_steps  # 2 ** 20 is too much for float16
     assert len(set(report.loss_scales)) > 3
     assert any(after > before for before, after in zip(report.loss_scales, report.loss_scales[1:], strict=False))
@@ -233,12 +200,11 @@ def test_averages_are_of_the_float32_weights():
 def test_a_narrow_shard_crosses_the_link_in_half_the_bytes(name):
     loaded = {}
     for precision in ("float32", "bfloat16"):
-        network, loss_fn, loader = zoo.MODELS[name]()
+        network, loss_fn, loader = zoo.SHORT_MODELS[name]()
         task = ModelTask(
             network, loss_fn, loader, LR, 1, seed=1, precision=precision, partitioner=Presharded([len(network)])
         )
-        orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("16MiB")])
-        orchestra.verbose = 0
+        orchestra = exact.silent([task])
         plan = orchestra.generate().tasks["task-0"]
         state = orchestra._tasks.all[0].state
         loaded[precision] = state.cut.shards[0].slab_bytes
@@ -276,15 +242,16 @@ def test_what_layers_see_is_narrow_and_what_norms_and_the_loss_see_is_float32():
     assert all(parameter.dtype == wide for parameter in network.parameters())
 
 
-def test_a_scaler_is_refused_where_it_would_do_nothing():
-    network, loss_fn, loader = zoo.MODELS["mlp"]()
-    scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(ValueError, match="grad_scaler: given with precision 'bfloat16'"):
-        ModelTask(network, loss_fn, loader, LR, precision="bfloat16", grad_scaler=scaler)
-    off = torch.amp.GradScaler("cpu", enabled=False)
-    with pytest.raises(ValueError, match="disabled"):
-        ModelTask(network, loss_fn, loader, LR, precision="float16", grad_scaler=off)
-    with pytest.raises(TypeError, match=r"not a torch\.amp\.GradScaler"):
-        ModelTask(network, loss_fn, loader, LR, precision="float16", grad_scaler=3)
-    with pytest.raises(ValueError, match="precision: 'float8'"):
-        ModelTask(network, loss_fn, loader, LR, precision="float8")
+@pytest.mark.parametrize(
+    ("error", "precision", "options", "words"),
+    [
+        (ValueError, "bfloat16", {"grad_scaler": torch.amp.GradScaler("cpu")}, "grad_scaler bfloat16"),
+        (ValueError, "float16", {"grad_scaler": torch.amp.GradScaler("cpu", enabled=False)}, "grad_scaler disabled"),
+        (TypeError, "float16", {"grad_scaler": 3}, "grad_scaler torch.amp.GradScaler"),
+        (ValueError, "float8", {}, "precision float8"),
+    ],
+)
+def test_a_scaler_is_refused_where_it_would_do_nothing(error, precision, options, words):
+    network, loss_fn, loader = zoo.SHORT_MODELS["mlp"]()
+    with refused(error, says=words):
+        ModelTask(network, loss_fn, loader, LR, precision=precision, **options)

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import Callback, EmulatedDevice, HostOutOfMemory, ModelOrchestrator, ModelTask
+from hydra_engine import Callback, HostOutOfMemory, ModelTask
 from partitioners import Presharded
-from tests import zoo
+from tests import exact, zoo
+from tests.covering import covering
 from tests.promises.test_precision import both
+from tests.refused import refused
 
 SPLIT = {"precision": "bfloat16", "own": {"split_weights": True}}
 
@@ -73,30 +75,26 @@ def model():
 
 
 def trained(split_weights, *callbacks, dram=None, saved=None, epochs=2, **settings):
-    """Train a model for five steps an epoch; the model, the report and the callbacks."""
+    """Train a model for three steps an epoch; the model, the report and the callbacks."""
     network = model()
     torch.manual_seed(5)
-    batches = [(torch.randn(4, 37), torch.randint(0, 5, (4,))) for _ in range(5)]
+    batches = [(torch.randn(4, 37), torch.randint(0, 5, (4,))) for _ in range(3)]
     settings = {"optimizer": torch.optim.AdamW, "partitioner": Presharded([1, 3, 5]), **settings}
     settings |= {"precision": "bfloat16", "split_weights": split_weights}
     made = [make(network) for make in callbacks]
     task = ModelTask(network, F.cross_entropy, batches, 1e-2, epochs, seed=1, callbacks=made, **settings)
-    limits = {"dram": dram, "checkpoint_dir": saved}
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("64MiB")], **limits)
-    orchestra.verbose = 0
+    orchestra = exact.silent([task], "64MiB", dram=dram, checkpoint_dir=saved)
     report = orchestra.train_models(resume=saved is not None and any(saved.iterdir()))
     report.raise_failures()
     return network, report, made
 
 
 def assert_same(actual, expected):
-    for name, value in expected[0].state_dict().items():
-        assert torch.equal(actual[0].state_dict()[name], value), name
+    exact.assert_same_state(actual[0].state_dict(), expected[0].state_dict())
     first, second = actual[1].tasks["task-0"], expected[1].tasks["task-0"]
     assert first.losses == second.losses
     assert (first.ema_state is None) == (second.ema_state is None)
-    for name, value in (second.ema_state or {}).items():
-        assert torch.equal(first.ema_state[name], value)
+    exact.assert_same_state(first.ema_state or {}, second.ema_state or {})
 
 
 OPTIONS = {
@@ -122,9 +120,13 @@ def test_an_update_that_raises_and_is_tried_again_starts_from_the_weights_before
     assert_same(actual, expected)
 
 
-@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("options", [{"ema_decay": 0.9}, {"keep_best": "loss", "best": "max"}], ids=["ema", "best"])
-def test_a_task_that_is_saved_goes_on_with_or_without(tmp_path, first, second, options):
+@covering(
+    first_and_second=[(True, False), (False, True), (True, True)],
+    options=[{"ema_decay": 0.9}, {"keep_best": "loss", "best": "max"}],
+    strength=1,
+)
+def test_a_task_that_is_saved_goes_on_with_or_without(tmp_path, first_and_second, options):
+    first, second = first_and_second
     trained(first, saved=tmp_path, epochs=1, **options)
     assert_same(trained(second, saved=tmp_path, **options), trained(False, **options))
 
@@ -194,7 +196,7 @@ def by_numpy(weight):
     "write", [by_numpy, lambda weight: weight.data.mul_(2), lambda weight: weight.detach().zero_()]
 )
 def test_a_callback_that_writes_to_weights_is_refused(write):
-    with pytest.raises(ValueError, match=r"wrote to .*parameter '3\.weight'"):
+    with refused(layer="3.weight"):
         trained(True, partial(Writes, write=write))
 
 
@@ -228,8 +230,7 @@ def test_the_plan_says_the_bytes_of_each_parameter(options, per_parameter):
             linear(num_layers), F.mse_loss, [(batch, batch)], 1e-3, optimizer=torch.optim.AdamW,
             precision="bfloat16", split_weights=split, partitioner=Presharded(list(range(1, num_layers + 1))), **options
         )  # fmt: skip
-        orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("16MiB")])
-        orchestra.verbose = 0
+        orchestra = exact.silent([task], "16MiB")
         dram = orchestra.generate().tasks["task-0"].dram
         loans = 2 * 2 * size if options else 0  # gradients of two shards
         steps = 4 * num_layers  # AdamW counts them for each parameter
@@ -245,11 +246,11 @@ def test_weights_are_split_where_dram_is_too_small_otherwise():
     limit = sum(num_bytes) // 2
     assert_same(trained(None, dram=num_bytes[1]), expected)
     actual = trained(None, dram=limit)
-    assert any("DRAM is too small for float32 weights" in message for message in actual[1].messages)
+    assert any("DRAM" in message and "float32" in message for message in actual[1].messages)
     assert_same(actual, expected)
-    with pytest.raises(HostOutOfMemory, match="limit"):
+    with pytest.raises(HostOutOfMemory):
         trained(False, dram=limit)
-    with pytest.raises(HostOutOfMemory, match="limit"):
+    with pytest.raises(HostOutOfMemory):
         trained(None, dram=limit, read_ahead=False)  # its loader may read weights
 
 
@@ -258,23 +259,16 @@ def bytes_of(split_weights):
         model(), F.cross_entropy, [(torch.randn(4, 37), torch.randint(0, 5, (4,)))], 1e-2, precision="bfloat16",
         split_weights=split_weights, optimizer=torch.optim.AdamW, partitioner=Presharded([1, 3, 5])
     )  # fmt: skip
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("64MiB")])
-    orchestra.verbose = 0
-    return orchestra.generate().tasks["task-0"].dram_bytes
+    return exact.silent([task], "64MiB").generate().tasks["task-0"].dram_bytes
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"precision": "float16"},
-        {"optimizer_scope": "task"},
-        {"optimizer_device": "device"},
-        {"read_ahead": False},
-    ],
+    [{"precision": "float16"}, {"optimizer_scope": "task"}, {"optimizer_device": "device"}, {"read_ahead": False}],
     ids=str,
 )
 def test_options_that_need_float32_weights_are_refused(options):
-    with pytest.raises(ValueError, match=f"split_weights: with {next(iter(options))}=.* leave out one"):
+    with refused(says=f"split_weights {next(iter(options))}="):
         ModelTask(model(), F.cross_entropy, [], split_weights=True, **{"precision": "bfloat16", **options})
 
 
@@ -283,7 +277,5 @@ def test_hooks_on_parameters_are_refused():
     network[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     batch = (torch.randn(4, 37), torch.randint(0, 5, (4,)))
     task = ModelTask(network, F.cross_entropy, [batch], precision="bfloat16", split_weights=True)
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice("64MiB")])
-    orchestra.verbose = 0
-    with pytest.raises(ValueError, match="task-0: split_weights: hooks are registered on parameters"):
-        orchestra.generate()
+    with refused(task="task-0", says="split_weights hooks"):
+        exact.silent([task]).generate()
