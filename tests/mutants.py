@@ -243,7 +243,8 @@ def _meet(tree, mutant, tests, limit_s):
             (tree / path).write_bytes(source)
     if outcome == "killed":
         lines = (tree / "out.txt").read_text(errors="replace").splitlines()
-        by = next((line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))), "the whole run")
+        found = (line.split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR ")))
+        by = next((line.split(" - ")[0] for line in found), "the whole run")
     return {
         "mutant": mutant,
         "outcome": outcome,
