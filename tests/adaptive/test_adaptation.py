@@ -75,6 +75,7 @@ def best_batch(seconds, *, sqr, var, most, high=None):
     return max(candidates, key=goodput)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("times", "high"),
     [

@@ -52,6 +52,7 @@ def test_validations_through_one_loader_are_those_of_torchs():
     assert validated(loader(data, most=None)) == validated(DataLoader(data, batch_size=6))
 
 
+@pytest.mark.rest
 def test_a_step_may_be_worth_more_than_an_epoch_of_whole_batches():
     data = loader(samples(59), batch_size=30, most=59, drop_last=True)
     found = trained(task(data, epochs=40))["t"]

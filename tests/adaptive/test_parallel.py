@@ -288,6 +288,7 @@ def test_the_noise_has_the_golden_numbers():
     assert [each.factors[0] for each in model.steps] == [1.0, 1.0, pytest.approx(1.5), pytest.approx(2.00100100)]
 
 
+@pytest.mark.rest
 def test_a_quadratic_with_noise_of_a_known_size_tells_it():
     num, size, sigma = 32, 8, 2.0
     data = torch.randn(4000, num, generator=torch.Generator().manual_seed(3)) * sigma

@@ -96,6 +96,7 @@ def cuts_of(num_layers):
     return [[*(k for k, is_cut in sorted(case.items()) if is_cut), num_layers] for case in cases]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("make", [Whole, pytest.param(chain, marks=pytest.mark.rest)])
 def test_activations_in_place_train_however_a_model_is_cut(make):
     def model_of(network):

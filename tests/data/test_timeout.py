@@ -151,6 +151,7 @@ def test_close_does_not_wait_for_it_again_and_a_thread_that_wakes_up_late_change
     assert GLOBAL_GENERATORS.is_free
 
 
+@pytest.mark.rest
 def test_it_is_a_timeout_of_the_builtin_kind_and_another_run_in_the_same_process_is_undisturbed(hanging):
     task, _ = victim(build(hanging(4)), loader_timeout_s=SHORT_S)
     with refused(TimeoutError, task="victim", says="loader 0.2") as caught:

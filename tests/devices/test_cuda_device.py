@@ -472,6 +472,7 @@ class TestPlaces:
         assert lost_cuda.num_checks == num_checks
         opened.close()
 
+    @pytest.mark.rest
     def test_nothing_is_locked_after_the_first_step(self, cuda):
         counts = []
         options = {"epochs": 1, "accumulation_steps": 3, "partition": "each"}
@@ -625,6 +626,7 @@ def test_an_input_is_nobody_elses_while_kernels_may_read_it(cuda, kept):
     assert not cuda.misuses
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("options", [{"early_release": True}, {"optimizer_device": "device"}], ids=["early", "device"])
 def test_updates_in_the_middle_of_a_step_and_on_the_device(cuda, options):
     task, model = exact.task_of("gpt", optimizer="adam", epochs=1, **options)
@@ -632,6 +634,7 @@ def test_updates_in_the_middle_of_a_step_and_on_the_device(cuda, options):
     exact.assert_as_expected(report, "gpt", model, exact.expected("gpt", optimizer="adam", epochs=1))
 
 
+@pytest.mark.rest
 @covering(name=["gpt", "cnn"], optimizer_device=["host", "device"], strength=1)
 def test_bfloat16_with_float32_masters_in_dram(cuda, name, optimizer_device):
     settings = {"optimizer": torch.optim.AdamW, "accumulation_steps": 3, "precision": "bfloat16"}
@@ -659,6 +662,7 @@ def test_a_batch_whose_parts_are_windows_of_one_tensor(cuda):
     exact.assert_same_state(zoo.state(model), zoo.state(plain))
 
 
+@pytest.mark.rest
 def test_validation_evaluation_and_prediction(cuda):
     plain, loss_fn, loader = zoo.MODELS["cnn"]()
     held_out = DataLoader(loader.dataset, batch_size=7)

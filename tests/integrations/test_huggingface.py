@@ -731,6 +731,7 @@ def test_folders_without_weights_that_can_be_loaded_are_refused(tmp_path):
             load_pretrained(tmp_path)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", only(["LlamaForCausalLM", "BertForMaskedLM"], "LlamaForCausalLM"))
 def test_a_model_on_meta_is_profiled_with_a_mask_that_has_no_values(name):
     ids, _, mask, _ = ids_and_masks()

@@ -116,6 +116,7 @@ def test_more_memory_is_room_for_larger_micro_batches():
     assert limit_of("64MiB") == NUM_SAMPLES
 
 
+@pytest.mark.rest
 def test_the_smallest_device_decides():
     assert limit_of(["256KiB", "96KiB"]) == limit_of("96KiB")
 

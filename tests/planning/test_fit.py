@@ -162,6 +162,7 @@ def test_a_larger_validation_batch_is_evaluated_on_finer_shards(warned_by):
     assert train_as_plain(batches(32, 32), "70KiB", norm=True, validation=batches(32, 256)).revisions
 
 
+@pytest.mark.rest
 @any_warning
 def test_a_validation_batch_too_large_for_a_layer_is_split(warned_by):
     model, plain = dense(norm=True), dense(norm=True)
@@ -195,6 +196,7 @@ def test_batches_of_any_size_are_split_as_far_as_they_go(warned_by):
     assert all(map(torch.equal, model.parameters(), original.parameters()))
 
 
+@pytest.mark.rest
 def test_an_evaluation_that_fits_says_nothing_of_a_training_batch():
     loader, validation = batches(32, 32, 512, 32), batches(512)
     report = train(dense(draws=True), loader, "160KiB", validation=validation, accumulation_steps="auto")
@@ -252,6 +254,7 @@ def test_a_batch_of_one_sample_that_does_not_fit_fails_the_task_with_its_last_co
     assert_same_state(model.state_dict(), plain.state_dict())
 
 
+@pytest.mark.rest
 def test_a_backward_that_does_not_fit_is_found_before_the_next_batch_is_read(monkeypatch):
     """The loader reads on from where layers that draw have left the random stream, which micro-batches would not."""
     monkeypatch.setattr(hydra_engine.planning.fit, "_count", lambda *_: None)

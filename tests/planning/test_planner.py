@@ -90,6 +90,7 @@ def test_what_the_plan_says_of_a_lone_layer_is_what_the_profile_says(costs):
     assert plan.shard_bytes == [shard_bytes(costs, k, k + 1) for k in range(7)]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("partitioner", ["pilot", pytest.param("optimal", marks=pytest.mark.rest)])
 def test_auto_takes_more_micro_batches_where_one_does_not_fit(costs, partitioner):
     memory = budgets(costs)[0] - 1
@@ -217,6 +218,7 @@ def lengths_loader(generator=None):
     return DataLoader(Lengths(8, 9, 40, 17, 8, 30), batch_size=1, shuffle=True, generator=generator)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("own_generator", [pytest.param(False, marks=pytest.mark.rest), True])
 def test_a_scan_plans_for_the_largest_batch_and_changes_no_bit(own_generator):
     def make():
@@ -264,6 +266,7 @@ def loader_with_a_numpy_sampler():
     return DataLoader(lengths, batch_size=1, sampler=NumpySampler(len(lengths)))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("make", [loader_with_a_generator_deep_inside, loader_with_a_numpy_sampler])
 def test_a_scan_puts_the_loaders_own_generators_back(make):
     model, original = model_of_any_length(), model_of_any_length()
@@ -275,6 +278,7 @@ def test_a_scan_puts_the_loaders_own_generators_back(make):
     assert_same_state(model.state_dict(), original.state_dict())
 
 
+@pytest.mark.rest
 def test_without_a_scan_longer_batches_are_made_room_for_as_they_come():
     model, original = model_of_any_length(), model_of_any_length()
     batches = list(DataLoader(Lengths(8, 9, 40, 17, 8, 30), batch_size=1))

@@ -594,7 +594,6 @@ def test_buffer_that_comes_or_goes_is_refused(how):
     assert_refused("(mean|new)", lambda: model_with(LateBuffer(how)))
 
 
-@pytest.mark.net
 def test_buffer_that_stays_none_is_exact():
     assert_exact(lambda: model_with(LateBuffer("never"), nn.BatchNorm1d(8, track_running_stats=False)))
 

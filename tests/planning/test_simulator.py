@@ -70,6 +70,7 @@ class TestBound:
         found = assert_near_the_bound(tasks, num_devices)
         assert found.makespan_s <= lpt_s(tasks, num_devices) + 0.6
 
+    @pytest.mark.rest
     @pytest.mark.parametrize(("num_tasks", "num_devices"), SHAPES)
     def test_unequal_tasks(self, num_tasks, num_devices):
         rng = random.Random(num_tasks * num_devices)
@@ -80,6 +81,7 @@ class TestBound:
         found = assert_near_the_bound(tasks, num_devices)
         assert found.makespan_s <= lpt_s(tasks, num_devices) + 1.0
 
+    @pytest.mark.rest
     @pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 500), marks=pytest.mark.rest)], ids=str)
     def test_random_tasks(self, seeds):
         for seed in seeds:
@@ -147,6 +149,7 @@ class TestByHand:
         assert found.makespan_s == 2 * 9.0 + 9.0 + 9.0
         assert found.bound_s == 3 * 9.0
 
+    @pytest.mark.rest
     def test_units_vary_as_drawn(self):
         device = DeviceCost(variation=0.2)
 

@@ -215,6 +215,7 @@ class TestOfARun:
         assert {way.steps_on_device for way in seen[0]} == {False}
         assert orchestra.train_models().tasks["long"].losses == plain(number).losses
 
+    @pytest.mark.rest
     def test_more_micro_batches_than_devices_or_samples_are_not_tried(self, monkeypatch):
         seen = choose(monkeypatch, lambda *_: True)
         pair(num_devices=1, accumulation_steps="auto").generate()
@@ -222,6 +223,7 @@ class TestOfARun:
         pair(num_devices=6, accumulation_steps="auto").generate()  # a batch has four samples
         assert [max(way.num_micro_batches for way in ways) for ways in seen] == [1, 3, 4]
 
+    @pytest.mark.rest
     def test_the_optimizer_steps_where_it_is_best_for_all_if_the_user_leaves_that_open(self, monkeypatch):
         seen = choose(monkeypatch, lambda way, own: way.steps_on_device != own.steps_on_device)
         orchestra = pair(optimizer_device="auto")
@@ -230,6 +232,7 @@ class TestOfARun:
         assert plan.optimizer_device == ("host" if was_on_device else "device")
         assert orchestra.train_models().tasks["long"].losses == plain().losses
 
+    @pytest.mark.rest
     def test_a_task_that_is_added_is_cut_beside_what_is_left_of_the_others(self, monkeypatch):
         seen, cut = [], []
 

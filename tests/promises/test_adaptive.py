@@ -194,6 +194,7 @@ def test_every_kind_of_layer(name):
     both(zoo.MODELS[name], optimizer=torch.optim.AdamW, lr=0.01, max_grad_norm=1.0)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", net_has(["tied", "cnn"], "cnn"))
 @pytest.mark.parametrize("in_sums", net_has([True, False], True))
 def test_steps_over_several_devices(name, in_sums):
@@ -264,6 +265,7 @@ def test_a_loss_whose_weights_are_the_users_own():
     )
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", net_has(["gpt", "cnn", "tied"], "cnn"))
 @pytest.mark.parametrize("precision", net_has(["bfloat16", "float16"], "float16"))
 def test_narrow_precisions(name, precision):
@@ -383,6 +385,7 @@ def test_replay_of_steps_that_were_spread(in_sums):
     exact.assert_same_state(zoo.state(again), zoo.state(model))
 
 
+@pytest.mark.rest
 def test_a_record_that_ends_early_is_gone_on_from():
     _, _, first = chosen(epochs=1)
     record_ = first.tasks["task"].adaptive
@@ -428,6 +431,7 @@ class Seen:
         return split(inputs, target, number)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("drop_last", net_has([False, True], False))
 def test_each_sample_comes_once_in_a_pass_whatever_the_batch_does(drop_last):
     seen, epochs = Seen(), 4

@@ -396,6 +396,7 @@ class Folds(nn.Module):
         return self.linear(x.view(x.shape[0], -1, 7 * WIDTH)).view_as(x)
 
 
+@pytest.mark.rest
 def test_layers_that_need_other_sizes_are_counted_at_their_own(monkeypatch):
     loader = [(inputs(2, n), classes(2, n)) for n in range(42, 98, 7)]
     trained = Trained(monkeypatch, dense(1, Folds()), loader, "4MiB")

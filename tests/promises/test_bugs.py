@@ -53,6 +53,7 @@ def assert_refused(match, model, **options):
         orchestrator(task_for(model, **options)).generate()
 
 
+@pytest.mark.rest
 def test_inputs_of_units_are_freed_without_the_cyclic_collector():
     alive = []
     gc.collect()
@@ -104,6 +105,7 @@ class Raises(nn.Module):
         return x * 1.0
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.rest) for seed in range(1, 4))])
 def test_failing_tasks_take_no_memory_from_others(seed):
     names = ["bad-0", "bad-1", "bad-2"]
@@ -261,6 +263,7 @@ class Repeats(nn.Module):
         return value["x"] + sum(torch.relu(value["x"].repeat(value["n"], 1)).chunk(value["n"])) * 1e-3
 
 
+@pytest.mark.rest
 def test_unit_is_metered_again_for_another_number_in_the_batch():
     class Numbers:
         def __iter__(self):
@@ -299,6 +302,7 @@ def test_optimizer_that_raises_names_the_shard_left_behind():
     assert report.tasks["good"].status == "finished"
 
 
+@pytest.mark.rest
 def test_validation_is_rehearsed():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 4))

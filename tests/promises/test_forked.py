@@ -130,6 +130,7 @@ def test_forked_in_another_process_before_training(tmp_path):
     assert_as_expected(report.tasks["task"], again)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("step", [EPOCH, EPOCH + 3])
 def test_paused_and_asked_for_again_it_goes_on(tmp_path, step):
     """At its own first steps; what was saved under its own name counts more than where it began."""

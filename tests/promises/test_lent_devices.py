@@ -142,6 +142,7 @@ def test_what_a_rehearsal_takes_of_a_lent_device_is_not_in_the_runs_curve(device
     assert of_rehearsal
 
 
+@pytest.mark.rest
 @covering(strength=1, num_devices=[1, 2], step=[1, STEPS * EPOCHS - 1])
 def test_a_task_of_another_structure_joins_with_the_bits_of_it_alone(devices_of, num_devices, step, loans):
     devices = devices_of(num_devices)
@@ -173,6 +174,7 @@ def test_where_memory_is_short_the_rehearsal_stays_within_the_budget(devices_of,
     assert_as_alone(second, report, 5, 12)
 
 
+@pytest.mark.rest
 def test_tasks_that_come_from_several_threads_take_turns(devices_of, loans):
     devices = devices_of(2)
     tasks = [task_of(str(width), seed=width, width=width) for width in (9, 10, 11, 12)]

@@ -46,6 +46,7 @@ def both(build, most, max_devices, *, num_devices=None, seed=11, chaos=7, lr=0.0
     return report
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("name", "num_devices"),
     [("cnn", 2), ("dropout", 3), *(pytest.param(name, 1, marks=pytest.mark.rest) for name in sorted(zoo.MODELS))],
@@ -118,6 +119,7 @@ def test_each_batch_is_split_by_its_own_size(split_of, options):
     ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.rest), 2])
 def test_later_batches_of_more_and_larger_micro_batches_keep_to_the_budget(num_devices):
     """The plan saw one micro-batch of 8 samples (two of 4); the last ones are of 32, which take a finer cut."""

@@ -121,6 +121,7 @@ def test_paused_in_any_case_it_is_saved_as_one_that_was_not(tmp_path, case):
     assert saved_of(tmp_path / "paused") == saved
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.rest), 2])
 def test_tasks_that_pause_again_and_again_beside_others(tmp_path, num_devices):
     """The very same tasks are added again, as soon as they may be."""
@@ -513,6 +514,7 @@ def test_a_pause_at_the_last_validation_comes_too_late(tmp_path):
     assert orchestra.train_models().tasks["task"].status == "finished"
 
 
+@pytest.mark.rest
 def test_a_pause_at_a_validation_has_it_told_again(tmp_path):
     told = []
 

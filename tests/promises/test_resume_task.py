@@ -29,6 +29,7 @@ def test_a_task_of_the_constructor(tmp_path, resume):
     assert load_newest(tmp_path / "b").data["tasks"]["task"]["over"] == "finished"
 
 
+@pytest.mark.rest
 def test_a_task_that_joins_others(tmp_path):
     paused_in(tmp_path / "a", 4)
     task, beside = drawing(callbacks=[told := Pauses()]), drawing("beside")
@@ -101,6 +102,7 @@ def test_a_directory_that_knows_nothing_of_the_task(tmp_path):
     assert_as_expected(there.train_models().tasks["task"], task)
 
 
+@pytest.mark.rest
 def test_a_task_that_was_refused_goes_on_from_there_as_it_is_added_again(tmp_path, monkeypatch):
     paused_in(tmp_path / "a", 4)
     task = drawing(callbacks=[told := Pauses()])

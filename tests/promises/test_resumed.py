@@ -286,6 +286,7 @@ def test_saving_changes_no_bit_and_tasks_go_on_beside_each_other(tmp_path):
     assert load_newest(tmp_path).data["tasks"].keys() == set(names)
 
 
+@pytest.mark.rest
 def test_one_fails_and_goes_on_while_others_are_over(tmp_path):
     make = partial(task_of, draws=True)
     wholes = [make(name=name, epochs=epochs) for name, epochs in (("a", 1), ("b", 2))]
@@ -303,6 +304,7 @@ def test_one_fails_and_goes_on_while_others_are_over(tmp_path):
     names(report.messages, says="resumed")
 
 
+@pytest.mark.rest
 def test_finished_run_is_not_trained_again_and_more_epochs_go_on(tmp_path):
     expected = orchestra_of([longer := task_of(epochs=3, validation=shuffled())]).train_models().tasks["task"]
     orchestra_of([task_of(validation=shuffled())], tmp_path).train_models()
@@ -384,6 +386,7 @@ def test_plan_made_before_is_made_anew(tmp_path):
     assert orchestra.train_models(resume=True).tasks["task"].losses == expected
 
 
+@pytest.mark.rest
 def test_a_task_that_is_added_goes_on_where_it_was(tmp_path):
     """It was not there as the call began."""
     begun = []
@@ -479,6 +482,7 @@ class Full(Disk):
         return super().write(descriptor, data)
 
 
+@pytest.mark.rest
 def test_a_full_disk_stops_no_training_and_the_next_save_succeeds(tmp_path, monkeypatch, capsys):
     disk = Full()
     monkeypatch.setattr("hydra_engine.checkpoints.directory.Disk", lambda: disk)

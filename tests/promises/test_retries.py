@@ -135,6 +135,7 @@ def test_step_of_a_failing_store_begins_again(method, after, setting):
     assert len(report.tasks["victim"].retries) == len(again(report)) == 1
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("chaos", [1, *(pytest.param(k, marks=pytest.mark.rest) for k in (2, 3))])
 def test_spread_step_begins_again(chaos):
     """One part fails while others compute; what those run into meanwhile is not counted."""
@@ -236,6 +237,7 @@ UPDATES = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("case", "call"),
     [
@@ -260,6 +262,7 @@ def test_update_is_put_back_and_tried_again(case, call, halfway):
     assert again(report) == []  # the step is committed
 
 
+@pytest.mark.rest
 def test_averages_are_put_back(halfway):
     found = {}
     for call in (None, 8):

@@ -199,6 +199,7 @@ def test_a_second_signal_ends_it_at_once_though_a_callback_blocks_for_ever(first
         assert signal.Signals(number).name in line
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("number", "expected"), [("INT", 130), pytest.param("TERM", 143, marks=pytest.mark.rest)])
 def test_a_shell_sees_130_or_143(number, expected):
     """Its `$?`: also of a process that a signal has ended, as Python ends for a KeyboardInterrupt."""

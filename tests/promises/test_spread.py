@@ -133,6 +133,7 @@ def test_two_tasks_on_three_devices():
     assert parts_of(report) == {0, 1, 2}
 
 
+@pytest.mark.rest
 def test_the_last_task_of_a_sweep_uses_every_device():
     lengths = [1, 2, 2, 8]
     tasks, models = zip(*(long_task(f"task-{k}", n, seed=k) for k, n in enumerate(lengths)), strict=True)
@@ -177,6 +178,7 @@ def test_a_plan_counts_the_micro_batches_that_there_are():
     names(plan, task="task-0", says="one micro-batch larger")
 
 
+@pytest.mark.rest
 def test_parts_whose_gradients_would_not_fit_dram_are_no_parts():
     with (
         mock.patch("hydra_engine.planning.planner.dram.available_dram_bytes", return_value=30 * 2**20),
@@ -193,6 +195,7 @@ def test_parts_whose_gradients_would_not_fit_dram_are_no_parts():
     assert plan.tasks["task"].speedups == [1e-9, 1e-9]  # two parts add sums, which takes nothing more
 
 
+@pytest.mark.rest
 def test_gradients_that_wait_for_their_turn_are_as_few_as_planned():
     most, add = [], StepParts.add
 

@@ -143,6 +143,7 @@ ENDS = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("by_counting")
 @pytest.mark.parametrize(
     ("end", "num_devices"),
@@ -185,6 +186,7 @@ def test_a_forgotten_task_is_freed_while_another_trains(end, num_devices, tmp_pa
         assert isinstance(mine.exception, IndexError)
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("by_counting")
 def test_in_its_own_end_and_then_another_joins():
     """As a sweep does, with each task the next one's."""
@@ -212,6 +214,7 @@ def test_in_its_own_end_and_then_another_joins():
     assert_as_plain(last, report.tasks["last"])
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("by_counting")
 @covering(strength=1, step=[1, STEPS, STEPS + 1], by_itself=[False, True])
 def test_one_that_is_paused_goes_on_from_disk(step, by_itself, tmp_path):
@@ -284,6 +287,7 @@ def test_an_unnamed_task_has_no_name_of_one_that_is_paused_and_forgotten(tmp_pat
     assert_as_plain(third, report)
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("by_counting")
 def test_after_training():
     held = Held()

@@ -121,6 +121,7 @@ def test_what_is_built_after_an_interrupt_is_nobodys(tmp_path, monkeypatch):
     assert_as_alone(study)
 
 
+@pytest.mark.rest
 def test_a_sweep_that_is_through_trains_nothing_again(tmp_path):
     sweep = sweep_in(tmp_path, num_trials=2)
     expected = outcomes(sweep.run())
@@ -132,6 +133,7 @@ def test_a_sweep_that_is_through_trains_nothing_again(tmp_path):
     assert len(sweep.run().trials) == 3
 
 
+@pytest.mark.rest
 def test_a_study_of_ones_own_goes_on_beside_other_trials(tmp_path):
     url = f"sqlite:///{tmp_path / 'own.db'}"
     own = optuna.create_study(study_name="own", storage=url, sampler=optuna.samplers.RandomSampler(seed=1))

@@ -52,6 +52,7 @@ def ranked(study):
     return losses, first, sorted(first, key=lambda number: losses[number][1])[: NUM_TRIALS // 4]
 
 
+@pytest.mark.rest
 def test_a_trial_that_goes_on_past_its_rung_rests_at_its_next_validation(tmp_path):
     """So does one that was killed as it paused with early release, which commits one more step."""
     interrupt = Interrupt(STEPS + 2)
@@ -109,6 +110,7 @@ def test_trials_wait_at_a_rung_where_devices_are_lent_for_rehearsals(tmp_path):
     assert_halved(sweep_in(tmp_path, devices=[device]).run())
 
 
+@pytest.mark.rest
 def test_a_device_that_was_removed_stays_out_and_one_that_came_stays_in(tmp_path, monkeypatch):
     found, train = [], Search._train
 

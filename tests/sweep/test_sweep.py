@@ -307,6 +307,7 @@ def test_so_many_models_hold_weights_at_once(parallel):
     assert not any(parameter.numel() for model in models for parameter in model.parameters())
 
 
+@pytest.mark.rest
 def test_of_a_trial_that_is_over_nothing_is_held():
     """Not its task, its loader or its model, while others train; by counting references alone."""
     torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # the first imports torch._dynamo, which leaves frames in cycles
@@ -489,6 +490,7 @@ def test_where_dram_has_no_room_a_trial_waits_for_another_to_end(monkeypatch):
     assert max(most) < 4
 
 
+@pytest.mark.rest
 def test_where_devices_have_no_room_beside_training_they_are_lent_for_the_rehearsal_of_the_next_trial():
     device = EmulatedDevice("1MiB")
     device.has_room_for_planning = False

@@ -127,6 +127,7 @@ def test_losses_are_those_of_the_uncompiled_task(backend, options):
     assert backend.num_graphs == 3  # an embedding, a block, a linear layer
 
 
+@pytest.mark.rest
 def test_kept_graphs_and_recomputed_forwards_give_the_same_bits(backend):
     roomy, report = train(task_of(), devices=[EmulatedDevice("4MiB")])
     assert any(roomy.plan.tasks["task-0"].graph_bytes)
@@ -135,6 +136,7 @@ def test_kept_graphs_and_recomputed_forwards_give_the_same_bits(backend):
     assert report.tasks["task-0"].losses == other.tasks["task-0"].losses
 
 
+@pytest.mark.rest
 def test_tasks_and_devices_share_graphs(backend):
     tasks = [task_of(name=name) for name in ("a", "b")]
     a, b = losses_of(*tasks, devices=[EmulatedDevice("4MiB"), EmulatedDevice("4MiB")])
@@ -170,6 +172,7 @@ class Kinds(nn.Module):
         return x + self.factor * self.linear(x)
 
 
+@pytest.mark.rest
 def test_layers_that_differ_in_an_attribute_have_graphs_of_their_own(backend):
     def task(compiles):
         factors = iter((0.5, 0.25, 0.5, 0.25))
@@ -192,6 +195,7 @@ class Normed(nn.Sequential):
         super().__init__(nn.Linear(WIDTH, WIDTH), nn.Flatten(0, 1), nn.BatchNorm1d(WIDTH), nn.Unflatten(0, (-1, 6)))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("memory", ["44KiB", pytest.param("4MiB", marks=pytest.mark.rest)])
 def test_buffers_are_those_of_the_uncompiled_task(backend, memory):
     tasks = [task_of(Normed, compile=compiles) for compiles in (True, False)]
@@ -274,6 +278,7 @@ def test_past_the_limit_of_forms_a_layer_runs_uncompiled(backend, monkeypatch):
     assert backend.num_graphs <= 3 * compiled.MAX_FORMS
 
 
+@pytest.mark.rest
 def test_evaluation_and_validation_run_uncompiled(backend):
     data = [(x, y) for x, y in words()]
     tasks = [task_of(num_blocks=2, compile=compiles, validation=data[:1]) for compiles in (True, False)]
@@ -284,6 +289,7 @@ def test_evaluation_and_validation_run_uncompiled(backend):
     assert backend.num_graphs == 3  # those of training
 
 
+@pytest.mark.rest
 def test_metered_units_run_uncompiled_and_have_the_same_bits(backend):
     metered = [EmulatedDevice("4MiB", meter_every_unit=True)]
     assert losses_of(task_of(num_blocks=2), devices=metered) == losses_of(task_of(num_blocks=2, compile=False))
