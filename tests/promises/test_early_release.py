@@ -19,7 +19,9 @@ SEED, LR, EPOCHS = 7, 1e-2, 2
 orchestra_of = partial(exact.orchestrator, num_devices=2, chaos=4)
 
 
-@covering(strength=1, name=["gpt", "tied", "odd"], settings=["plain", "schedules", "bfloat16"], early_release=[True, "all"])
+@covering(
+    strength=1, name=["gpt", "tied", "odd"], settings=["plain", "schedules", "bfloat16"], early_release=[True, "all"]
+)
 def test_early_updates_give_the_bits_of_the_plain_loop(name, settings, early_release):
     options = {
         "plain": {"optimizer": torch.optim.AdamW},
