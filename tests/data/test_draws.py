@@ -389,6 +389,7 @@ def plain_split(loader, split, number, *, epochs=2, dropout=0.5):
     return reference.Result(losses=losses, validation_losses=[]), net
 
 
+@pytest.mark.rest
 @covering(strength=1, split=[shuffled_parts, noisy_parts, CountsCalls], generates=[False, True])
 def test_split_that_draws(split, generates):
     make = split if isinstance(split, type) else lambda: split

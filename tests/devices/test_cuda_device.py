@@ -559,6 +559,7 @@ def let_go_meanwhile(request, monkeypatch):
     monkeypatch.setattr(Residents, "evict_slab", late)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("num_devices", "let_go_meanwhile"),
     [(1, True), *(pytest.param(*each, marks=pytest.mark.rest) for each in ((1, False), (2, False), (2, True)))],
@@ -862,6 +863,7 @@ def test_a_lost_device_ends_the_process_with_all_commits_saved(lost_cuda, tmp_pa
         exact.assert_as_expected(report, name, model, exact.expected(name, optimizer="adam"))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("num_devices", "settings"),
     [
@@ -910,6 +912,7 @@ def committed(name, num_steps):
     return zoo.state(model)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "share", [0.8, *(pytest.param(share, marks=pytest.mark.rest) for share in (0.35, 0.5, 0.65, 0.95))]
 )

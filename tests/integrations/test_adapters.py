@@ -90,6 +90,7 @@ def assert_trained_as_alone(report, models, plain):
 # --- a sweep ---
 
 
+@pytest.mark.rest
 def test_a_sweep_over_a_base_of_three_times_the_device_holds_it_once_and_shares_its_loads():
     memory = bytes_of(llama(BLOCKS)) // 3
     configs = [lora(r=4), lora(r=8, use_rslora=True), lora(r=4, use_dora=True)]

@@ -109,6 +109,7 @@ def test_what_is_counted_to_fit_does_and_fills_the_memory(memory, partitioner):
         assert full.peak >= 0.7, "there is room for larger ones"
 
 
+@pytest.mark.rest
 def test_more_memory_is_room_for_larger_micro_batches():
     limits = [limit_of(memory) for memory in ("72KiB", "96KiB", "256KiB")]
     assert limits == sorted(limits)
@@ -121,6 +122,7 @@ def test_the_smallest_device_decides():
     assert limit_of(["256KiB", "96KiB"]) == limit_of("96KiB")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("most", "bounds", "expected"),
     [(100, None, 100), (600, (2, 50), 50), pytest.param(600, (4, 4), 4, marks=pytest.mark.rest), (30, (1, 50), 30)],
@@ -175,6 +177,7 @@ def test_where_only_a_run_tells_micro_batches_may_be_eight_times_the_first():
     assert all(each.micro_batch <= 8 * INITIAL // 2 for each in run.choices)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "options",
     [

@@ -118,6 +118,7 @@ def test_where_one_layer_is_too_large_there_are_more_micro_batches(warned_by, op
     assert report.revisions[-1].accumulation_steps > 1
 
 
+@pytest.mark.rest
 def test_layers_that_draw_get_the_streams_of_their_micro_batches():
     report = train_as_plain(batches(32, 64, 512, 32, 500, 64), "120KiB", draws=True, accumulation_steps="auto")
     assert report.revisions[-1].accumulation_steps > 1
@@ -298,6 +299,7 @@ def test_a_layer_that_does_not_repeat_is_found_in_a_shard_that_was_never_recompu
         train(model, batches(32, 128), "110KiB", partitioner=Presharded([5, 12]))
 
 
+@pytest.mark.rest
 def test_other_tasks_go_on_as_if_alone():
     models = [dense(), dense(norm=True)]
     originals = copy.deepcopy(models)

@@ -157,6 +157,7 @@ def test_auto_takes_no_more_than_fit():
         assert orchestra.generate().tasks["task-0"].accumulation_steps == 2
 
 
+@pytest.mark.rest
 def test_auto_gives_a_device_that_would_idle_a_part_of_each_step():
     def spreads(task, devices, *, host=None):
         return tuple(Spread(float(k)) for k in range(1, min(len(devices), task.num_micro_batches) + 1))

@@ -46,6 +46,7 @@ def run_of(rng, num_tasks):
     return WholeRun(options=options, devices=[device], host=HostCost(shares_dram=True))
 
 
+@pytest.mark.rest
 @seeds(12, net=2)
 def test_the_search_is_near_the_best_of_all_cuts_and_never_worse_than_what_there_was(seed):
     run = run_of(random.Random(seed), 3)

@@ -417,6 +417,7 @@ class Sometimes(nn.Linear):
         return F.linear(x, self.weight, self.bias if x[0, 0] > 0 else None)
 
 
+@pytest.mark.rest
 @covering(
     options=[
         {},

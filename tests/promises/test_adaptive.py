@@ -525,6 +525,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", net_has(RESUMED, "clipped"))
 def test_resumes_on_other_devices_leave_a_record_that_says_all(name, tmp_path):
     choices, result = resumed(tmp_path, (4, 10), (1, 3, 2), **RESUMED[name])

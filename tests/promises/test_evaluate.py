@@ -244,6 +244,7 @@ def test_there_are_no_gradients_in_dram():
     assert layout.num_bytes[False] >= sum(parameter.nbytes for parameter in zoo.tied()[0].parameters())
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "sizes", [(8, 1000, 8), (1000, 8), pytest.param((1000, 1000, 999), marks=pytest.mark.rest)], ids=str
 )

@@ -227,6 +227,7 @@ def test_unpack_turns_a_batch_into_the_pair():
 # Validation
 
 
+@pytest.mark.rest
 @covering(name=["dropout", "cnn"], shuffle=[False, True], accumulation_steps=[1, 3], strength=1)
 def test_validation_changes_no_bit_and_gives_the_plain_losses(name, shuffle, accumulation_steps):
     build, options = zoo.SHORT_MODELS[name], {"lr": 0.1, "epochs": 2, "accumulation_steps": accumulation_steps}

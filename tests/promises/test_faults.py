@@ -212,6 +212,7 @@ ORDERS = [
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "options", [pytest.param(each, marks=pytest.mark.rest if k % 2 else ()) for k, each in enumerate(ORDERS)], ids=str
 )
@@ -226,6 +227,7 @@ def test_a_schedule_that_raises_does_so_after_its_step(options):
     exact.assert_as_expected(report, "dropout", other_model, exact.expected("dropout", epochs=1))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("at", "options"),
     [

@@ -222,11 +222,11 @@ def uninterrupted(case):
         return report, zoo.state(whole.model), saved_of(directory)
 
 
-# Each case is cut once in the net. Not those whose every setting another case has, too.
+# Every other case is cut once in the net. Not those whose every setting another case has, too.
 ALSO_IN_OTHERS = ("plain", "draws", "buffers", "averages", "early release, room for all", "steps on devices, narrow")
 CUTS = [
     pytest.param(
-        case, after, marks=() if k % 3 == (1, 6, 8).index(after) and case not in ALSO_IN_OTHERS else pytest.mark.rest
+        case, after, marks=() if k % 6 == (1, 6, 8).index(after) and case not in ALSO_IN_OTHERS else pytest.mark.rest
     )
     for k, case in enumerate(CASES)
     for after in (1, 6, 8)
@@ -549,6 +549,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
             orchestra_of([other], tmp_path).train_models(resume=True)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ["runs", "hydra-rescue-7"])
 def test_the_variable_of_the_command_asks_for_a_resume(tmp_path, monkeypatch, name):
     directory = tmp_path / name

@@ -391,6 +391,7 @@ def flaky(**options):
     return build
 
 
+@pytest.mark.rest
 @covering(
     strength=1,
     options=[{"fires_at": 4}, {"fires_at": 10}, {"fires_at": 13}, {"fires_at": 1, "opening": True}],

@@ -54,6 +54,7 @@ def test_parts_of_a_step_give_the_bits_of_one(name, in_sums):
     validate(report.schedule)
 
 
+@pytest.mark.rest
 @covering(name=["gpt", "cnn", "tied", "branch"], precision=["bfloat16", "float16"], in_sums=[True, False], strength=1)
 def test_narrow_parts_are_added_in_float32(name, precision, in_sums):
     with spread(2, in_sums=in_sums):

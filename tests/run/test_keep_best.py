@@ -300,6 +300,7 @@ class Boom(RuntimeError):
     """What interrupts a task."""
 
 
+@pytest.mark.rest
 @covering(
     strength=1,
     by=["validation_loss", "loss"],

@@ -138,6 +138,7 @@ def test_validation_in_the_middle_of_epochs_is_the_plain_loops(name, accumulatio
     assert report.validation_steps == list(range(interval, NUM_STEPS + 1, interval))  # none at the end of step 20
 
 
+@pytest.mark.rest
 @covering(strength=1, name=list(BUILDS), validation=["in order", "draws"], num_devices=[1, 3])
 def test_a_validation_loader_that_draws_leaves_torchs_stream_alone(name, validation, num_devices):
     assert_as_plain(BUILDS[name], validation, interval=3, num_devices=num_devices)

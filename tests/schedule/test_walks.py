@@ -104,6 +104,7 @@ IN_GROUPS = ["DeviceRemoved", "Release", "Drop", "maximum", ("parts", 2), ("part
 IN_GROUPS += [(what, is_so) for what in ("in a group", "preemptible") for is_so in (False, True)]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("seeds", "options", "names"),
     [

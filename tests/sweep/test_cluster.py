@@ -97,6 +97,7 @@ def vanishing(trial):
     return build(trial, *([Interrupt(STEPS + 2)] if trial.number == 1 else []))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_a_node_that_dies_gives_its_trials_back(tmp_path, is_shared):
     study = new_study()

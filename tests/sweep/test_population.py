@@ -143,6 +143,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("write", [1, *(pytest.param(write, marks=pytest.mark.rest) for write in (0, 3, 5))])
 def test_ended_in_the_middle_of_a_decision_it_decides_the_same_again(tmp_path, monkeypatch, expected, write):
     """A decision writes: for each birth the trial and a mark, for each that goes on a mark, for each other its end."""

@@ -268,6 +268,7 @@ def test_layers_with_skips_run_uncompiled(backend):
     assert backend.num_graphs == 3
 
 
+@pytest.mark.rest
 def test_past_the_limit_of_forms_a_layer_runs_uncompiled(backend, monkeypatch):
     assert compiled.MAX_FORMS == 8
     monkeypatch.setattr(compiled, "MAX_FORMS", 2)
