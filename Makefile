@@ -12,17 +12,10 @@ GPU_DAY ?= --emulated --minutes 4
 MEASURED := selection scaling ablation overhead predictions host_optimizer dram scheduler simulator imports elasticity adaptive
 BOUND := --models 4 --tokens 8192 --dram 200 --link 50
 
-# The tests that answer in 90 seconds on two cores: decisions, tasks, the host's weights and optimizers, partitions, the
-# reader of batches, imports, and training with every pair of factors that could change a bit. Left out of these folders
-# are tests that train whole models or compare resident sets, whole screens of the live display, the longest walk, and the
-# import of transformers: with them, and with tests/data/test_position.py, all took 204 s of processor time beside a load
-# of 15.
-CHECK := $(addprefix tests/,schedule tasks host partitioners pictures display test_imports.py test_package.py test_trace.py \
-	$(addprefix data/test_,indices.py reader.py streams.py) promises/test_exact.py::test_case_of_the_covering) \
-	$(addprefix --ignore=tests/host/test_,bound_copy.py device_step.py resident_set.py) \
-	--ignore=tests/display/test_terminal.py --deselect tests/display/test_live.py::test_a_notebooks_cell_is_redrawn \
-	--deselect tests/schedule/test_policy_contract.py::test_ten_thousand_events_keep_every_rule \
-	--deselect "tests/test_imports.py::test_module_can_be_imported[integrations"
+# The tests that answer in a minute on two cores: decisions, tasks, the host's weights and optimizers, partitions, readers,
+# imports, overlap, and calls that are refused.
+CHECK := $(addprefix tests/,schedule tasks host partitioners pictures test_imports.py test_package.py test_trace.py \
+	$(addprefix data/test_,indices.py reader.py streams.py) promises/test_overlap.py promises/test_wrong_calls.py)
 
 PARTS := 1/8 2/8 3/8 4/8 5/8 6/8 7/8 8/8
 
@@ -32,14 +25,14 @@ demo: $(STAMP)
 	$(BIN)/hydra-engine demo
 
 check: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(CHECK)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not rest or net" $(CHECK)
 
 # The net: every fact once. Marked `rest` is what takes long, or is one more case of what these tests cover.
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=5 -m "not rest or net"
 
-# Everything else, in parts. PART=3/8 runs one part. Without PART, all run that have not passed since the last commit or
-# change of a file: a second call continues where the first was stopped.
+# Everything else, in parts. PART=3/8 runs one part. Without PART, a second call continues where the first was stopped: parts
+# that have passed at this commit are left out.
 test-all: $(STAMP)
 	@set -e; for part in $(or $(PART),$(PARTS)); do \
 		stamp=build/test-all/$$(git rev-parse --short HEAD 2>/dev/null)/$$(echo $$part | tr / -); \

@@ -232,8 +232,9 @@ def _meet(tree, mutant, tests, limit_s):
             command, cwd=tree, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            if process.wait(limit_s):
-                outcome = "killed"
+            code = process.wait(limit_s)
+            assert code != pytest.ExitCode.USAGE_ERROR, f"record again: a test is gone, says {tree / 'out.txt'}"
+            outcome = "killed" if code else "survived"
         except subprocess.TimeoutExpired:
             outcome = "time over"
         finally:

@@ -329,8 +329,8 @@ class World:
         self.threads, self.device_fails, self.told = [], threading.Event(), threading.Event()
         micro = max(scenario.accumulation_steps, 2 if scenario.place in STORES else 1)
         update = scenario.update
-        if update in IN_THE_STEP and scenario.event in FAULTS:
-            update = "clipped"  # what such an update refuses, or does not put back
+        if update in IN_THE_STEP and scenario.event in (*FAULTS, "stop"):
+            update = "clipped"  # what such an update refuses, or does not put back; a stop may end in mid-step
         if scenario.place == "update" and update in ("on devices", "whole task"):
             update = "plain"  # three updates per step
         self.settings = {"accumulation_steps": micro, **UPDATES[update]}
