@@ -255,7 +255,6 @@ def test_a_loss_that_is_a_sum():
     both(sum_loss, loss_reduction="sum", lr=0.005, validation=True)
 
 
-@pytest.mark.rest
 def test_a_loss_whose_weights_are_the_users_own():
     sizes = ((5, 5), (12, 3), (7, 7), (27, 4))  # micro-batches of one sample, some without weight
     report, result = both(counted_loss, sizes=sizes, loss_reduction=lambda target: (target > 1).sum().item())
