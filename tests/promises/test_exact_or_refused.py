@@ -47,7 +47,7 @@ IN_THE_NET = {
         forward_that_sets_a_gradient dataset_draws_from_numpy_after_10 loss_masks_the_target_in_place
         masks_a_target_that_every_micro_batch_has first_layer_works_in_place_on_an_array backward_of_a_shared_buffer
         parameter_hook_writes_a_buffer loss_pops_from_a_target_that_the_loader_keeps attribute_of_LazyTable
-        counter_of_an_iterator loss_with_a_counter_of_a_class table_by_weak_module layer_leaves_autocast_changed
+        counter_of_a_module loss_with_a_counter_of_a_class table_by_weak_module layer_leaves_autocast_changed
         loss_of_a_spread_step_runs_a_backward_itself loader_goes_on_from_gradients_of_its_batches
     """,
     "cut, two devices": """
