@@ -29,6 +29,7 @@ from tests.promises.test_faults import (
     victim,
 )
 from tests.refused import names, refused
+from tests.scenarios import Halfway
 
 ADAM = torch.optim.AdamW
 STEP = 4  # at which things go wrong
@@ -205,21 +206,6 @@ def test_lost_device_is_not_tried_again():
 
 
 # Updates
-
-
-class Halfway(torch.optim.AdamW):
-    """Changes weights, gradients, averages and counts, and then raises: at one step of one parameter."""
-
-    trap = Trap()
-
-    def step(self, closure=None):
-        super().step(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(7)  # as an optimizer may
-                    self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
-        self.trap.touch()
 
 
 @pytest.fixture
