@@ -28,6 +28,11 @@ def covering(*, strength=2, ids=None, **factors):
     return pytest.mark.parametrize(",".join(names), cases, ids=ids)
 
 
+def chosen(values, net):
+    """Parametrize over `values`; those that are not in `net` are marked `rest`."""
+    return [pytest.param(each, marks=() if each in net else pytest.mark.rest) for each in values]
+
+
 def cover(factors, *, strength=2, num_cases=0, num_candidates=60, seed=0):
     """Return cases (a dict each) that have every combination of values of every `strength` factors.
 

@@ -17,6 +17,7 @@ from hydra_engine.planning.planner import Planner
 from hydra_engine.schedule.events import Spread
 from partitioners import Balanced, Presharded, profile, shard_bytes, unit_bytes
 from tests import reference
+from tests.covering import chosen
 from tests.exact import assert_same_state, silent
 from tests.refused import names, refused
 from tests.zoo import Block, Embed, next_byte_loss
@@ -65,7 +66,7 @@ def budgets(costs):
 
 
 @pytest.mark.parametrize("partitioner", ["pilot", "optimal"])
-@pytest.mark.parametrize("k", [0, 3, 7, *(pytest.param(k, marks=pytest.mark.rest) for k in (1, 2, 4, 5, 6))])
+@pytest.mark.parametrize("k", chosen(range(NUM_BUDGETS), (0, 5)))
 def test_every_budget_trains_to_the_same_bits_within_it(plain, costs, k, partitioner):
     model, memory = gpt(), budgets(costs)[k]
     orchestra = orchestra_of(task_of(model, partitioner=partitioner), memory=memory)

@@ -222,11 +222,11 @@ def uninterrupted(case):
         return report, zoo.state(whole.model), saved_of(directory)
 
 
-# Every other case is cut once in the net. Not those whose every setting another case has, too.
+# Every fourth case is cut once in the net. Not those whose every setting another case has, too.
 ALSO_IN_OTHERS = ("plain", "draws", "buffers", "averages", "early release, room for all", "steps on devices, narrow")
 CUTS = [
     pytest.param(
-        case, after, marks=() if k % 6 == (1, 6, 8).index(after) and case not in ALSO_IN_OTHERS else pytest.mark.rest
+        case, after, marks=() if k % 12 == (1, 6, 8).index(after) and case not in ALSO_IN_OTHERS else pytest.mark.rest
     )
     for k, case in enumerate(CASES)
     for after in (1, 6, 8)

@@ -1,5 +1,7 @@
 """What happens to a task while it trains, wherever and under whichever setting, leaves what is promised for it."""
 
+from itertools import cycle
+
 import pytest
 
 from tests.covering import cover
@@ -14,12 +16,17 @@ SETTINGS = {
     "chaos": (None, 5),
     "kept": (False, True),
 }
-FAULTS = {
-    "event": ("raises", "tries again"),
+TRIED_AGAIN = {
+    "event": ("tries again",),
     "place": PLACES,
     "update": ("clipped", "whole task"),
     "saves": (False, True),
     **SETTINGS,
+}
+# What is tried again ends with all of its bits and so shows most; for what is not, a place of each kind is enough.
+RAISED = TRIED_AGAIN | {
+    "event": ("raises",),
+    "place": ("forward of the middle shard", "backward of the lowest shard", "load_slab", "store_gradients", "loader"),
 }
 # Where a whole run, or a device, is struck matters less: in a unit, in the loader, on the host, between two steps.
 WHOLE_RUN = {
@@ -35,8 +42,12 @@ MEMORY = [
 
 
 def scenarios(factors):
-    """A covering of every pair of values for the net, and another one for the rest."""
-    net, more = (dict.fromkeys(as_possible(Scenario(**case)) for case in cover(factors, seed=seed)) for seed in (0, 1))
+    """For the net every pair of settings, with one place after the other; for the rest every pair with a place, too."""
+    settings = cover({name: values for name, values in factors.items() if name != "place"})
+    number = max(len(settings), len(factors["place"]))
+    taken = zip(range(number), cycle(settings), cycle(factors["place"]))
+    net = dict.fromkeys(as_possible(Scenario(**case, place=place)) for _, case, place in taken)
+    more = dict.fromkeys(as_possible(Scenario(**case)) for case in cover(factors, seed=1))
     return [*net, *(pytest.param(each, marks=pytest.mark.rest) for each in more if each not in net)]
 
 
@@ -50,6 +61,8 @@ def as_possible(scenario):
     return scenario._replace(saves=scenario.saves and scenario.event == "raises")
 
 
-@pytest.mark.parametrize("scenario", [*scenarios(FAULTS), *scenarios(WHOLE_RUN), *MEMORY], ids=str)
+@pytest.mark.parametrize(
+    "scenario", [*scenarios(TRIED_AGAIN), *scenarios(RAISED), *scenarios(WHOLE_RUN), *MEMORY], ids=str
+)
 def test_every_promise_holds(scenario, tmp_path):
     check(scenario, tmp_path)
