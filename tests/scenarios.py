@@ -627,6 +627,8 @@ def _tried_again(world, error):
     assert error is None
     world.check_finished()
     world.check_beside()
+    if world.scenario.place in LOADS and world.scenario.num_devices > 1 and not world.report.tasks[VICTIM].retries:
+        return  # it was a claim of a device, which another one had taken over
     [retry] = world.report.tasks[VICTIM].retries
     names(retry.error, says="Boom")
     reads_ahead = world.scenario.place in AHEAD

@@ -59,6 +59,7 @@ def test_a_step_may_be_worth_more_than_an_epoch_of_whole_batches():
     assert found.status == "finished"
 
 
+@pytest.mark.rest
 def test_a_task_begins_a_pass_wherever_the_loader_was_left():
     data = loader(most=None, shuffle=True)
     fresh = trained(task(data, epochs=2))["t"].losses
@@ -107,6 +108,7 @@ def test_time_comes_first_and_samples_second():
     assert len(plain.losses) == len(found)
 
 
+@pytest.mark.rest
 def test_an_optimizer_may_leave_parameters_out():
     def some(parameters, lr):
         return torch.optim.SGD([each for each in parameters if each.dim() > 1], lr=lr)

@@ -36,6 +36,7 @@ def test_layers_train_to_the_bits_of_the_module(case, cut):
     harness.check(case, cut)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", SEVERAL)
 def test_parameters_and_names_are_those_of_the_module(name):
     module = harness.new_module(BY_NAME[name])
@@ -61,6 +62,7 @@ def test_conversion_changes_neither_the_module_nor_the_random_stream(name):
     assert all(torch.equal(tensor, before[key]) for key, tensor in module.state_dict().items())
 
 
+@pytest.mark.rest
 def test_a_block_of_attention_and_mlp_is_at_least_two_layers():
     case = BY_NAME["Llama"]
     _, model = harness.converted(case)

@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -55,6 +56,7 @@ class Residual(nn.Module):
         return self.head(x.flatten(1))
 
 
+@pytest.mark.rest
 def test_functions_parameters_and_in_place_activations():
     layers = assert_same(Residual(), torch.randn(2, 3, 6, 6), torch.randn(5, 3, 6, 6))
     assert len(layers) >= 3
@@ -287,5 +289,6 @@ class Wrapped(nn.Module):
         return self.linear(x) * scale
 
 
+@pytest.mark.rest
 def test_a_decorator_may_give_the_forward_more_arguments():
     assert_same(Wrapped(), torch.randn(3, 4))

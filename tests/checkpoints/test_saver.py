@@ -105,6 +105,7 @@ def test_a_disk_that_refuses_is_asked_again_when_the_next_save_is_due(tmp_path, 
     assert capsys.readouterr().err.count(os.strerror(errno.ENOSPC)) == 1 + NUM_STEPS // 4
 
 
+@pytest.mark.rest
 def test_a_run_that_saved_is_freed_as_its_call_returns(tmp_path, monkeypatch):
     """With every arena it has, and the workers of loaders, which torch ends only from a loader that is let go.
 

@@ -187,6 +187,7 @@ def test_workers_are_seeded_as_in_the_plain_loop(persistent):
     assert_as_plain(train(each, task("b", Loader(), seed=2)), each, plain(loader(), epochs=3, dropout=0.5))
 
 
+@pytest.mark.rest
 def test_many_shuffled_loaders():
     def loader(seed):
         torch.manual_seed(seed)
@@ -328,6 +329,7 @@ class Tells(Callback):
             self.over.set()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("validation", [True, pytest.param(False, marks=pytest.mark.rest)])
 def test_loader_may_wait_for_anothers_callback(validation):
     """The other opens iterators and reads, its validation's for the first time too."""
@@ -404,6 +406,7 @@ def test_split_that_draws(split, generates):
     assert_as_plain(report, other, plain(Loader(), seed=2))
 
 
+@pytest.mark.rest
 def test_split_that_draws_goes_on_where_it_was_saved(tmp_path):
     def made(*callbacks):
         options = {"dropout": 0.5, "accumulation_steps": 2, "split": shuffled_parts, "epochs": 3}

@@ -152,6 +152,7 @@ def test_shuffles_are_those_of_the_plain_loop(draws, num_plans, num_devices):
     assert callback.loader.opened == list(range(EPOCHS))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "options",
     [
@@ -185,6 +186,7 @@ def test_the_first_epoch_begins_where_its_first_batch_is_read():
     assert callback.calls == [("begin", 0)]
 
 
+@pytest.mark.rest
 def test_without_validation_and_beside_others():
     tasks = [task_of(name=name, draws=name == "b", validation=None) for name in "abc"]
     reports = orchestra_of(*(task for task, _ in tasks), num_devices=2).train_models().tasks
@@ -225,6 +227,7 @@ def test_a_resumed_run_begins_its_epoch_again(tmp_path, draws, steps):
     assert begun == [("begin", epoch) for epoch in range((steps - 1) // STEPS, EPOCHS)]
 
 
+@pytest.mark.rest
 def test_a_task_that_joins_has_it_too():
     later, callback = task_of(name="later", draws=True)
 
@@ -264,6 +267,7 @@ def test_what_it_raises_in_planning_is_raised_there():
     assert callback.loader.opened == []
 
 
+@pytest.mark.rest
 def test_one_that_does_not_return_fails_the_task(hangs):
     go_on = threading.Event()
     hangs.append(threading.Event())

@@ -86,6 +86,7 @@ def test_loader_sees_every_step(case, num_devices):
     exact.assert_same_state(zoo.state(model), zoo.state(expected))
 
 
+@pytest.mark.rest
 def test_batches_that_grow_are_fitted_and_read_last():
     class Grows(ReadsWeights):
         def __iter__(self):

@@ -94,6 +94,7 @@ def draws_outside():
     return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
 
 
+@pytest.mark.rest
 @covering(strength=1, at=[-1, 4], num_devices=[1, 2])
 def test_others_go_on_with_their_bits_and_no_retry_helps(at, num_devices, hanging):
     loader = hanging(at)
@@ -114,11 +115,13 @@ def test_others_go_on_with_their_bits_and_no_retry_helps(at, num_devices, hangin
     names(outcome.error, task="victim", says="0.2 loader_timeout_s victim-reader")
 
 
+@pytest.mark.rest
 def test_validation_batch_counts_too(hanging):
     task, _ = victim(loader_timeout_s=SHORT_S, validation=hanging(3))
     assert run_beside(task).steps == 10
 
 
+@pytest.mark.rest
 def test_split_counts_too(hanging):
     loader, calls = hanging(None), []
 
@@ -132,6 +135,7 @@ def test_split_counts_too(hanging):
     run_beside(task)
 
 
+@pytest.mark.rest
 def test_close_does_not_wait_for_it_again_and_a_thread_that_wakes_up_late_changes_nothing(hanging, monkeypatch):
     """But what it draws itself before it comes back, which nobody can prevent."""
     monkeypatch.setattr("hydra_engine.data.reader.JOIN_S", 3 * PATIENCE_S)

@@ -237,6 +237,7 @@ class TestBudget:
         orchestra = ModelOrchestrator([task])
         assert orchestra.devices == {"cuda:0": "in", "cuda:1": "in"}
 
+    @pytest.mark.rest
     def test_a_task_joins_on_a_device_that_the_others_lend(self, cuda):
         joining, joining_model = exact.task_of("dropout")  # made here: in a callback its draws would meet the loader's
 
@@ -463,6 +464,7 @@ class TestPlaces:
         del kept
         assert cuda.registered == {}
 
+    @pytest.mark.rest
     def test_dropping_one_asks_a_lost_device_for_nothing(self, lost_cuda):
         opened = devices_of(lost_cuda)[0].open(0, Trace(), 1, MIB // 2)
         places = [opened.place(torch.empty(5000)) for _ in range(3)]
@@ -514,6 +516,7 @@ KINDS = [("tied", 2), ("frozen", 2), ("lstm", 1)]
 ALL = [(name, num_devices) for name in zoo.MODELS for num_devices in (1, 2)]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("name", "num_devices"), [pytest.param(*each, marks=[pytest.mark.rest] * (each not in KINDS)) for each in ALL]
 )
@@ -526,6 +529,7 @@ def test_every_model_of_the_zoo_gives_the_bits_of_plain_pytorch(cuda, name, num_
     assert cuda.num_copies["waited for"] == 0, "every copy is a plain one"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("double_buffer", [True, pytest.param(False, marks=pytest.mark.rest)])
 def test_several_tasks_on_two_devices(cuda, double_buffer):
     settings = {"gpt": {"optimizer": "adam"}, "cnn": {"optimizer": "momentum"}, "dropout": {"accumulation_steps": 3}}
@@ -585,6 +589,7 @@ def test_slabs_are_given_up_where_the_arena_is_small(cuda, num_devices, let_go_m
     assert loaded[tight] > loaded[MIB]
 
 
+@pytest.mark.rest
 def test_kept_graphs(cuda):
     options = {"optimizer": "adam", "accumulation_steps": 3, "epochs": 1}
     task, model = exact.task_of("gpt", **options)
@@ -736,6 +741,7 @@ def test_draws_of_a_device_depend_on_the_task_alone(cuda):
         exact.assert_same_state(state, found[0][1])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("dropout", "num_watched"), [(0.0, 0), (0.1, 1)])
 def test_operations_of_attention_without_dropout_pass_no_mode(cuda, monkeypatch, dropout, num_watched):
     entered = []
@@ -949,6 +955,7 @@ def test_launching_is_timed_and_reported(cuda):
         names(str(report), says=f"{device.name} launching {device.launch_s / device.device_s:.0%}")
 
 
+@pytest.mark.rest
 def test_a_device_is_freed_with_its_run(cuda):
     task, _ = exact.task_of("mlp")
     orchestra = orchestra_of([task], devices_of(cuda))

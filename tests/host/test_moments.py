@@ -74,6 +74,7 @@ def assert_same(actual, expected):
     assert all(map(torch.equal, actual[1], expected[1]))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "name", ["adamw", "rows", *(pytest.param(name, marks=pytest.mark.rest) for name in ("fused", "momentum"))]
 )
@@ -87,6 +88,7 @@ def test_bits_are_the_same_for_every_cut_and_near_those_of_float32(name):
         assert one[0] != exact[0]
 
 
+@pytest.mark.rest
 def test_a_task_that_is_saved_goes_on(tmp_path):
     trained([2, 4], saved=tmp_path, epochs=1)
     assert_same(trained([4], saved=tmp_path), trained([4]))

@@ -85,6 +85,7 @@ NUMBERS = 40 + 4 + 12 + 4 + 1
 STEP_COUNTS = 5  # one float32 for each parameter
 
 
+@pytest.mark.rest
 def test_plan_counts_every_byte_of_the_optimizers_state():
     expected = {
         "momentum": 4 * NUMBERS,

@@ -134,6 +134,7 @@ def test_values_are_those_of_the_plain_loop(scope):
     assert [each.time_s for each in steps] == sorted(each.time_s for each in steps)
 
 
+@pytest.mark.rest
 def test_a_run_tells_every_step_and_validation_in_order_and_callbacks_the_same():
     sees, recorder = Sees(), Recorder()
     groups = {"param_groups": lambda name: {"lr": 0.01} if name.endswith("bias") else {}}
@@ -313,6 +314,7 @@ def test_batches_that_adapt_have_the_norm_that_they_measure(bounds):
     assert measured[:1] == [pytest.approx(computed[0], rel=1e-5) if bounds else None]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.rest] * (kind == "csv")) for kind in KINDS])
 def test_a_resumed_run_goes_on_in_the_same_files_with_each_step_once(tmp_path, kind):
     if kind == "tensorboard":
@@ -404,6 +406,7 @@ def test_a_paused_task_and_a_fork_go_on_in_files_of_their_own(tmp_path):
         assert rows == list(enumerate(reports[name].losses, 1))[begins:]
 
 
+@pytest.mark.rest
 def test_trials_of_a_sweep_are_logged(tmp_path):
     pytest.importorskip("optuna").logging.set_verbosity(30)
     sweep = Sweep(space.build, num_trials=3, devices=[EmulatedDevice("1MiB")], loggers=[JsonLinesLogger(tmp_path)])

@@ -82,6 +82,7 @@ def made(name):
     return build(), inputs()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", chosen(MODELS, [*MODELS][::2]))
 def test_bits_are_the_same_under_a_meter_and_gradients_alone_are_left(name):
     plain = two_passes(*made(name))
@@ -207,6 +208,7 @@ def test_a_storage_may_die_in_another_thread():
     assert deltas == [16, -16]
 
 
+@pytest.mark.rest
 def test_a_storage_in_a_reference_cycle_is_given_back_by_the_collector():
     with MemoryMeter() as meter:
         cycle = [torch.ones(4)]
@@ -247,6 +249,7 @@ def test_an_exception_of_on_change_comes_out_of_the_operation_and_nothing_stays_
         assert (meter.current_bytes, limit.used_bytes) == (0, 0)
 
 
+@pytest.mark.rest
 def test_an_exception_of_on_change_comes_out_of_backward():
     layer, x = nn.Linear(16, 16), torch.randn(8, 16, requires_grad=True)
     limit = Limit(1200)

@@ -101,6 +101,7 @@ def _warn(request, monkeypatch):
         monkeypatch.setattr(hydra_engine.planning.fit, "_count", lambda *_: None)
 
 
+@pytest.mark.rest
 @covering(warned_by=WARNED_BY, options=OPTIONS, num_devices=[1, 2], strength=1, ids=str)
 def test_a_batch_four_times_larger_in_mid_epoch_is_trained_on_finer_shards(warned_by, options, num_devices):
     report = train_as_plain(batches(32, 32, 128, 32, 32, 32), "80KiB", num_devices=num_devices, **options)
@@ -158,6 +159,7 @@ def test_a_partition_that_the_user_fixed_is_cut_all_the_same(warned_by, partitio
     assert train_as_plain(batches(32, 128, 32), "110KiB", partitioner=partitioner).revisions
 
 
+@pytest.mark.rest
 @any_warning
 def test_a_larger_validation_batch_is_evaluated_on_finer_shards(warned_by):
     assert train_as_plain(batches(32, 32), "70KiB", norm=True, validation=batches(32, 256)).revisions
@@ -273,6 +275,7 @@ def test_layers_that_draw_cannot_be_split_once_the_next_batch_is_read(monkeypatc
         train(dense(draws=True), batches(32, 600, 32), "260KiB", accumulation_steps="auto")
 
 
+@pytest.mark.rest
 def test_no_larger_shapes_are_not_measured_again(monkeypatch):
     measured = []
     count = hydra_engine.planning.fit._count

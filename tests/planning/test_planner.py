@@ -79,12 +79,14 @@ def test_every_budget_trains_to_the_same_bits_within_it(plain, costs, k, partiti
         assert plan.boundaries == [len(model)]
 
 
+@pytest.mark.rest
 def test_a_byte_less_than_the_largest_layer_is_refused_by_name(costs):
     memory = budgets(costs)[0] - 1
     with refused(ShardDoesNotFit, task="gpt", layer="6 (Linear)", says=memory + 1):
         orchestra_of(task_of(gpt()), memory=memory).generate()
 
 
+@pytest.mark.rest
 def test_what_the_plan_says_of_a_lone_layer_is_what_the_profile_says(costs):
     memory = budgets(costs)[0]
     plan = orchestra_of(task_of(gpt(), partitioner=Balanced(7)), memory=memory).generate().tasks["gpt"]
@@ -186,6 +188,7 @@ def test_a_layer_that_creates_nothing_takes_nothing():
         orchestra_of(task, memory=memory).train_models()
 
 
+@pytest.mark.rest
 def test_two_tasks_may_name_different_partitioners():
     tasks = [
         task_of(gpt(), name=name, partitioner=partitioner) for name, partitioner in (("a", "pilot"), ("b", "optimal"))

@@ -207,6 +207,7 @@ class TestOfARun:
         assert "was rehearsed, and is predicted to be no faster" in plan.cut_because
         assert orchestra.train_models().tasks["long"].losses == plain().losses
 
+    @pytest.mark.rest
     @pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.rest), 2])
     def test_a_number_of_micro_batches_is_the_users(self, monkeypatch, number):
         seen = choose(monkeypatch, lambda way, own: way.boundaries != own.boundaries)

@@ -180,6 +180,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", net_has(OPTIONS, "groups", "early"))
 def test_a_record_means_the_plain_loop(name):
     report, result = both(**OPTIONS[name])
@@ -189,6 +190,7 @@ def test_a_record_means_the_plain_loop(name):
     assert len(chosen[0].factors) == (2 if name == "groups" else 1)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", net_has(sorted(zoo.MODELS), "branch"))
 def test_every_kind_of_layer(name):
     both(zoo.MODELS[name], optimizer=torch.optim.AdamW, lr=0.01, max_grad_norm=1.0)
@@ -723,6 +725,7 @@ def test_a_task_begins_on_one_device_and_more_are_desired():
     assert max(each.desired_devices for each in found) == 4
 
 
+@pytest.mark.rest
 def test_a_step_that_is_left_out_has_its_choice_in_the_record():
     """Its loss is not finite; its gradients are no measurement."""
 

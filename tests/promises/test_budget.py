@@ -189,6 +189,7 @@ def test_a_buffer_that_is_resized_within_bounds_is_trained(monkeypatch, change, 
     assert trained.report.status == "finished", trained.report.error
 
 
+@pytest.mark.rest
 def test_other_tasks_and_evaluations_go_on_beside_a_buffer_that_grows():
     models = [banked(append, 1), dense(3)]
     original = copy.deepcopy(models[1])
@@ -225,6 +226,7 @@ class Weigh(nn.Module):
         return x * torch.softmax(likeness, 1).amax(1, keepdim=True)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("ends", [pytest.param([5], marks=pytest.mark.rest), [2, 5]], ids=str)
 def test_what_a_growing_buffer_gives_to_shards_above_is_counted(monkeypatch, ends):
     torch.manual_seed(1)
@@ -422,6 +424,7 @@ def test_a_layer_that_takes_more_at_smaller_sizes_is_metered_at_each(monkeypatch
     assert trained.num_known <= MOST_KNOWN
 
 
+@pytest.mark.rest
 def test_where_the_rounded_sizes_do_not_fit_the_exact_ones_may(monkeypatch):
     """The largest batch fits to the byte."""
     loader = [(inputs(2, n), classes(2, n)) for n in (40, 50, 65)]

@@ -406,6 +406,7 @@ def test_object_with_tensors_inside_is_refused_at_a_boundary():
     assert_refused("Box with tensors inside", model_with(Boxes(), Unboxes()))
 
 
+@pytest.mark.rest
 def test_frozen_weights_of_two_tasks_survive_both_ends():
     shared = nn.Linear(8, 8).requires_grad_(False)
     before = shared.weight.clone()
@@ -480,6 +481,7 @@ class PreNorm(nn.Module):
         return x + self.inner(self.norm(input=x))
 
 
+@pytest.mark.rest
 def test_own_forwards_and_norms_by_keyword_in_a_narrow_precision():
     task = ModelTask(OwnForward(), nn.CrossEntropyLoss(), data(), 0.05, precision="bfloat16")
     orchestrator(task).train_models().raise_failures()

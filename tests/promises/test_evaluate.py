@@ -119,6 +119,7 @@ def test_a_module_with_a_forward_of_its_own_is_run_in_eval():
 # Tasks, before and after training
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", [pytest.param("dropout", marks=pytest.mark.rest), "cnn"])
 def test_evaluations_before_training_leave_it_its_bits_and_after_it_see_its_weights(name):
     class Counting:

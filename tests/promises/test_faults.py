@@ -140,6 +140,7 @@ class Shrinking:
 # Every task fails
 
 
+@pytest.mark.rest
 def test_first_failure_is_raised_when_every_task_failed():
     first, first_model = victim(name="first")
     second, second_model = victim(name="second")

@@ -63,6 +63,7 @@ def assert_forked(report, task):
     exact.assert_same_state(zoo.state(task.model), state)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.rest), 2])
 def test_it_takes_over_weights_and_optimizer_state_and_has_its_own_settings(tmp_path, num_devices):
     forked, again = fork(), drawing()
@@ -105,6 +106,7 @@ def test_at_any_step(tmp_path, step):
     exact.assert_same_state(zoo.state(forked.model), zoo.state(layers))
 
 
+@pytest.mark.rest
 def test_killed_at_once_it_begins_where_the_other_was_although_that_has_gone_on(tmp_path):
     def go_on():
         orchestra.fork_task("task", "fork")
@@ -119,6 +121,7 @@ def test_killed_at_once_it_begins_where_the_other_was_although_that_has_gone_on(
     assert "fork_of" not in load_newest(tmp_path).data["tasks"]["fork"]
 
 
+@pytest.mark.rest
 def test_forked_in_another_process_before_training(tmp_path):
     orchestra_of([drawing(callbacks=[Pauses(EPOCH)])], tmp_path).train_models()
     forked, again = fork(), drawing()
@@ -263,6 +266,7 @@ def test_a_disk_that_does_not_take_it_before_training_is_asked_again(tmp_path, m
     assert_forked(orchestra.train_models(resume=True).tasks["fork"], forked)
 
 
+@pytest.mark.rest
 def test_of_a_task_that_is_over_as_its_end_is_told(tmp_path):
     ended, done = [], threading.Event()
 

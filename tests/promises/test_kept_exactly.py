@@ -243,6 +243,7 @@ def test_an_input_that_is_passed_on_is_kept_apart(memory, keeps_from):
     assert_as_plain(around(Gate, Negated), memory, keeps_from)
 
 
+@pytest.mark.rest
 def test_bits_do_not_depend_on_what_is_kept_even_where_plain_pytorch_refuses():
     def losses(keeps_from, memory):
         torch.manual_seed(0)
@@ -385,6 +386,7 @@ def test_a_load_that_is_under_way_when_its_unit_fails_leaves_nothing_in_the_aren
 # -- what is counted
 
 
+@pytest.mark.rest
 def test_outputs_on_their_way_down_are_counted_once_where_every_unit_is_metered():
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 5))
     task = task_of(model, accumulation_steps=4)

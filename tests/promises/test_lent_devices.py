@@ -120,6 +120,7 @@ def loans(monkeypatch):
     return found
 
 
+@pytest.mark.rest
 @pytest.mark.net  # on all kinds of device
 def test_what_a_rehearsal_takes_of_a_lent_device_is_not_in_the_runs_curve(devices_of, monkeypatch):
     seen, vacated = [], Workers.vacated
@@ -159,6 +160,7 @@ def test_a_task_of_another_structure_joins_with_the_bits_of_it_alone(devices_of,
         assert_as_alone(task, report, seed, width)
 
 
+@pytest.mark.rest
 def test_where_memory_is_short_the_rehearsal_stays_within_the_budget(devices_of, loans):
     """What trains fills the device: of its own and of the new task's shards, one is there at a time."""
     budget_bytes = 12 * 1024

@@ -58,6 +58,7 @@ def test_bits_are_those_of_the_plain_loop_with_the_same_split(name, num_devices)
     assert parts_of(report) == set(range(num_devices))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("num_devices", [1, *(pytest.param(number, marks=pytest.mark.rest) for number in (2, 3))])
 @pytest.mark.parametrize("name", ["dropout", pytest.param("cnn", marks=pytest.mark.rest)])
 def test_bits_do_not_depend_on_how_many_of_the_most_devices_there_are(name, num_devices):

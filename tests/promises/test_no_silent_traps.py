@@ -119,6 +119,7 @@ def test_frozen_weights_may_be_as_narrow_as_they_are():
     assert report(ModelTask(model, F.mse_loss, loader(), name="a")).tasks["a"].status == "finished"
 
 
+@pytest.mark.rest
 def test_the_least_memory_that_is_told_works_for_all_tasks_and_less_does_not():
     def trained(memory):
         small, large = (ModelTask(net(n), F.mse_loss, loader(n), name=f"n{n}", seed=0) for n in (64, 256))

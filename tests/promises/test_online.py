@@ -91,6 +91,7 @@ def test_task_joins_while_another_trains(step, num_devices):
         orchestra.train_models()
 
 
+@pytest.mark.rest
 def test_each_task_may_add_the_next():
     tasks = [task(str(k), seed=k) for k in range(4)]
     for mine, following in itertools.pairwise(tasks):
@@ -247,6 +248,7 @@ def test_malformed_priority_or_weight_is_refused(options, error, words):
         task("task", **options)
 
 
+@pytest.mark.rest
 def test_task_of_higher_priority_is_through_first():
     ends = []
     tasks = [task(name, At("end", lambda name=name: ends.append(name)), priority=k) for k, name in enumerate("abc")]

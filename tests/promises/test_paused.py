@@ -103,6 +103,7 @@ def test_paused_at_any_step_it_goes_on_with_the_same_bits(tmp_path, step):
 OWN_WAY = ("early release", "validated by step", "draws outside torch")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in OWN_WAY else pytest.mark.rest) for c in CASES])
 def test_paused_in_any_case_it_is_saved_as_one_that_was_not(tmp_path, case):
     found, state, saved = uninterrupted(case)
@@ -267,6 +268,7 @@ def test_a_task_that_waits_on_disk_goes_on_in_a_later_call_without_resume(tmp_pa
     assert_as_expected(report.tasks["task"], again)
 
 
+@pytest.mark.rest
 def test_a_task_that_waits_on_disk_goes_on_in_another_orchestrator_with_resume(tmp_path):
     orchestra_of([drawing(callbacks=[Pauses(5)]), drawing("other")], tmp_path).train_models()
     again = [drawing(), drawing("other")]
@@ -344,6 +346,7 @@ def test_paused_before_its_first_commit_it_begins_where_its_loader_began(tmp_pat
     exact.assert_same_state(zoo.state(task.model), zoo.state(whole.model))
 
 
+@pytest.mark.rest
 def test_paused_before_training_it_is_not_begun(tmp_path):
     orchestra = orchestra_of([drawing(), drawing("other")], tmp_path)
     orchestra.pause_task("task")
@@ -504,6 +507,7 @@ def test_an_unknown_task_is_not_paused(tmp_path):
         orchestra_of([drawing()], tmp_path).pause_task("other")
 
 
+@pytest.mark.rest
 def test_a_pause_at_the_last_validation_comes_too_late(tmp_path):
     class AtTheLast(Callback):
         def on_validation(self, report):

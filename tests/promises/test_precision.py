@@ -122,6 +122,7 @@ def batches(*, bad=(), num=6):
     return found
 
 
+@pytest.mark.rest
 @covering(scope=["shard", "task"], accumulation_steps=[1, 3], strength=1)
 def test_an_infinity_in_one_micro_batch_skips_exactly_that_step_of_exactly_that_task(scope, accumulation_steps):
     loader = batches(bad=(2,))

@@ -96,6 +96,7 @@ def test_layers_that_work_in_place_leave_the_batch_alone():
     assert_same(found, plain(model, kept))
 
 
+@pytest.mark.rest
 def test_values_that_skip_layers_arrive():
     model, inputs = unet(), [x for x, _ in images()]
     orchestra = orchestra_of(memory="2MiB", num_devices=2, chaos=3)
@@ -161,6 +162,7 @@ def test_a_narrow_precision_may_be_asked_for():
     assert_same(list(orchestra_of().predict(model, inputs, precision="bfloat16")), expected)
 
 
+@pytest.mark.rest
 def test_a_model_that_was_trained_predicts_with_its_weights():
     task, model = exact.task_of("dropout")
     orchestra = exact.orchestrator([task], num_devices=2)
@@ -366,6 +368,7 @@ def test_under_inference_mode_outputs_and_weights_are_ordinary():
 # Ended early
 
 
+@pytest.mark.rest
 @covering(strength=1, how=["close", "del", "throw"], num_taken=[0, 1, 5])
 def test_ended_early_it_gives_the_model_back_and_leaves_no_thread(num_taken, how):
     model = dense(norm=True)

@@ -134,6 +134,7 @@ def counts_over_time(report):
         yield Counter(span.label[0] for span in spans if span.start_s <= now_s < span.end_s)
 
 
+@pytest.mark.rest
 def test_a_group_borrows_idle_devices_and_gives_them_back_within_a_unit():
     """A runs on 4; B arrives: A 2 and B 2, each device after the unit that it was in; B ends: A 4."""
     b_has_ended, ended, lock = threading.Event(), [], threading.Lock()

@@ -49,6 +49,7 @@ def test_a_task_that_joins_others(tmp_path):
     assert_as_expected(report.tasks["task"], task)
 
 
+@pytest.mark.rest
 def test_there_and_back_again(tmp_path):
     """The directory that has most of it counts, and not what is in the run's own."""
     here = paused_in(tmp_path / "a", 3)
@@ -143,6 +144,7 @@ def test_one_that_has_begun_does_not_go_on_from_elsewhere(tmp_path):
         there.resume_task("task", tmp_path / "a")
 
 
+@pytest.mark.rest
 def test_of_two_directories_with_as_many_steps_the_one_in_which_it_is_over_counts(tmp_path):
     class Stops(Callback):
         def on_step(self, report):

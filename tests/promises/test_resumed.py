@@ -274,6 +274,7 @@ def test_resumed_models_equal_plain_pytorch(tmp_path, name):
     exact.assert_as_expected(report, name, layers, expected)
 
 
+@pytest.mark.rest
 def test_saving_changes_no_bit_and_tasks_go_on_beside_each_other(tmp_path):
     names = ("dropout", "cnn")
     tasks = [exact.task_of(name, optimizer="adam") for name in names]
@@ -372,11 +373,13 @@ def test_a_callback_that_fails_at_the_last_step_is_saved_as_a_failure(tmp_path, 
     assert (again.status, again.losses) == ("finished", expected)
 
 
+@pytest.mark.rest
 def test_resume_begins_where_nothing_is_saved(tmp_path):
     expected = orchestra_of([task_of()]).train_models().tasks["task"].losses
     assert orchestra_of([task_of()], tmp_path / "new").train_models(resume=True).tasks["task"].losses == expected
 
 
+@pytest.mark.rest
 def test_plan_made_before_is_made_anew(tmp_path):
     expected = orchestra_of([task_of("own generator")]).train_models().tasks["task"].losses
     with pytest.raises(Boom):
@@ -581,6 +584,7 @@ def test_a_task_that_cannot_be_saved_is_told_once_and_trains_on(tmp_path):
     assert load_newest(tmp_path).task_names == ("b",)
 
 
+@pytest.mark.rest
 def test_a_second_call_of_an_orchestrator_goes_on_in_its_directory(tmp_path):
     orchestra = orchestra_of([task_of(name="a")], tmp_path)
     orchestra.train_models()
@@ -599,6 +603,7 @@ def test_what_a_run_saves_is_documented(tmp_path):
     assert set(re.findall(r"`(\w+)`", row)) == found.read_nested("task", "state").keys()
 
 
+@pytest.mark.rest
 def test_last_ones_are_kept_and_what_they_say_of_the_run(tmp_path):
     orchestra = orchestra_of([task_of(name="a"), task_of(name="b", epochs=1)], tmp_path, keep=2)
     orchestra.train_models()

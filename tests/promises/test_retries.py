@@ -290,6 +290,7 @@ def test_update_that_fails_for_good_leaves_its_shard_as_it_was(halfway):
     exact.assert_same_state({n: found[n] for n in parameters}, {n: before.state[n] for n in parameters})
 
 
+@pytest.mark.rest
 def test_nothing_is_copied_unless_asked_for():
     with mock.patch("hydra_engine.host.optimizer.BeforeUpdate") as copies:
         exact.run([victim()[0]])
@@ -393,6 +394,7 @@ def test_loader_goes_on_after_the_last_batch_that_it_gave(options, accumulation_
     assert retry.error == "Boom: the share is away"
 
 
+@pytest.mark.rest
 def test_loader_that_raises_again_on_its_way_back():
     task, model = victim(flaky(fires_at=13), max_retries=2)
     loader = task.dataloader
@@ -410,6 +412,7 @@ def test_loader_that_raises_again_on_its_way_back():
     assert [retry.error for retry in report.tasks["victim"].retries] == ["Boom: the share is away", "Boom: away again"]
 
 
+@pytest.mark.rest
 def test_data_set_that_raises_in_a_sampled_loader():
     class Samples(TensorDataset):
         trap = Trap()
@@ -439,6 +442,7 @@ def test_validation_loader_goes_on_too(fires_at):
     assert len(report.tasks["victim"].retries) == 1
 
 
+@pytest.mark.rest
 def test_loader_that_fails_for_good_fails_the_task_after_the_batches_before():
     task, model = victim(flaky(fires_at=5), max_retries=0)
     report = run_with_other(task)
@@ -542,6 +546,7 @@ def test_host_out_of_memory_fails_its_task_alone_and_says_what_to_do(kind, where
     names(outcome.error, says="DRAM")
 
 
+@pytest.mark.rest
 def test_host_out_of_memory_may_be_tried_again():
     task, model = victim(max_retries=1)
 

@@ -140,6 +140,7 @@ def test_skips_across_shards_give_the_bits_of_plain_pytorch(name, ends, accumula
     exact.assert_same_state(zoo.state(network), zoo.state(plain))
 
 
+@pytest.mark.rest
 def test_skips_in_a_narrow_precision():
     precision = "bfloat16"
     network, plain = several(), several()
@@ -213,6 +214,7 @@ def test_the_table_of_all_shards_counts_skips_as_the_formula_does(name, num_micr
             assert table.full[first, last] == shard_bytes(costs, first, last, num_micro_batches)
 
 
+@pytest.mark.rest
 def test_fake_and_metered_profiles_know_the_same_skips():
     for build, batches in MODELS.values():
         fake, real = (profile(build(), *batches()[0], F.mse_loss, time_layers=run) for run in (False, True))

@@ -41,6 +41,7 @@ def test_every_way_of_an_update_gives_them(optimizer):
     both("tied", optimizer=optimizer, max_grad_norm=0.5, accumulation_steps=2, **SPLIT)
 
 
+@pytest.mark.rest
 def test_an_update_of_several_threads_gives_them():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -168,6 +169,7 @@ class ReadsSome(Reads):
         self.seen += [value.clone() for value in self.network.state_dict().values()]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", [Reads, ReadsSome])
 def test_callbacks_see_the_weights_of_the_last_step(kind):
     actual, expected = trained(True, kind), trained(False, kind)
@@ -221,6 +223,7 @@ def linear(num_layers, width=256):
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers)))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("options", "per_parameter"), [({}, 14), ({"early_release": True}, 12)])
 def test_the_plan_says_the_bytes_of_each_parameter(options, per_parameter):
     num_layers, size = 8, 256**2

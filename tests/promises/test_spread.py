@@ -116,6 +116,7 @@ def plain(num_steps=3, seed=0, accumulation_steps=6):
     return exact.Expected(result.losses, [], zoo.state(model))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("num_devices", [3, pytest.param(2, marks=pytest.mark.rest)])
 def test_one_task_uses_all_devices_and_gives_the_same_bits(num_devices):
     task, model = long_task()

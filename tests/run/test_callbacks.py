@@ -78,6 +78,7 @@ def assert_finished(report, trained):
     assert all(map(torch.equal, trained.model.parameters(), plain_weights()[-1]))
 
 
+@pytest.mark.rest
 def test_every_step_epoch_and_end_is_told_once_in_order():
     log = Log()
     train(task("a", log), task("b"))
@@ -105,6 +106,7 @@ def test_a_callback_stops_its_task_and_no_other(at, steps):
     assert other.calls[-1] == ("end", "finished")
 
 
+@pytest.mark.rest
 def test_a_failing_end_is_reported():
     reports = train(task("a", Log(("end", "finished"), RuntimeError("at the end"))), task("b"))
     assert reports["a"].status == "failed"
@@ -163,6 +165,7 @@ def test_one_that_does_not_return_fails_its_task_alone(at, num_devices, blocks):
     names(failed.error, task="'a-callbacks'", says=f"Blocks.on_step {SHORT_S}")
 
 
+@pytest.mark.rest
 def test_one_that_does_not_return_at_the_end_does_not_hold_up_the_runs(blocks):
     reports = train(task("a", blocks("end"), callback_timeout_s=SHORT_S), other := task("b"))
     assert isinstance(reports["a"].exception, CallbackTimeout)
@@ -182,6 +185,7 @@ def test_what_a_late_one_raises_changes_nothing(blocks):
     assert all(map(torch.equal, mine.model.parameters(), weights))
 
 
+@pytest.mark.rest
 def test_tasks_meet_at_a_barrier_in_their_callbacks():
     """As in population-based training."""
     barrier, met = threading.Barrier(3), []
@@ -206,6 +210,7 @@ def test_one_waits_for_all_of_another_task():
     assert_finished(reports["b"], second)
 
 
+@pytest.mark.rest
 def test_tasks_come_and_go_while_one_blocks(blocks):
     blocked, added = blocks(2), task("added", Log())
     stopped = task("stopped", At(1, lambda report: orchestra.stop_task("stopped")))
@@ -254,6 +259,7 @@ def test_one_whose_new_task_hangs_as_it_is_planned_holds_up_nobody(blocks, hangs
     assert "hangs" not in reports
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"early_release": True}, marks=pytest.mark.rest)], ids=["late", "early"]
 )
@@ -316,6 +322,7 @@ def test_what_else_is_raised_fails_the_task_and_no_other(error):
     assert_finished(reports["b"], other)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.rest), 2])
 def test_weights_in_a_callback_are_those_of_its_step(num_devices):
     seen = []
@@ -352,6 +359,7 @@ class Factories:
         return torch.optim.SGD(parameters, **options)
 
 
+@pytest.mark.rest
 def test_the_end_of_a_task_whose_set_up_fails_is_told_and_its_memory_given_back(tmp_path):
     factory, log, other = Factories(raises(ZeroDivisionError())), Log(("end", "failed"), ValueError("end")), Log()
     bad = task("bad", log, optimizer=factory)

@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -39,6 +40,7 @@ def trained(fairness):
     return {key: len(each) for key, each in parts.items()}, parameters
 
 
+@pytest.mark.rest
 def test_devices_go_by_speedups_and_bits_stay():
     """Both begin together, and the device that is left goes to the one that gains from it."""
     _, expected = trained(None)

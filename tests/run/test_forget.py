@@ -250,6 +250,7 @@ def test_one_that_is_paused_goes_on_from_disk(step, by_itself, tmp_path):
     assert len(schedule) == len(set(schedule)) == EPOCHS * STEPS * 5  # the last of three shards has one unit
 
 
+@pytest.mark.rest
 def test_one_that_is_paused_is_reported_so_and_goes_on_in_a_later_call(tmp_path):
     orchestra = orchestra_of(
         task("first", At(5, pause), At("pause", lambda report: orchestra.forget_task("first"))),
@@ -388,6 +389,7 @@ def test_tasks_keep_to_the_limit_of_dram():
         orchestra_of(task("first"), task("second"), dram=2 * each - 1).generate()
 
 
+@pytest.mark.rest
 def test_a_task_that_joins_keeps_to_the_limit():
     each, left, is_over = bytes_of(), [], threading.Event()
 
@@ -423,6 +425,7 @@ def test_a_task_that_joins_keeps_to_the_limit():
     assert_as_plain(third, report.tasks["third"])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.rest), 1])
 def test_frozen_weights_count_while_they_are_here(missing):
     """A plan that is refused before training is refused beside the same task that trains, too; byte by byte."""

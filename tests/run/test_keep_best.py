@@ -111,6 +111,7 @@ def net_has(*names):
     return [pytest.param(case, marks=() if case in names else pytest.mark.rest) for case in CASES]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("case", net_has("clipped, retried", "bfloat16, device"))
 def test_the_model_has_the_weights_of_its_best_validation(case):
     options = CASES[case]
@@ -150,6 +151,7 @@ def test_the_best_of_a_metric_may_be_its_highest():
     assert_is_plain(task, (BEST + 1) * STEPS)
 
 
+@pytest.mark.rest
 def test_validations_in_the_middle_of_an_epoch():
     task = task_of(validation_interval=4)
     report = run(task)
@@ -165,6 +167,7 @@ def test_of_equal_values_the_first_one_is_kept():
     assert_is_plain(task, STEPS)
 
 
+@pytest.mark.rest
 def test_what_is_no_number_is_not_the_best():
     nan = float("nan")
     task = task_of(validation=Scaled(2, seed=2, scales=(nan, 9.0, nan, 1.0, nan)))
@@ -257,6 +260,7 @@ def test_with_its_last_batch_a_task_ends_by_itself():
     assert_is_plain(task, 2 * STEPS)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("raised", "status"), [(StopTask(), "stopped"), (RuntimeError("boom"), "failed")])
 def test_however_it_ends_the_best_weights_are_handed_back(raised, status):
     task, other = task_of(callbacks=[At(3 * STEPS + 2, raises(raised))]), task_of(name="other", epochs=1)
@@ -271,6 +275,7 @@ def test_before_its_first_validation_a_stopped_task_keeps_its_last_step():
     assert_is_plain(task, STEPS - 1)
 
 
+@pytest.mark.rest
 def test_a_callback_that_raises_at_the_last_validation_fails_the_task():
     class Raises(Callback):
         def on_validation(self, report):

@@ -189,6 +189,7 @@ def test_killed_as_a_parent_or_its_fork_goes_on_it_ends_with_the_same_values(tmp
     assert decided(sweep_in(tmp_path).run()) == expected
 
 
+@pytest.mark.rest
 def test_nobody_joins_once_it_has_decided(whole, expected):
     assert decided(sweep_in(whole, num_trials=20).run()) == expected
 

@@ -95,6 +95,7 @@ class Count(Callback):
     on_task_pause = on_task_end
 
 
+@pytest.mark.rest
 def test_the_best_of_a_rung_go_on_with_the_bits_of_plain_pytorch(tmp_path):
     Count.most = 0
     Count.live.clear()

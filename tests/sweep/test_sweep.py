@@ -150,6 +150,7 @@ def test_a_loss_that_is_not_a_number_is_a_failed_trial():
     names(study.trials[1].user_attrs["error"], says="validation_loss nan")
 
 
+@pytest.mark.rest
 def test_a_callback_may_end_a_trial_which_is_completed_with_its_last_value():
     class Stop(Callback):
         def on_epoch(self, report, epoch):
@@ -254,6 +255,7 @@ def test_a_storage_that_does_not_answer_for_a_moment_fails_no_trial(is_done, mon
     assert found[0] == found[1]
 
 
+@pytest.mark.rest
 def test_a_metric_is_a_trials_value():
     study = sweep_of(
         lambda trial: build(trial, metrics={"accuracy": accuracy}), metric="accuracy", direction="maximize"
@@ -262,6 +264,7 @@ def test_a_metric_is_a_trials_value():
     assert all(trial.value in {k / 10 for k in range(11)} for trial in study.trials)
 
 
+@pytest.mark.rest
 def test_several_objectives():
     study = sweep_of(
         lambda trial: build(trial, metrics={"accuracy": accuracy}),
@@ -292,6 +295,7 @@ class Most(Callback):
         self.counts.append(sum(any(p.numel() for p in model.parameters()) for model in self.models))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("parallel", [pytest.param(1, marks=pytest.mark.rest), 2])
 def test_so_many_models_hold_weights_at_once(parallel):
     models, counts = [], []
@@ -356,6 +360,7 @@ def grid_of(*learning_rates):
     return optuna.samplers.GridSampler({"width": [4, 8], "lr": list(learning_rates)}, seed=2)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("num_trials", "num_held"), [(9, 3), pytest.param(60, 6, marks=pytest.mark.rest)])
 def test_more_trials_than_dram_holds(num_trials, num_held, monkeypatch):
     """All complete, none is trained twice, and DRAM is never past the limit: by the plans, and by pools that are open.
@@ -473,6 +478,7 @@ def test_a_trial_whose_checkpoint_cannot_be_read_has_failed_alone(tmp_path, monk
     names(study.trials[0].user_attrs["error"], says="CheckpointError:")
 
 
+@pytest.mark.rest
 def test_where_dram_has_no_room_a_trial_waits_for_another_to_end(monkeypatch):
     begun, most = set(), []
     monkeypatch.setattr(dram, "available_dram_bytes", lambda: 10 if begun else 1 << 30)
@@ -545,6 +551,7 @@ def test_out_of_dram_alone_is_a_failed_trial(monkeypatch):
         sweep_of(num_trials=2).run()
 
 
+@pytest.mark.rest
 def test_a_trial_that_is_built_too_late_to_join_trains_in_the_next_run():
     is_over = threading.Event()
     kept = {}

@@ -381,6 +381,7 @@ def test_whole_run_is_bound_to_its_node(two_nodes):
     assert report.host.cores == len(two_nodes[node])
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("undisturbed")
 def test_task_that_comes_later_is_planned_on_the_node(two_nodes):
     trains, is_added, found, before = threading.Event(), threading.Event(), [], os.sched_getaffinity(0)
@@ -487,6 +488,7 @@ def test_attached_device_is_stated():
     assert EmulatedDevice("1MiB").numa_node() is None
 
 
+@pytest.mark.rest
 def test_as_many_threads_update_at_once_as_are_set(monkeypatch):
     barrier = threading.Barrier(3, timeout=TIMEOUT_S)
     monkeypatch.setattr(SeenSGD, "meet", staticmethod(barrier.wait))
@@ -496,6 +498,7 @@ def test_as_many_threads_update_at_once_as_are_set(monkeypatch):
     assert updating == {"hydra-optimizer_0", "hydra-optimizer_1", "hydra-optimizer_2"}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("optimizer_threads", [pytest.param(1, marks=pytest.mark.rest), 3])
 def test_bits_do_not_depend_on_the_optimizer_threads(optimizer_threads):
     models = [model_of() for _ in range(2)]

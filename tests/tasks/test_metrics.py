@@ -42,6 +42,7 @@ def test_an_epochs_metric_is_the_mean_over_its_samples():
     }
 
 
+@pytest.mark.rest
 def test_there_is_one_figure_per_epoch_and_metrics_change_no_bit():
     with_metrics, without = trained({"accuracy": accuracy}), trained(None)
     assert len(with_metrics[1].validation_metrics["accuracy"]) == len(with_metrics[1].validation_losses) == 2

@@ -238,6 +238,7 @@ def test_units_let_go_of_everything_and_their_outputs_carry_no_graph():
     assert [gradient is not None for gradient in bench.incoming[1, 0]] == [True]
 
 
+@pytest.mark.rest
 def test_forward_unit_keeps_nothing_for_a_backward():
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())), nn.Linear(16, 2))
     bench = Bench(model, F.cross_entropy, [12, 13], [(torch.rand(64, 16), torch.zeros(64).long())])

@@ -59,6 +59,7 @@ def test_bits_are_those_of_plain_pytorch(name, num_devices, accumulation_steps):
         assert backwards.num_from_graphs > 0.5 * backwards.num, (backwards.num_from_graphs, backwards.num)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ["gpt", pytest.param("cnn", marks=pytest.mark.rest)])
 def test_two_tasks_on_little_memory(name):
     """Graphs are given up at any time; the forward is then run again."""

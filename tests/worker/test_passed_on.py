@@ -134,6 +134,7 @@ def test_one_that_is_changed_past_versions_is_refused():
         train(model, partition=Presharded(list(range(1, len(model) + 1))))
 
 
+@pytest.mark.rest
 def test_a_value_that_passes_crosses_the_link_once_in_a_step():
     """With three blocks more, only these blocks' own bytes cross it more often."""
     loaded, stored = {}, {}

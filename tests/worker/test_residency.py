@@ -261,6 +261,7 @@ def least_bytes(order, states, memory_bytes):
     return loaded
 
 
+@pytest.mark.rest
 @covering(strength=1, num_more=[1, 3, 8], num_frozen=[0, 4])
 def test_bytes_loaded_are_near_the_least(num_more, num_frozen):
     """Budgets from two slabs, one of them with its unit's work, to everything at once."""
@@ -319,6 +320,7 @@ def aliased(base):
     return copies
 
 
+@pytest.mark.rest
 @covering(strength=1, shares=["layers", "memory"], precision=["float32", "bfloat16"])
 def test_four_tasks_over_one_frozen_base_load_it_once_and_hold_it_once(shares, precision):
     base, tasks, models = base_layers(), [], []

@@ -43,6 +43,7 @@ def made_in(num_steps, memory="2KiB"):
     return sum(made.values()), task
 
 
+@pytest.mark.rest
 def test_no_step_makes_views_anew():
     assert made_in(8)[0] == made_in(4)[0]
 
