@@ -38,12 +38,18 @@ class SavedTask:
         self.accumulation_steps: int = self._state["accumulation_steps"]
         self.max_devices: int | None = self._state.get("max_devices")
         self.position = TaskPosition.from_state(self._state["position"])
+        self.messages: list[str] = []  # settings of the program that do not count
         # Another task's, in whose state it begins: nothing of its own was saved yet.
         self.is_fork = "fork_of" in checkpoint.data["tasks"].get(name, {})
 
     def begin(self, task: ModelTask) -> None:
         """Give a task the seed that it had; a fork keeps its own, and draws from its own random stream from now on."""
         if not self.is_fork:
+            if task.is_seeded and task.seed != self.seed:
+                self.messages.append(
+                    f"{self._name}: seed: {task.seed} in the program, {self.seed} in the checkpoint, which counts; "
+                    f"another one begins with another name="
+                )
             task.seed = self.seed
             return
         self.seed = task.seed
@@ -98,10 +104,17 @@ class SavedTask:
             if start != residue(slot.parameter):
                 slot.parameter.data = copy_of(slot.parameter.data, start)
 
-    def put_optimizer(self, optimizer: TaskOptimizer) -> None:
-        """Let a task's optimizer and schedule go on as they stood. Raises ValueError if they are of another kind."""
+    def put_optimizer(self, optimizer: TaskOptimizer) -> list[str]:
+        """Let a task's optimizer and schedule go on as they stood; returns what the program gives otherwise.
+
+        Raises ValueError if they are of another kind.
+        """
         state, self._optimizer = self._optimizer_state(), None
-        optimizer.restore(state, self._state["schedule"], keeps_options=self.is_fork)
+        try:
+            found = optimizer.restore(state, self._state["schedule"], is_fork=self.is_fork)
+        except ValueError as error:
+            raise ValueError(f"{self._name}: {error}") from error
+        return [f"{self._name}: {each}" for each in found]
 
     def read_optimizer(self) -> None:
         """Read optimizer and best weights into DRAM now: the checkpoint may be removed before they are put back."""

@@ -8,10 +8,12 @@ is an error with its name.
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data.dataloader import _BaseDataLoaderIter  # a loader's iterator has no public class
 
 from hydra_engine.data.streams import (
     GLOBAL_GENERATORS,
@@ -43,6 +46,8 @@ _GLOBAL: torch.Generator = torch.default_generator
 # A key of torch's dispatcher that nothing else uses. Where a thread includes it, kernels registered for it come first;
 # operations without one fall through to what they always were, at no cost (a dispatch mode makes each of them slow).
 _KEY = "TESTING_ONLY_GenericMode"
+
+_DEPTH = 3  # of attributes, from a loader to a thread
 
 # Opening an iterator and reading its first batch.
 NUM_WATCHED = 2
@@ -80,10 +85,20 @@ class LoaderDraws:
         self._num_watched = 0
         self._doubt: str | None = None  # what somebody did that may have been this loader
         self.drawn: set[str] = set()  # which of `random` and `numpy.random` it was seen to draw from
+        self._num_reads = 0
+        self._outside: RandomState | None = None  # as its first read began
+        self._is_passed_by = False  # somebody drew from torch in its first reads, and not by this thread
+        self._threads: list[str] = []  # that it reads with
 
     @property
     def message(self) -> str | None:
         """Doubts about it, for the end of a run."""
+        if self._threads and self._is_passed_by:
+            return (
+                f"{self._name} reads in a thread of its own ({', '.join(self._threads)}), and something drew from "
+                f"torch's generator meanwhile, past the task's stream: results may be others in each run; draw the "
+                f"order in __iter__ itself, or give the sampler a generator of its own"
+            )
         if self._doubt is None:
             return None
         return (
@@ -101,15 +116,31 @@ class LoaderDraws:
     @contextmanager
     def reading(self, stream: Stream) -> Iterator[None]:
         """Run the body, which reads the loader; its draws move the stream."""
+        self._num_reads += 1
+        if self._num_reads <= NUM_WATCHED:
+            self._outside = self._outside or _outside()
         if self._turn is _Company.ALONE:
             before = stream.state
             with installed(stream):
-                yield
+                watch = _Watch()
+                with _standing_in(watch) if self._num_reads <= NUM_WATCHED else nullcontext():
+                    yield
+                if self._num_reads <= NUM_WATCHED:
+                    self._is_passed_by |= watch.is_passed_by
             if len(self.drawn) < NUM_OUTSIDE_TORCH:
                 self.drawn |= before.moved_outside_torch(stream.state)
         else:
             with self._watched(stream) if self._turn is _Company.WATCHED else self._beside(stream):
                 yield
+
+    def note_threads(self, *roots: Any) -> None:
+        """Look for threads that a loader, or its iterator, reads with; once it has given its first batch."""
+        if self._num_reads == NUM_WATCHED:
+            self._threads = _threads_of(roots)
+            now = _outside()
+            before = now if self._outside is None else self._outside
+            is_known = bool(before.torch.numel() and now.torch.numel())
+            self._is_passed_by |= is_known and not torch.equal(before.torch, now.torch)
 
     @contextmanager
     def _watched(self, stream: Stream) -> Iterator[None]:
@@ -120,6 +151,7 @@ class LoaderDraws:
                 yield
             self._num_watched += 1
             self.drawn |= before.moved_outside_torch(capture())
+            self._is_passed_by |= watch.is_passed_by
             if watch.is_passed_by or self.drawn:
                 self._turn = _Company.ALONE
             elif self._num_watched >= NUM_WATCHED and self._doubt is None:
@@ -151,6 +183,22 @@ class LoaderDraws:
             )
         self._doubt = f"somebody drew from {moved or '`random` or `numpy.random`'} while a batch was read beside others"
         self._turn = _Company.WATCHED
+
+
+def _threads_of(roots: Iterable[Any]) -> list[str]:
+    """Return names of the threads that these hold, in attributes and in variables of generators; none of torch's."""
+    found: dict[int, Any] = {}
+    level = list(roots)
+    for _ in range(_DEPTH):
+        holders = [each for each in level if id(each) not in found and not isinstance(each, _BaseDataLoaderIter)]
+        found |= {id(each): each for each in holders}
+        level = []
+        for each in holders:
+            level += getattr(each, "__dict__", {}).values()
+            level += inspect.getgeneratorlocals(each).values() if inspect.isgenerator(each) else ()
+            level += getattr(each, "_threads", ()) if isinstance(each, Executor) else ()
+    threads = (each for each in (*found.values(), *level) if isinstance(each, threading.Thread))
+    return sorted({each.name for each in threads if each is not threading.current_thread()})
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from hydra_engine.data.generators import putting_back, states_of
 from hydra_engine.data.position import EpochStart, TaskPosition, epoch_start, position_of, restore, restore_between
 from hydra_engine.data.streams import RandomState, Stream
 from hydra_engine.schedule import EpochAhead
-from hydra_engine.tasks import ModelTask
+from hydra_engine.tasks import EMPTY_VALIDATION, ModelTask, Purpose
 
 _END = object()
 
@@ -47,6 +47,7 @@ class _Loader:
                 batch = next(iterator, _END)
                 if batch is not _END:
                     batch = self._unpack(batch)
+            self.draws.note_threads(self.loader, iterator)
             if batch is _END:
                 return
             yield batch
@@ -258,19 +259,23 @@ class Epochs:
         """Return the states that an epoch is about to begin with, if positions are kept."""
         if num_steps == 0 and isinstance(self._task.dataloader, AdaptiveDataLoader):
             self._task.dataloader.begin_anew()  # wherever another task, or a plan, has left it
-        return epoch_start(self._training.loader, self.stream) if self._keeps_positions else None
+        if not self._keeps_positions:
+            return None
+        return epoch_start(self._training.loader, self.stream, is_first=num_steps == 0)
 
     def _resumed(self, start: TaskPosition) -> tuple[EpochStart, Iterator[Any]]:
         """The iterator of an epoch in progress, and the states that it was opened with."""
         self._training.calls.begin()
-        told, validation = [], self._task.validation
+        told: list[str] = []
+        validation = self._task.validation
         if validation is not None:
             was_open = start.num_evaluations > 0
-            told = [restore_between(validation, self.stream, start.validation, was_open=was_open)]
+            message = restore_between(validation, self.stream, start.validation, was_open=was_open)
+            told += [] if message is None else [message]
         with nullcontext() if self.lead is None else self.lead.over(start.epoch, start.loader.own["passes"]):
-            iterator, message = restore(self._training.loader, self.stream, start.loader)
+            iterator, messages = restore(self._training.loader, self.stream, start.loader)
         self._training.draws.resumed(start.loader.start.random, self.stream.state)
-        self.messages += [f"{self._name}: {each}" for each in (*told, message) if each is not None]
+        self.messages += [f"{self._name}: {each}" for each in (*told, *messages)]
         return start.loader.start, iterator
 
     def _note(self, began: EpochStart | None, num_batches: int, epoch: int, num_steps: int) -> None:
@@ -297,5 +302,7 @@ class Epochs:
         for inputs, target in self._validation.pairs(self._validation.opened(self.stream), self.stream):
             self._num_evaluated += 1
             yield Item(inputs, target, self._num_evaluated - 1, epoch, False, self._num_evaluations)
+        if self._num_evaluated == 0 and self._task.purpose is Purpose.TRAIN:
+            raise ValueError(f"{self._name}: {EMPTY_VALIDATION}")
         self.stream.state = self.stream.state._replace(torch=outside.torch, device=outside.device)
         self._num_evaluations += 1

@@ -16,7 +16,7 @@ from hydra_engine.data.streams import copied
 
 _MAX_DEPTH = 4  # loader, batch sampler, sampler, a sampler inside that
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_OPEN = "_iterator"  # of torch's loaders with persistent workers: there or not, and nothing of it is to be put back
+OPEN = "_iterator"  # of torch's loaders with persistent workers: there or not, and nothing of it is to be put back
 
 
 def held_by(loader: Any) -> list[Any]:
@@ -25,7 +25,7 @@ def held_by(loader: Any) -> list[Any]:
 
     def walk(holder: Any, depth: int) -> None:
         for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
-            if name == _OPEN or id(value) in seen or isinstance(value, Tensor):
+            if name == OPEN or id(value) in seen or isinstance(value, Tensor):
                 continue
             if isinstance(value, _KINDS):
                 seen[id(value)] = value

@@ -12,16 +12,27 @@ import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from io import IOBase
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter  # what loaders keep has no public class
 
 from hydra_engine.adaptive import AdaptiveDataLoader, StepChoice
-from hydra_engine.data.generators import held_by, same_states, set_states, states_of
+from hydra_engine.data.generators import OPEN, held_by, same_states, set_states, states_of
 from hydra_engine.data.streams import RandomState, Stream, capture, copied, install, installed, random_from_state
 
 _MISSING = object()
 _WORKERS = "has workers that may draw, and drew in earlier epochs as well"
+_KEPT = (
+    "the loader keeps one iterator over all epochs, whose place in the data is not known, so that this epoch may miss "
+    "samples and repeat others; give it a state_dict, or a loader that begins anew at each iter()"
+)
+_OUT_OF_ORDER = (
+    "the loader gives batches as its workers finish them (in_order=False), so that the epoch in progress may miss "
+    "samples and repeat others; set in_order=True"
+)
 _REMEDY = (
     "is not followed, so that batches after a resume may differ from those of an uninterrupted run; make the loader "
     "with a generator of its own, or give it a state_dict"
@@ -34,6 +45,8 @@ class EpochStart(NamedTuple):
     random: RandomState
     generators: tuple[Any, ...]  # states of those that the loader holds
     has_workers: bool  # persistent ones of an epoch before
+    keeps_iterator: bool  # that gave batches of an epoch before
+    traits: dict[str, Any]  # of the loader, which a place in it depends on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +70,15 @@ class LoaderPosition:
         return cls(**{**saved, "start": EpochStart(**start), "random": random_from_state(saved["random"])})
 
 
-def epoch_start(loader: Any, stream: Stream) -> EpochStart:
+def epoch_start(loader: Any, stream: Stream, *, is_first: bool = True) -> EpochStart:
     """Return the states that an epoch is about to begin with; to be called before `iter`."""
-    return EpochStart(stream.state, states_of(loader), any(each._iterator is not None for each in _persistent(loader)))
+    return EpochStart(
+        random=stream.state,
+        generators=states_of(loader),
+        has_workers=any(each._iterator is not None for each in _persistent(loader)),
+        keeps_iterator=not is_first and bool(_kept_iterators(loader)),
+        traits=_traits(loader),
+    )
 
 
 def position_of(loader: Any, stream: Stream, start: EpochStart, num_batches: int) -> LoaderPosition:
@@ -74,12 +93,37 @@ def position_of(loader: Any, stream: Stream, start: EpochStart, num_batches: int
     )
 
 
-def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iterator[Any], str | None]:
+def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iterator[Any], list[str]]:
     """Bring a loader and the task's stream to a position.
 
     Returns the iterator, and why its batches may be other ones than those of the run that was saved. Raises ValueError
     for a loader of another kind, a shorter one, or a generator that was read before.
     """
+    changes = list(_changes(position.start.traits, _traits(loader)))
+    kept = position.own is None and (position.start.keeps_iterator or any(map(_was_read, _kept_iterators(loader))))
+    try:
+        iterator, doubt = _restored(loader, stream, position)
+    except ValueError as error:
+        if changes:
+            raise ValueError(f"{error} (the loader's {'; '.join(changes)})") from error
+        raise
+    if kept:
+        doubt = _KEPT
+    elif doubt is not None:
+        doubt = _told(doubt)
+    elif position.num_batches and position.own is None and _is_out_of_order(loader):
+        doubt = _OUT_OF_ORDER
+    effect = "the program's counts"
+    if position.num_batches:
+        effect += (
+            f", and since the task goes on behind {position.num_batches} batches of an epoch, that epoch may miss "
+            f"samples and repeat others; resume with the loader that was saved, or at the end of an epoch"
+        )
+    messages = [f"the loader's {each}; {effect}" for each in changes]
+    return iterator, [*messages, *([] if doubt is None else [doubt])]
+
+
+def _restored(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iterator[Any], str | None]:
     start = position.start
     _check_unread(loader)
     if (position.own is not None) != _is_stateful(loader):
@@ -111,7 +155,7 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iter
             drew_later = _passed(iterator := iter(loader), position)
     doubt = _WORKERS if start.has_workers and not is_replayed else None
     if begins:
-        return iterator, _told(doubt)
+        return iterator, doubt
     # What drew at every batch may have drawn in between others that are not here, such as the model's layers.
     was_alone = stream.state._replace(device=position.random.device).same_as(position.random)
     stream.state = position.random
@@ -122,7 +166,7 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iter
     if drew_later and not was_alone:
         who = "has a sampler that draws" if is_replayed else "draws"
         doubt = f"{who} from the process-wide generators at every batch, as others do in between"
-    return iterator, _told(doubt)
+    return iterator, doubt
 
 
 def restore_between(loader: Any, stream: Stream, generators: tuple[Any, ...], *, was_open: bool) -> str | None:
@@ -138,11 +182,11 @@ def restore_between(loader: Any, stream: Stream, generators: tuple[Any, ...], *,
         return None
     doubt = None if _is_by_index(loader, stream, generators) else _WORKERS
     _make_workers(loader, stream, generators)
-    return _told(doubt)
+    return None if doubt is None else _told(doubt)
 
 
-def _told(doubt: str | None) -> str | None:
-    return None if doubt is None else f"the loader {doubt}, which {_REMEDY}"
+def _told(doubt: str) -> str:
+    return f"the loader {doubt}, which {_REMEDY}"
 
 
 def _check_unread(loader: Any) -> None:
@@ -152,6 +196,58 @@ def _check_unread(loader: Any) -> None:
             "the loader is a generator that was read before, and gives no batch twice; give one that starts anew at "
             "each iter() (a list, a DataLoader, an object whose __iter__ is a generator), or a new generator"
         )
+
+
+def _traits(loader: Any) -> dict[str, Any]:
+    """Return what decides which batches come before a place in a loader, beside random numbers."""
+    found: dict[str, Any] = {"class": type(loader).__name__}
+    if isinstance(loader, DataLoader):
+        dataset, sampler = loader.dataset, loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        inner = getattr(sampler, "sampler", sampler)
+        found |= {"batch_size": getattr(sampler, "batch_size", loader.batch_size), "sampler": type(inner).__name__}
+        found |= {"drop_last": getattr(sampler, "drop_last", loader.drop_last), "samples": _length(dataset)}
+        if isinstance(dataset, IterableDataset):  # each worker reads on its own
+            found["num_workers"] = loader.num_workers
+    if isinstance(loader, AdaptiveDataLoader):  # whose batch size is a choice
+        return {name: found[name] for name in ("class", "samples") if name in found}
+    return found | {"length": _length(loader)}
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except Exception:  # it has none
+        return None
+
+
+def _changes(saved: Mapping[str, Any], traits: Mapping[str, Any]) -> Iterator[str]:
+    """Say what of a loader differs from the one that was saved, with both values."""
+    for name in (name for name in traits if name in saved and traits[name] != saved[name]):
+        yield f"{name}: {traits[name]!r} in the program, {saved[name]!r} in the checkpoint"
+
+
+def _is_out_of_order(loader: Any) -> bool:
+    both = (each for each in (loader, *held_by(loader)) if isinstance(each, DataLoader))
+    return any(each.num_workers > 0 and not getattr(each, "in_order", True) for each in both)
+
+
+def _kept_iterators(loader: Any) -> list[Iterator[Any]]:
+    """Return iterators that a loader holds and that cannot begin again, as those of timm's and YOLO's loaders."""
+    found: list[Iterator[Any]] = []
+    for holder in (loader, *held_by(loader)):
+        for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
+            own = getattr(type(value), "__iter__", None)
+            begins_again = isinstance(own, FunctionType) and not isinstance(value, _BaseDataLoaderIter)
+            if name != OPEN and isinstance(value, Iterator) and not begins_again and not isinstance(value, IOBase):
+                found.append(value)
+    return found
+
+
+def _was_read(iterator: Iterator[Any]) -> bool:
+    """Return True unless an iterator is known to stand at its beginning."""
+    if isinstance(iterator, _BaseDataLoaderIter):
+        return bool(iterator._num_yielded)
+    return not (inspect.isgenerator(iterator) and inspect.getgeneratorstate(iterator) == inspect.GEN_CREATED)
 
 
 def _is_stateful(loader: Any) -> bool:

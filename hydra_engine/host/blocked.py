@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
@@ -37,6 +38,9 @@ KERNEL_CHUNK = 2**16
 
 # They step each element by itself, in all their implementations. Adafactor sums over rows, Muon multiplies matrices.
 ELEMENTWISE = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
+
+# Types of options that compute as Python's own numbers do.
+PLAIN = {type(None), bool, int, float, np.float64, np.int64}
 
 MOMENTS = torch.bfloat16
 NOTHING = torch.empty(0)
@@ -139,11 +143,14 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def _is_special(group: Mapping[str, Any]) -> bool:
-    """Options that reach beyond one step on plain numbers: graphs, and learning rates and betas that are tensors."""
+    """Options that reach beyond one step on plain numbers: graphs, and numbers that round in a way of their own.
+
+    A learning rate that is a tensor or a `np.float32` rounds what torch's step computes from it.
+    """
     values = [value for key, value in group.items() if key != "params"]
     values += [each for value in values if isinstance(value, (list, tuple)) for each in value]
-    has_tensors = any(isinstance(value, Tensor) for value in values)
-    return bool(group.get("capturable") or group.get("differentiable") or has_tensors)
+    is_plain = all(isinstance(value, (str, list, tuple)) or type(value) in PLAIN for value in values)
+    return bool(group.get("capturable") or group.get("differentiable") or not is_plain)
 
 
 def _blocks(updates: Sequence[NarrowUpdate], cuts: Sequence[bool]) -> Iterator[tuple[list[NarrowUpdate], bool]]:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.capture import Segment
 from hydra_engine.data import ALIGNMENT_BYTES, identical, residue
 from hydra_engine.host.bound_copy import LayerFault, Layers, Registered
 from partitioners.boundary import extent, extent_bytes
@@ -129,6 +128,7 @@ class Shard:
         return tuple(sorted({*self.borrowed.values(), *([self.index] if self.owned else ())}))
 
 
+# More than 15 attributes: what layers hold is found in one walk through them, and never changes.
 class ModelLayout:
     """The parameters and buffers of a task in layer order; a module loss counts as part of the last layer's shard.
 
@@ -145,15 +145,19 @@ class ModelLayout:
         *,
         trains: bool = True,
         alignment_bytes: int = ALIGNMENT_BYTES,
-        order: Iterable[nn.Parameter] = (),
+        source: nn.Module | None = None,
     ) -> None:
         """`alignment_bytes`: that the place of every parameter is a multiple of, in DRAM and in slabs.
 
         Only where that is the CPU's own do parameters keep their addresses modulo it: other devices have other rules.
-        order: all parameters in the order in which an optimizer takes them, if that is not the layers'.
+        source: the module in whose order, and by whose names, parameters are known; None: by those of the layers.
         """
         self._alignment_bytes = alignment_bytes
-        self._order = {id(parameter): k for k, parameter in enumerate(order)}
+        named = nn.Module() if source is None else source
+        self._source_names: dict[int, list[str]] = {}  # by id, every one that a state dict has; see `_names`
+        both = named.named_parameters, named.named_buffers
+        for name, tensor in chain(*(each(remove_duplicate=False) for each in both)):
+            self._source_names.setdefault(id(tensor), []).append(name)
         self.keeps_residues = alignment_bytes == ALIGNMENT_BYTES
         self.layers = [*layers, *([loss] if loss is not None else [])]
         self.names = [*names, *(["loss_fn"] if loss is not None else [])]
@@ -170,17 +174,21 @@ class ModelLayout:
         self._ends: list[dict[bool, int]] = []  # by layer: where its parameters end in each link buffer
         numbers: dict[int, int] = {}  # by id
         buffer_numbers: dict[int, int] = {}  # likewise: a parameter may be registered as a buffer, too
+        self._buffer_names: dict[str, tuple[int, bool]] = {}  # with their numbers; True: a state dict has it
         for k, layer in enumerate(self.layers):
             for path, name, parameter in _named(layer, "_parameters"):
                 if id(parameter) not in numbers:
                     numbers[id(parameter)] = len(self.slots)
                     link_dtype = self.narrow if self.narrow and id(parameter) not in kept else parameter.dtype
                     is_trainable = trains and parameter.requires_grad
-                    self._place(k, self._full_name(k, path, name), parameter, is_trainable, link_dtype)
-            for _, _, buffer in _named(layer, "_buffers"):
+                    self._place(k, self._names(k, path, name, parameter)[0], parameter, is_trainable, link_dtype)
+            for path, name, buffer in _named(layer, "_buffers"):
                 if id(buffer) not in buffer_numbers:
                     buffer_numbers[id(buffer)] = len(self.buffers)
                     self.buffers.append(buffer)
+                persists = k < self.num_layers and name not in layer.get_submodule(path)._non_persistent_buffers_set
+                for each in self._names(k, path, name, buffer):
+                    self._buffer_names.setdefault(each, (buffer_numbers[id(buffer)], persists))
             kinds = (("_parameters", numbers, self.parameters), ("_buffers", buffer_numbers, self.buffer_bindings))
             for kind, of, found in kinds:
                 found.append([Binding(path, name, of[id(each)]) for path, name, each in _named(layer, kind)])
@@ -213,10 +221,10 @@ class ModelLayout:
         self.num_bytes[is_trainable] += self.aligned(start + num_bytes)
         self.link_bytes[is_trainable] += self.aligned(link_start + slot.link_bytes)
 
-    def _full_name(self, layer: int, path: str, attribute: str) -> str:
-        """Name of an attribute as a state dict of the model has it."""
-        name = "" if isinstance(self.layers[layer], Segment) else self.names[layer]  # it has the model's own within
-        return ".".join(filter(None, (name, path, attribute)))
+    def _names(self, layer: int, path: str, attribute: str, tensor: Tensor) -> list[str]:
+        """Names of an attribute as state dicts of the model have it."""
+        own = ".".join(filter(None, (self.names[layer], path, attribute)))
+        return self._source_names.get(id(tensor), [own])
 
     @cached_property
     def originals(self) -> Layers:
@@ -225,27 +233,23 @@ class ModelLayout:
         Raises LayerFault for those that cannot be copied.
         """
         names: dict[int, str] = {}
-        for k, bindings in enumerate(self.buffer_bindings):
-            for path, attribute, number in bindings:
-                names.setdefault(number, f"buffer {self._full_name(k, path, attribute)}")
+        for name, (number, _) in self._buffer_names.items():
+            names.setdefault(number, f"buffer {name}")
         parameters = [Registered(f"parameter {slot.name}", slot.parameter, slot.trainable) for slot in self.slots]
         buffers = [Registered(names[number], buffer, True) for number, buffer in enumerate(self.buffers)]
         return Layers(self.layers, self.names, [*parameters, *buffers])
 
     def persistent_buffers(self) -> dict[str, int]:
         """Buffers that a state dict of the model has, by name, and their numbers."""
-        return {
-            self._full_name(k, path, attribute): number
-            for k, layer in enumerate(self.layers[: self.num_layers])
-            for path, attribute, number in self.buffer_bindings[k]
-            if attribute not in layer.get_submodule(path)._non_persistent_buffers_set
-        }
+        return {name: number for name, (number, persists) in self._buffer_names.items() if persists}
 
     def named_slots(self) -> Iterator[tuple[str, Slot, bool]]:
         """Parameters by every name that they have, and whether a loss holds it."""
         for k, bindings in enumerate(self.parameters):
             for path, attribute, number in bindings:
-                yield self._full_name(k, path, attribute), self.slots[number], k >= self.num_layers
+                slot = self.slots[number]
+                for name in self._names(k, path, attribute, slot.parameter):
+                    yield name, slot, k >= self.num_layers
 
     def put_buffers(self, values: Sequence[Tensor], numbers: Collection[int] | None = None) -> None:
         """Give the user's modules these values, by number; `numbers`: only these of them."""
@@ -276,7 +280,8 @@ class ModelLayout:
 
     def trainable_slots(self) -> list[Slot]:
         """Trainable parameters, in the order of `model.parameters()`."""
-        return sorted((s for s in self.slots if s.trainable), key=lambda s: self._order.get(id(s.parameter), 0))
+        order = {key: k for k, key in enumerate(self._source_names)}
+        return sorted((s for s in self.slots if s.trainable), key=lambda s: order.get(id(s.parameter), 0))
 
     def shards(self, boundaries: Sequence[int], skips: Sequence[Skip] = ()) -> list[Shard]:
         """The shards with these cumulative end indices; `skips`: values that skip layers."""

@@ -10,6 +10,8 @@ import torch
 
 from hydra_engine.tasks import ModelTask
 
+_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+
 
 class LossScale:
     """Factor of the loss, with which small gradients survive float16.
@@ -34,9 +36,13 @@ class LossScale:
         """State that `torch.amp.GradScaler` can load."""
         return dict(self._state)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as that one stood."""
-        self._state = {name: state[name] for name in self._state}
+    def restore(self, state: Mapping[str, Any], *, keeps_own: bool = False) -> list[tuple[str, str, str]]:
+        """Go on as that one stood, by its settings or, `keeps_own`, by these; returns those that differ, by name."""
+        own, self._state = self._state, {name: state[name] for name in self._state}
+        changed = [name for name in _SETTINGS if own[name] != state[name]]
+        if keeps_own:
+            self._state |= {name: own[name] for name in changed}
+        return [(name, repr(own[name]), repr(state[name])) for name in changed]
 
     def update(self, is_finite: bool) -> None:
         """Take in whether all of a step's gradients were finite."""

@@ -36,7 +36,14 @@ from hydra_engine.host.split import SplitMaster
 from hydra_engine.host.staging import NONE, Gradients, StepStaging
 from hydra_engine.native import NarrowUpdate, is_dense, native
 from hydra_engine.system import PrivateMemory
-from hydra_engine.tasks import ModelTask, check_optimizer_needs_no_closure
+from hydra_engine.tasks import (
+    SCHEDULE,
+    Difference,
+    ModelTask,
+    check_optimizer_needs_no_closure,
+    differences,
+    settings_of,
+)
 
 
 class BeforeUpdate:
@@ -122,6 +129,8 @@ class Averages:
 # States of at least so many bytes lie in private memory, whose large pages have 2 MiB.
 PLACED_BYTES = 2**22
 
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+
 # What torch itself keeps and changes on an optimizer.
 TORCHS = {"state", "param_groups", "step", "defaults", "_opt_called", "_need_device_dtype_check_for_fused"}
 TORCHS |= {"_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"}
@@ -175,7 +184,9 @@ class TaskOptimizer:
         self.epoch = 0  # of the step in progress
         self.factors: Sequence[float] = ()  # of its learning rates, by group; none: they are as they are
         self.optimizer = make_optimizer(task, {slot.name: slot.parameter for slot in self._slots})
+        groups = kept_groups(self.optimizer)
         self.scheduler = task.lr_scheduler(self.optimizer) if task.lr_scheduler is not None else None
+        self._settings = settings_of(task, self.optimizer, groups, self.scheduler)  # as the program makes them
         self._is_torchs = is_torchs(self.optimizer)
         self._schedule_epoch = 0  # that the scheduler has reached
         self.num_steps = 0  # that were committed
@@ -449,62 +460,88 @@ class TaskOptimizer:
     def schedule(self) -> dict[str, Any]:
         """State of all else for a checkpoint."""
         return {
-            "kind": _kind(self.optimizer),
+            "settings": self._settings,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
             "num_steps": self.num_steps,
             "epoch": self._schedule_epoch,
         }
 
-    def restore(self, state: Mapping[str, Any], schedule: Mapping[str, Any], *, keeps_options: bool = False) -> None:
+    def restore(self, state: Mapping[str, Any], schedule: Mapping[str, Any], *, is_fork: bool = False) -> list[str]:
         """Go on from what `state` and `schedule` gave, whose tensors are taken over.
 
-        keeps_options: of groups, and the schedule too, which is stepped anew as often as the saved one was.
-        Raises ValueError where the optimizer, its schedule or the precision are of another kind.
+        Options of groups and the schedule are the saved ones, unless the task is a fork, asks for its own
+        (`resume_options`), or has another schedule than was saved: then they are its own, and its schedule is stepped
+        anew as often as the saved one was. Returns what differs, and which of the two counts.
+        Raises ValueError where the optimizer or the precision are of another kind.
         """
-        schedules = () if keeps_options else (("lr_scheduler", self.scheduler, schedule["scheduler"]),)
-        for what, own, saved in (
-            *schedules,
-            ("a loss scale (precision 'float16')", self._loss_scale, schedule["loss_scale"]),
-        ):
-            if (own is None) != (saved is None):
-                kinds = ("has none", "was saved with one") if own is None else ("has one", "was saved with none")
-                raise ValueError(f"{what}: the task {kinds[0]}, and {kinds[1]}; resume with the task that was saved")
-        if keeps_options:
-            self._take_over(state["optimizer"], schedule)
+        own, saved_scale = self._loss_scale, schedule["loss_scale"]
+        if (own is None) != (saved_scale is None):
+            kinds = ("has none", "was saved with one") if own is None else ("has one", "was saved with none")
+            raise ValueError(
+                f"a loss scale (precision 'float16'): the task {kinds[0]}, and {kinds[1]}; resume with the task that "
+                f"was saved"
+            )
+        self._check_kind(schedule["settings"]["optimizer"])
+        found = list(differences(self._settings, schedule["settings"]))
+        asks = is_fork or self._task.resume_options == "program"
+        keeps_own = asks or any(each.what == SCHEDULE for each in found)
+        if not keeps_own and self.scheduler is not None and self._settings["epochs"] != schedule["settings"]["epochs"]:
+            # Its functions may know the number of epochs, and no state tells what they return.
+            self._step_schedule_anew(schedule)
+            both = self.optimizer.param_groups, state["optimizer"]["param_groups"]
+            rates = [[group.get("lr") for group in groups] for groups in both]
+            if keeps_own := rates[0] != rates[1]:
+                at = f"{SCHEDULE}, at step {schedule['num_steps']}"
+                found.append(Difference(at, *(", ".join(map(repr, each)) for each in rates)))
+        elif keeps_own:
+            self._step_schedule_anew(schedule)
+        if keeps_own:
+            self._take_over(state["optimizer"])
         else:
             restore_optimizer(self.optimizer, state["optimizer"])
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(schedule["scheduler"])
         for slot in self._slots if self._is_torchs and not self._narrows_moments else ():
-            own = self.optimizer.state.get(slot.parameter, {})
-            for key, value in own.items():
+            states = self.optimizer.state.get(slot.parameter, {})
+            for key, value in states.items():
                 if is_moment(value, slot.parameter):  # which may have been saved in bfloat16
-                    own[key] = value.float()
-        if self._loss_scale is not None:
-            self._loss_scale.load_state_dict(schedule["loss_scale"])
+                    states[key] = value.float()
+        if own is not None:
+            scaling = own.restore(saved_scale, keeps_own=keeps_own)
+            found += [Difference(f"grad_scaler: {name}", *values) for name, *values in scaling]
         self.num_steps, self._schedule_epoch = schedule["num_steps"], schedule["epoch"]
         if self.num_steps:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
             self._averages.restore(state["averages"])
+        counts = "the program's counts" if keeps_own else "which counts; resume_options='program' takes the program's"
+        return [] if asks else [f"{each}{';' if keeps_own else ','} {counts}" for each in found]
 
-    def _take_over(self, saved: Mapping[str, Any], schedule: Mapping[str, Any]) -> None:
-        """Take over the states of parameters, and nothing of groups; step the schedule as often as the saved one."""
-        if self._task.optimizer_scope == "task":
+    def _check_kind(self, saved: str) -> None:
+        """Refuse an optimizer that keeps other states than the saved one: torch's Adam and AdamW keep the same."""
+        own, alike = self._settings["optimizer"], [f"{kind.__module__}.{kind.__qualname__}" for kind in _ADAMS]
+        if own != saved and not (own in alike and saved in alike):
             raise ValueError(
-                "optimizer_scope: 'task', limit: 'shard' for a fork, since this optimizer keeps state beside that of "
-                "its parameters, which cannot be told from its options; train a fork with another optimizer"
+                f"optimizer: {own}, limit: {saved}, with which the task was saved, since the two keep other states; go "
+                f"on with an optimizer of that kind, or give the task another name to train it from the beginning"
             )
-        if _kind(self.optimizer) != schedule["kind"]:
-            raise ValueError(
-                f"optimizer: {_kind(self.optimizer)}, limit: {schedule['kind']}, with which the task was saved; fork "
-                f"with an optimizer of that kind"
-            )
+
+    def _step_schedule_anew(self, schedule: Mapping[str, Any]) -> None:
+        """Step the program's own schedule as often as the saved one was."""
         if schedule["num_steps"]:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
         for _ in range(schedule["num_steps"]):
             self._move_schedule("step")
         self.reach_epoch(schedule["epoch"])
+
+    def _take_over(self, saved: Mapping[str, Any]) -> None:
+        """Take over the states of parameters, and nothing of groups."""
+        if self._task.optimizer_scope == "task":
+            raise ValueError(
+                "optimizer_scope: 'task', limit: 'shard' for a fork and for options or a schedule that are not those "
+                "that were saved, since this optimizer keeps state beside that of its parameters, which cannot be told "
+                "from its options; go on with those, or train a fork with another optimizer"
+            )
         groups = self.optimizer.state_dict()["param_groups"]
         restore_optimizer(self.optimizer, saved)
         for group, own in zip(self.optimizer.param_groups, groups, strict=True):
@@ -534,12 +571,6 @@ class TaskOptimizer:
             return None
         averages = {id(slot.parameter): self._averages.tensors[slot.index] for slot in self._slots}
         return with_averages(self._task.model, averages)
-
-
-def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """Name of an optimizer's class; torch's Adam and AdamW keep the same states."""
-    kind = torch.optim.Adam if type(optimizer) is torch.optim.AdamW else type(optimizer)
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def with_averages(model: nn.Module, averages: Mapping[int, Tensor]) -> dict[str, Tensor]:

@@ -127,8 +127,10 @@ def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES) -> ModelL
     names, layers = zip(*task.model._modules.items(), strict=True)
     loss = task.loss_fn if isinstance(task.loss_fn, nn.Module) else None
     trains = task.purpose is Purpose.TRAIN
-    order = task.model.parameters() if task.model.is_converted else ()
-    return ModelLayout(layers, names, loss, task.precision, trains=trains, alignment_bytes=alignment_bytes, order=order)
+    source = task.model.source if task.model.has_names_of_source else None
+    return ModelLayout(
+        layers, names, loss, task.precision, trains=trains, alignment_bytes=alignment_bytes, source=source
+    )
 
 
 @dataclass(eq=False)

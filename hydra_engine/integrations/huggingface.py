@@ -112,7 +112,7 @@ MODELS = {
 }
 
 
-def sequential(model: PreTrainedModel | nn.Module, example: Any = None) -> nn.Sequential:
+def sequential(model: PreTrainedModel | nn.Module, example: Any = None) -> Model:
     """The model as an `nn.Sequential` that shares its modules and Parameter objects, tied ones included.
 
     So what the engine trains is in the model, which may then be saved. Dropout follows the model's mode: after
@@ -127,8 +127,7 @@ def sequential(model: PreTrainedModel | nn.Module, example: Any = None) -> nn.Se
     head, for batches of any shape at once. These layers take a tensor of token ids (B, S) or a dict as tokenizers make
     it: `input_ids`, and where the model knows them `attention_mask`, `position_ids`, `token_type_ids`. They compute
     `model(**inputs, use_cache=False).logits`; for a model without a head the last hidden states (B, S, H), and a pooler
-    is left out. What the engine names by layer, an average of the weights, say, goes into the model by
-    `layers.load_state_dict`.
+    is left out. Parameters keep the names that they have in the model.
 
     All other models, and other adapters and settings of these, become layers by their own forward. They take what the
     model takes, and return what it does.
@@ -157,7 +156,7 @@ def sequential(model: PreTrainedModel | nn.Module, example: Any = None) -> nn.Se
         layers.append(getattr(base, entry.family.norm))
     if entry.head is not None:
         layers.append(entry.head(inner))
-    made = nn.Sequential(*layers)
+    made = Model.by_hand(model, layers)
     # Of modules around the blocks (an encoder, an adapter's wrapper, the model) it calls none, and none of their hooks.
     around = set(model.modules()) - set(made.modules())
     return Model(model, example=example) if any(map(_has_hooks, around)) else made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -403,7 +404,8 @@ class PlannedTask:
         self.pause_wanted = False  # once it has joined others
         self.has_left = False  # its memory is given back: it is trained, or will not be
         self.callbacks_drew: set[str] = set()  # which of `random` and `numpy.random` they drew from
-        self.doubts: list[str] = []  # about what they drew, and weights that lose what they learn
+        # About what they drew, weights that lose what they learn, and settings that do not count.
+        self.doubts: list[str] = [] if saved is None else saved.messages
         self.adaptation: Adaptation | None = None
         if task.adapts:
             try:
@@ -530,7 +532,11 @@ class PlannedTask:
             except LayerFault as error:
                 raise ValueError(f"{self.name}: {error}") from error
             self.as_planned = None if self.choice is None else self._of_task(self.choice.cost(plan.boundaries))
-            return plan
+        message = self.task.model.eval_message if self.task.purpose is Purpose.TRAIN else ""
+        if message and (text := f"{self.name}: {message}") not in self.doubts:
+            self.doubts.append(text)
+            warnings.warn(text, stacklevel=2)
+        return replace(plan, eval_message=message)
 
     def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int) -> None:
         """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""

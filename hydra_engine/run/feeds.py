@@ -430,7 +430,7 @@ class Joining:
             with state.pool.shown(planned.layout.trainable_slots()):  # the factory may look at weights
                 optimizer = TaskOptimizer(planned.task, planned.layout)
             if planned.saved is not None:
-                planned.saved.put_optimizer(optimizer)
+                planned.doubts += planned.saved.put_optimizer(optimizer)
             if planned.adaptation is not None:
                 self._adapt(task, planned.adaptation, optimizer)
             if state.steps_on_device:

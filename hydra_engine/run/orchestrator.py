@@ -14,7 +14,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from hydra_engine.capture import saved_hooks
 from hydra_engine.checkpoints import CheckpointStore, load_newest
 from hydra_engine.control import steered
 from hydra_engine.data import drawing_as_usual
@@ -569,6 +572,7 @@ class ModelOrchestrator:
     def _at_work(self, what: str) -> Iterator[Site]:
         """Be the only call under way, and keep this thread to the host's NUMA node."""
         with self._alone(what), drawing_as_usual():
+            _refuse_modes(what)
             site = self._site()
             with bound(site.host.bound_cores):
                 yield site
@@ -695,4 +699,18 @@ def _refuse_autocast(what: str) -> None:
         raise RuntimeError(
             f"{what}: autocast is active for {kind}, and would not reach the threads that compute; leave it, and set "
             f"precision= on the task"
+        )
+
+
+def _refuse_modes(what: str) -> None:
+    """Refuse what watches or changes operations of this thread alone, which computes nothing."""
+    hooks = ["torch.autograd.graph.saved_tensors_hooks"] if saved_hooks() else []
+    # torch has no public function for these two. `with torch.device("cpu")` changes nothing.
+    functions: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [*functions, *_get_current_dispatch_mode_stack()]
+    modes = [mode for mode in modes if getattr(mode, "device", None) != torch.device("cpu")]
+    for found in (*hooks, *(type(mode).__name__ for mode in modes)):
+        raise RuntimeError(
+            f"{what}: {found} is active, and would not reach the threads that compute; leave it, and use it in a "
+            f"layer's forward"
         )

@@ -279,12 +279,13 @@ class TaskList:
 
     def go_on(self, found: Checkpoint | None) -> list[str]:
         """Put back what was saved of the tasks that wait and go on; what there is to say."""
-        for each in self.at(Station.WAITING):
+        waiting = self.at(Station.WAITING)
+        for each in waiting:
             if not self._store.goes_on(each.name):
                 continue
             again = self.put_back(each, while_training=False)
             self.put(again or each, Station.OVER if again is None else Station.WAITING)
-        return [] if found is None else [*found.messages, f"resumed from {found.path}"]
+        return [] if found is None else [*found.messages, *_matched(found, [each.name for each in waiting])]
 
     def put_back(self, planned: PlannedTask, *, while_training: bool) -> PlannedTask | None:
         """A task as it goes on from what was saved of it, if something was; None where it is over."""
@@ -467,6 +468,19 @@ class Site:
     def _check_free(self) -> None:
         for device in self.devices:
             device.check_free()
+
+
+def _matched(found: Checkpoint, names: Sequence[str]) -> Iterator[str]:
+    """Say what a resume found of these tasks; those that begin anew are named where something of others is there."""
+    new = [name for name in names if name not in found.task_names]
+    others = [name for name in found.task_names if name not in names]
+    if len(new) < len(names):
+        yield f"resumed from {found.path}"
+    if new and others:
+        yield (
+            f"{', '.join(map(repr, new))} begin{'s' * (len(new) == 1)} anew, since {found.path} holds only "
+            f"{', '.join(map(repr, found.task_names))}; a task goes on under the name= that it was saved with"
+        )
 
 
 def _left(tasks: Sequence[PlannedTask], steps_left: Callable[[str], int | None]) -> list[TaskCost]:

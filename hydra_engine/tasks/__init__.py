@@ -5,7 +5,7 @@ from hydra_engine.tasks.callback import Callback, begin_epochs
 from hydra_engine.tasks.evaluation import EvaluationMeans, EvaluationTask, joined, joined_outputs, uneven
 from hydra_engine.tasks.model import Model, switch_off_checkpointing
 from hydra_engine.tasks.model_watch import ModelWatch
-from hydra_engine.tasks.options import check_optimizer_needs_no_closure, is_adaptive
+from hydra_engine.tasks.options import EMPTY_VALIDATION, check_optimizer_needs_no_closure, is_adaptive
 from hydra_engine.tasks.report import (
     AGAIN,
     FAILED,
@@ -25,6 +25,7 @@ from hydra_engine.tasks.report import (
     duration,
     table,
 )
+from hydra_engine.tasks.settings import SCHEDULE, Difference, differences, settings_of
 from hydra_engine.tasks.splitting import MicroBatch, batch_size, split
 from hydra_engine.tasks.step_report import StepReport, ValidationReport
 from hydra_engine.tasks.task import ModelTask, Purpose

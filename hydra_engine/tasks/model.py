@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,15 @@ from torch import Tensor, nn
 from hydra_engine.capture import are_as_recorded, layers_for, layers_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# In names of classes whose forward is another one in eval(), with the attribute that may switch that off.
+_BY_MODE = {
+    "Dropout": "p",
+    "DropPath": "drop_prob",
+    "StochasticDepth": "p",
+    "RReLU": "",
+    "BatchNorm": "track_running_stats",
+    "InstanceNorm": "track_running_stats",
+}
 
 
 class Model(nn.Sequential):
@@ -32,14 +41,16 @@ class Model(nn.Sequential):
 
     source: Any  # the module that the layers come from; None where they came as they are
     is_converted: bool  # the layers were made of a forward of the module's own
+    is_by_hand: bool  # they hold the module's own modules, and do together what it does
     is_pending: bool  # it has no layers yet
 
     def __init__(self, x: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module], example: Any = None) -> None:
         super().__init__()
-        self._set(source=x if isinstance(x, nn.Module) else None, is_converted=False, is_pending=False)
-        if isinstance(x, Model) and x.is_converted:
+        source = x if isinstance(x, nn.Module) else None
+        self._set(source=source, is_converted=False, is_by_hand=False, is_pending=False)
+        if isinstance(x, Model) and x.has_names_of_source:
             self._modules.update(x._modules)
-            self._set(source=x.source, is_converted=True, is_pending=x.is_pending)
+            self._set(source=x.source, is_converted=x.is_converted, is_by_hand=x.is_by_hand, is_pending=x.is_pending)
             return
         self.check_hooks()
         if isinstance(x, nn.Module) and _has_own_forward(x):
@@ -70,8 +81,8 @@ class Model(nn.Sequential):
                     f"layer {name} of the model is a {type(layer).__name__}, which has no forward and cannot be "
                     f"called; give Model the list of layers in the order they run"
                 )
-        source = x if isinstance(x, nn.Module) else nn.Module()
-        for kind, named in (("parameter", source.named_parameters), ("buffer", source.named_buffers)):
+        holder = nn.Module() if source is None else source
+        for kind, named in (("parameter", holder.named_parameters), ("buffer", holder.named_buffers)):
             for name, _ in named(recurse=False):
                 raise ValueError(
                     f"{kind} {name!r} belongs to the {type(x).__name__} itself, so no layer would carry it; "
@@ -80,6 +91,18 @@ class Model(nn.Sequential):
         if not layers:
             raise ValueError(f"the model ({type(x).__name__}) has no layers; give it at least one")
         self._modules.update(layers)
+
+    @classmethod
+    def by_hand(cls, source: nn.Module, layers: Iterable[nn.Module]) -> Model:
+        """Return layers that hold a module's own modules and do together what it does: names stay the module's."""
+        model = cls(layers)
+        model._set(source=source, is_by_hand=True)
+        return model
+
+    @property
+    def has_names_of_source(self) -> bool:
+        """True if parameters are known by the names that they have in the module that the layers come from."""
+        return self.is_converted or self.is_by_hand
 
     def convert(self, inputs: Any) -> None:
         """Make layers of the module's own forward; `inputs`: an example of what it takes. Raises as the class does."""
@@ -126,41 +149,74 @@ class Model(nn.Sequential):
             object.__setattr__(self, name, value)
 
     def train(self, mode: bool = True) -> Model:
-        """Set the mode of all layers; of converted ones, by that of the module that they come from."""
-        if self.is_converted:
+        """Set the mode of all layers, and of the module that they were made of."""
+        if self.has_names_of_source:
             self.source.train(mode)
+        if self.is_converted:
             self.training = mode
-            return self
-        super().train(mode)
+        else:
+            super().train(mode)
         return self
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters, of a converted module by the names and in the order that they have there."""
-        named = self.source.named_parameters if self.is_converted else super().named_parameters
-        return named(prefix, recurse, remove_duplicate)
+        """Yield the parameters by the names and in the order of the module that the layers come from."""
+        own = super().named_parameters
+        if not self.has_names_of_source:
+            return own(prefix, recurse, remove_duplicate)
+        return self._held(self.source.named_parameters(prefix, recurse, remove_duplicate), own)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers, of a converted module by the names and in the order that they have there."""
-        named = self.source.named_buffers if self.is_converted else super().named_buffers
-        return named(prefix, recurse, remove_duplicate)
+        """Yield the buffers by the names and in the order of the module that the layers come from."""
+        own = super().named_buffers
+        if not self.has_names_of_source:
+            return own(prefix, recurse, remove_duplicate)
+        return self._held(self.source.named_buffers(prefix, recurse, remove_duplicate), own)
+
+    def _held(self, named: Iterator[tuple[str, Any]], own: Callable[[], Iterator[Any]]) -> Iterator[tuple[str, Any]]:
+        """Leave out what no layer that was made by hand holds, such as a pooler whose output nobody reads."""
+        if self.is_converted:
+            return named
+        held = {id(tensor) for _, tensor in own()}
+        return (each for each in named if id(each[1]) in held)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # overloaded there
-        """Return the weights; of a converted module, its own state dict."""
-        own = self.source.state_dict if self.is_converted else super().state_dict
+        """Return the weights, by their names in the module that the layers come from."""
+        own = self.source.state_dict if self.has_names_of_source else super().state_dict
         return own(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Take in weights; those of a converted module by its own names."""
-        own = self.source.load_state_dict if self.is_converted else super().load_state_dict
+        """Take in weights, by their names in the module that the layers come from."""
+        own = self.source.load_state_dict if self.has_names_of_source else super().load_state_dict
         return own(*args, **kwargs)
 
+    @property
+    def eval_message(self) -> str:
+        """Says that the model, or most of what trains otherwise than it evaluates, is in eval(); "": it is not."""
+        root: nn.Module = self if self.source is None else self.source
+        # Of a chain nothing runs but its layers, whatever its own flag says.
+        flags = [root.training] if self.has_names_of_source else [layer.training for layer in self.children()]
+        runs_in_eval = not any(flags)
+        modules = [each for each in root.modules() if _depends_on_mode(each)]
+        in_eval = [each for each in modules if not each.training]
+        if not runs_in_eval and 2 * len(in_eval) <= len(modules):
+            return ""
+        kinds = ", ".join(sorted({type(each).__name__ for each in in_eval}))
+        where = f" (with {kinds} as in evaluation)" if kinds else ""
+        what = f"the model ({type(root).__name__}) is"
+        if not runs_in_eval:
+            what = f"{len(in_eval)} of the model's {len(modules)} modules that depend on it are"
+        return (
+            f"{what} in eval(), and will train so, as in a plain loop{where}; call model.train() first: "
+            f"from_pretrained(), for one, returns a model in eval()"
+        )
+
     def takes(self, argument: str) -> bool:
-        """Return True if the module's own forward names an argument so."""
-        forward = getattr(self.source, "forward", None)
+        """Return True if the module's own forward, which the layers are made of, names an argument so."""
+        forward = None if self.is_by_hand else getattr(self.source, "forward", None)
         return forward is not None and argument in inspect.signature(forward).parameters
 
     @property
@@ -169,7 +225,7 @@ class Model(nn.Sequential):
         source: nn.Module | None = self.__dict__["source"]
         if isinstance(source, Model):
             return source.has_own_forward
-        return source is not None and not self.is_converted and type(source).forward is not nn.Sequential.forward
+        return source is not None and not self.has_names_of_source and type(source).forward is not nn.Sequential.forward
 
 
 def switch_off_checkpointing(module: nn.Module) -> None:
@@ -187,6 +243,13 @@ def switch_off_checkpointing(module: nn.Module) -> None:
 
 def _has_own_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward not in (nn.Sequential.forward, nn.Module.forward)
+
+
+def _depends_on_mode(module: nn.Module) -> bool:
+    """Return True for dropout, BatchNorm and the like, unless they are made to do the same in both modes."""
+    name = type(module).__name__
+    switch = next((switch for kind, switch in _BY_MODE.items() if kind in name), None)
+    return switch is not None and bool(getattr(module, switch, True))
 
 
 def _may_be_chain(module: nn.Module) -> bool:

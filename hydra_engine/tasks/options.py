@@ -85,6 +85,10 @@ _HUGGING_FACE = ("datasets.arrow_dataset", "datasets.iterable_dataset", "dataset
 _FLAGS = ("loader_alone", "read_ahead", "preemptible")
 _OF_THREE = "{!r} is not a bool; give True, False, or None for where DRAM is too small otherwise"
 _TIMEOUTS = ("loader_timeout_s", "callback_timeout_s")
+EMPTY_VALIDATION = (
+    "validation: the loader has no batches; look at drop_last, the sampler and the length of the data, or leave "
+    "validation out"
+)
 # Raise TypeError.
 TYPES: tuple[Rule, ...] = (
     ("name", _or_none(_is_a(str)), "{!r} is not a str; give a name, or leave it out"),
@@ -197,6 +201,7 @@ LIMITS: tuple[Rule, ...] = (
     _known("early_release", False, True, "all"),
     _known("lr_scheduler_interval", "step", "epoch"),
     _known("loss_reduction", "mean", "sum", beside=callable),
+    _known("resume_options", "checkpoint", "program"),
     _known("nonfinite", "skip", "stop", "raise", beside=lambda value: value is None),
     ("epochs", lambda value: value >= 1, "{}, limit: at least 1; to train nothing, call evaluate() or predict()"),
     ("accumulation_steps", lambda value: value == "auto" or value >= 1, "{}, limit: at least 1; or 'auto'"),
@@ -478,6 +483,16 @@ def check_trainable(model: nn.Module, loss_fn: object) -> None:
     for name, parameter in loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ():
         if parameter.requires_grad:
             raise ValueError(f"parameter {name} of the loss is trainable; make it a layer of the model, or freeze it")
+
+
+def check_validation(loader: Any) -> None:
+    """Raise ValueError for a loader that says that it has no batches; one without a length is asked as it is read."""
+    try:
+        num_batches = len(loader)
+    except Exception:  # it has none, or it is None
+        return
+    if num_batches == 0:
+        raise ValueError(EMPTY_VALIDATION)
 
 
 def check_optimizer_needs_no_closure(optimizer: torch.optim.Optimizer) -> None:

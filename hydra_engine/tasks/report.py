@@ -68,6 +68,7 @@ class TaskPlan:
     adopted_from: str | None = None  # the task of the same structure whose rehearsal this plan is of; None: its own
     predicted_s: float | None = None  # of a step of each of the device's tasks together, as the cut was chosen by it
     cut_because: str = ""  # what else was predicted of the cut, and of others; "": it was not chosen by predictions
+    eval_message: str = ""  # that the model is in eval(); "": it is not
 
     @property
     def _spread(self) -> str:
@@ -137,6 +138,7 @@ class Plan:
         for plan in self.tasks.values():
             cuts.setdefault(plan.cut_because, []).append(printable(plan.name))
         lines += [f"{', '.join(names)}: {because}" for because, names in cuts.items() if because]
+        lines += [f"{printable(plan.name)}: {plan.eval_message}" for plan in self.tasks.values() if plan.eval_message]
         launching = [plan for plan in self.tasks.values() if plan.launch_share is not None]
         lines += [f"{printable(plan.name)}: {plan._launches(len(self.devices))}" for plan in launching]
         if doubling := {plan.name: plan.doubled_bytes for plan in self.tasks.values() if plan.doubled_bytes}:

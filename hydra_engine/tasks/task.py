@@ -18,6 +18,7 @@ from hydra_engine.tasks.options import (
     check_options,
     check_parameters,
     check_trainable,
+    check_validation,
     is_adaptive,
     naming_task,
     splits_against,
@@ -113,6 +114,9 @@ class ModelTask:
             ends: "validation_loss", a name in `metrics`, or "loss", the mean of an epoch's training losses.
         best: "min" or "max", of `keep_best`.
         patience: end the task as finished after so many validations (epochs, by "loss") in which nothing was better.
+        resume_options*: where the task goes on from a checkpoint, whose options of the optimizer and whose schedule
+            count: those of the "checkpoint", as with torch's `load_state_dict`, or those of the "program".
+            `report.messages` names what differs. A schedule that is another one is always the program's.
         hparams: a mapping that JSON takes, shown in tables: `Report.compare` and `Report.frame`.
         priority: units of tasks of a higher one go first, under every policy; any int.
         group*: of tasks that share the devices which `ModelOrchestrator(quotas=)` gives that group.
@@ -185,6 +189,7 @@ class ModelTask:
         keep_best: str | None = None,
         best: str = "min",
         patience: int | None = None,
+        resume_options: str = "checkpoint",
         hparams: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] = (),
         scan_batches: bool = False,
@@ -211,6 +216,7 @@ class ModelTask:
             check_parameters(self.model, precision, trains=self.purpose is Purpose.TRAIN)
             if self.purpose is Purpose.TRAIN:
                 check_trainable(self.model, loss_fn)
+                check_validation(validation)
         self.loss_fn = loss_fn
         self.dataloader = dataloader
         self.lr = lr if lr is not None or optimizer is not None else 1e-3
@@ -248,6 +254,8 @@ class ModelTask:
         self.adapts = self.purpose is Purpose.TRAIN and is_adaptive(dataloader)
         self.loss_reduction = loss_reduction
         self.max_grad_norm = max_grad_norm
+        self.resume_options = resume_options
+        self.is_seeded = seed is not None
         self.seed = seed if seed is not None else int(torch.randint(0, 2**63 - 1, ()).item())
         self.unpack = unpack if unpack is not None else partial(unpack_batch, with_labels=self.model.takes("labels"))
         self.split: Split = split if split is not None else partial(split_batch, loss_reduction=loss_reduction)

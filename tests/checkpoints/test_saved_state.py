@@ -208,7 +208,7 @@ def test_a_loss_scale_goes_on_as_grad_scaler_would():
     scale.update(True)
     scale.update(True)
     found = LossScale()
-    found.load_state_dict(through(scale.state_dict()))
+    found.restore(through(scale.state_dict()))
     state = {"scale": 2.0**17, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2, "_growth_tracker": 1}
     assert found.state_dict() == scale.state_dict() == state
     scaler = torch.amp.GradScaler("cpu")

@@ -1,5 +1,6 @@
 """Loaders are read side by side, with the draws of the plain loop; what cannot be is an error with its task's name."""
 
+import queue
 import random
 import threading
 import time
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hydra_engine import Callback, ModelTask, stream_seed
@@ -19,7 +21,7 @@ from tests import exact, reference
 from tests.covering import covering
 from tests.data.test_streams import DRAWS, state_of
 from tests.data.test_timeout import draws_outside
-from tests.refused import refused
+from tests.refused import names, refused
 
 PATIENCE_S = 30
 NUM_BATCHES = 12
@@ -750,3 +752,60 @@ def test_what_a_callback_draws_from_torch_is_no_loaders(monkeypatch):
     train(task("other-2", Loader(num_batches=60), callbacks=[again]))
     assert draws[2].drawn == again.drawn  # of the task's seed
     assert len(set(again.drawn)) == len(again.drawn)
+
+
+# Loaders that read in a thread of their own
+
+
+class Reads(threading.Thread):
+    """As prefetch_generator's BackgroundGenerator, which DataLoaderX gives: an iterator that is a thread."""
+
+    def __init__(self, iterable):
+        super().__init__(daemon=True, name="background")
+        self.iterable, self.queue = iterable, queue.SimpleQueue()
+        self.start()
+
+    def run(self):
+        for each in self.iterable:
+            self.queue.put(each)
+        self.queue.put(None)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        found = self.queue.get()
+        if found is None:
+            self.join()
+            raise StopIteration
+        return found
+
+
+class DataLoaderX(DataLoader):
+    def __iter__(self):
+        return Reads(super().__iter__())
+
+
+class InAGenerator(DataLoader):
+    """Its thread is a variable of a generator."""
+
+    def __iter__(self):
+        thread = Reads(super().__iter__())
+        yield from iter(thread.queue.get, None)
+        thread.join()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("kind", [DataLoaderX, InAGenerator])
+def test_a_thread_of_a_loader_that_draws_from_torch_is_told(kind, alone):
+    def told(**options):
+        x = torch.arange(32.0).view(16, 2)
+        loader = kind(TensorDataset(x, x), 4, **options)
+        task = ModelTask(nn.Sequential(nn.Linear(2, 2)), F.mse_loss, loader, seed=1, name="a", loader_alone=alone)
+        return exact.run([task]).messages
+
+    [message] = told(shuffle=True)
+    names(message, task="a", says="thread generator")
+    own = torch.Generator().manual_seed(1)
+    assert [each for each in told(shuffle=True, generator=own) if "thread" in each] == []
+    assert told() == ()

@@ -1,8 +1,10 @@
 """After a restore the batches are bit for bit those of the loop that was not interrupted, whatever draws in between."""
 
 import gc
+import itertools
 import random
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -167,7 +169,7 @@ def interrupted(make, epoch, num_batches, draws=True):
     """The position in an epoch of a loop, as a checkpoint gives it back."""
     stream, loader = seeded_stream(), make()
     loop(loader, stream, epoch, draws)
-    start = epoch_start(loader, stream)
+    start = epoch_start(loader, stream, is_first=epoch == 0)
     with installed(stream):
         iterator = iter(loader)
     read(iterator, stream, num_batches, draws)
@@ -181,8 +183,8 @@ def resumed(make, position, draws=True):
     """The rest of the epoch and one more, of another loader."""
     torch.manual_seed(99)  # it matters to nobody
     loader, stream = make(), Stream(capture())
-    iterator, message = restore(loader, stream, position)
-    return [read(iterator, stream, draws=draws), *loop(loader, stream, 1, draws)], message, loader
+    iterator, messages = restore(loader, stream, position)
+    return [read(iterator, stream, draws=draws), *loop(loader, stream, 1, draws)], "\n".join(messages) or None, loader
 
 
 @covering(strength=1, name=list(LOADERS), epoch=[0, 2])
@@ -354,3 +356,119 @@ def test_another_loader_is_refused():
     ]:
         with refused(says=says):
             restore(other, Stream(capture()), interrupted(make, 0, num_batches))
+
+
+# Loaders that keep one iterator over all epochs
+
+
+class Forever:
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        while True:
+            yield from self.sampler
+
+
+class MultiEpochs(DataLoader):
+    """As those of timm and YOLO: opened once, as it is made."""
+
+    def __init__(self):
+        super().__init__(Plain(), BATCH, shuffle=True)
+        object.__setattr__(self, "batch_sampler", Forever(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self):
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+class Cycled:
+    """Opened at its first epoch, in a generator that another object holds."""
+
+    def __init__(self):
+        self.source = SimpleNamespace(batches=None)
+
+    def _all(self):
+        while True:
+            yield from DataLoader(Plain(), BATCH, shuffle=True)
+
+    def __iter__(self):
+        self.source.batches = self.source.batches or self._all()
+        return itertools.islice(self.source.batches, 6)
+
+
+class Begins:
+    """Holds an iterator of a class of its own, which begins again at each `iter`."""
+
+    class Rows:
+        def __iter__(self):
+            self.rows = list(DataLoader(Plain(), BATCH))
+            return self
+
+        def __next__(self):
+            if not self.rows:
+                raise StopIteration
+            return self.rows.pop(0)
+
+    def __init__(self):
+        self.rows = self.Rows()
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize(("make", "is_told"), [(MultiEpochs, True), (Cycled, True), (Begins, False)])
+def test_an_iterator_that_is_kept_over_epochs_is_told_from_the_second_one_on(make, is_told):
+    expected = loop(make(), seeded_stream(), 1)[0][2:]
+    found, message, _ = resumed(make, interrupted(make, 0, 2))
+    assert (found[0], message) == (expected, None)
+    _, message, _ = resumed(make, interrupted(make, 1, 2))
+    assert (message is not None) == is_told
+
+
+def test_a_kept_iterator_that_was_read_in_this_process_is_told():
+    loader = MultiEpochs()
+    position = interrupted(lambda: loader, 0, 2)
+    names(resumed(lambda: loader, position)[1], says="iterator epochs")
+
+
+@forks
+def test_workers_that_give_batches_out_of_order_are_told_in_the_middle_of_an_epoch():
+    make = workers(Plain, in_order=False)
+    for num_batches in (0, 3):
+        message = resumed(make, interrupted(make, 0, num_batches))[1]
+        assert (message is not None) == (num_batches > 0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (
+            lambda: DataLoader(Plain(), BATCH),
+            lambda: DataLoader(Plain(), 2 * BATCH),
+            f"batch_size: {2 * BATCH} {BATCH}",
+        ),
+        (
+            lambda: DataLoader(Plain(), BATCH),
+            lambda: DataLoader(Plain(), BATCH, shuffle=True),
+            "RandomSampler Sequential",
+        ),
+        (lambda: list(range(5)), lambda: list(range(7)), "length: 7 5"),
+    ],
+    ids=["batch size", "order", "list"],
+)
+def test_what_a_place_depends_on_is_compared(first, second, says):
+    for num_batches in (0, 2):
+        message = resumed(second, interrupted(first, 0, num_batches))[1]
+        names(message, says=says)
+        assert ("miss" in message) == (num_batches > 0)
+
+
+@forks
+def test_an_iterable_data_set_has_other_places_with_another_number_of_workers():
+    first, second = (lambda k=k: DataLoader(Counting(), BATCH, num_workers=k) for k in (1, 2))
+    names(resumed(second, interrupted(first, 0, 2))[1], says="num_workers: 2 1")

@@ -208,7 +208,7 @@ def test_loader_is_read_once_however_often_it_is_sampled(num_samples):
 
 
 def test_sample_is_split_as_the_plan_wants_it_now_and_not_as_it_would_be_evaluated():
-    reader = Reader(task_of(Noisy(2, size=5), validation=[]), "task-0")
+    reader = Reader(task_of(Noisy(2, size=5), validation=[None]), "task-0")
     sizes = []
     for number in (1, 2, 4, 1):
         reader.num_micro_batches = lambda number=number: number

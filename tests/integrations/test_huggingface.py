@@ -785,3 +785,32 @@ def names_of_tensors(model):
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         found.setdefault(id(tensor), []).append(name)
     return sorted(found.values())
+
+
+# Names
+
+
+@pytest.mark.net
+def test_parameters_keep_the_names_that_they_have_in_the_model(tmp_path):
+    torch.manual_seed(0)
+    model = new_model("BertForSequenceClassification")
+    seen = []
+
+    def groups(name):
+        seen.append(name)
+        return {"lr": 0.5 if name.startswith("classifier") else LR}
+
+    layers = sequential(model)
+    assert layers.state_dict().keys() == model.state_dict().keys()
+    assert [name for name, _ in layers.named_parameters()] == [name for name, _ in model.named_parameters()]
+    inputs = torch.randint(3, VOCABULARY, (4, LENGTH))
+    options = {"seed": SEED, "param_groups": groups, "ema_decay": 0.5, "name": "bert"}
+    task = ModelTask(layers, F.cross_entropy, [(inputs, torch.tensor([0, 1, 2, 0]))], LR, **options)
+    report = exact.silent([task], "1MiB", checkpoint_dir=tmp_path).train_models()
+    report.raise_failures()
+    names_here = [name for name, _ in model.named_parameters()]
+    assert seen[: len(names_here)] == names_here
+    assert report.tasks["bert"].last_step.learning_rates == (LR, 0.5)
+    assert report.tasks["bert"].ema_state.keys() == model.state_dict().keys()
+    [weights] = tmp_path.glob("files/*-weights.safetensors")
+    assert safetensors.load_file(weights).keys() == set(names_here)

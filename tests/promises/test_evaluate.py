@@ -50,7 +50,7 @@ def test_metrics_are_the_tasks_or_those_that_are_given():
     def largest(output, target):
         return output.max().item()
 
-    task = task_of(zoo.mlp, validation=[], metrics={"agreement": agreement})
+    task = task_of(zoo.mlp, validation=[None], metrics={"agreement": agreement})
     orchestra, loader = exact.orchestrator([task]), DataLoader(zoo.mlp()[2].dataset, batch_size=20)
     model = copy.deepcopy(task.model).eval()
     parts = [(len(x), agreement(model(x), y).item(), largest(model(x), y)) for x, y in loader]

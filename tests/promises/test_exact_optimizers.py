@@ -1,7 +1,9 @@
 """Every optimizer and LR schedule that people train with gives, shard by shard, the bits of the plain loop."""
 
 import copy
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -41,6 +43,23 @@ SCHEDULES = {
         [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.9)],
         milestones=[2],
     ),
+}
+
+
+NUMBERS = {
+    "lr of NumPy, 32 bits": (torch.optim.AdamW, np.float32(LR), None),
+    "lr of NumPy, 16 bits": (torch.optim.AdamW, np.float16(LR), None),
+    "lr of NumPy, 64 bits": (torch.optim.AdamW, np.float64(LR), None),
+    "lr, a tensor": (torch.optim.Adam, torch.tensor(LR), None),
+    "SGD, an int": (torch.optim.SGD, 1, None),
+    "SGD": (partial(torch.optim.SGD, momentum=np.float32(0.9), weight_decay=np.float32(0.1)), np.float32(LR), None),
+    "decay": (partial(torch.optim.AdamW, weight_decay=np.float32(0.01)), LR, None),
+    "decay, a tensor": (partial(torch.optim.AdamW, weight_decay=torch.tensor(0.01)), LR, None),
+    "betas": (partial(torch.optim.Adam, betas=(np.float64(0.9), np.float64(0.99))), LR, None),
+    "eps": (partial(torch.optim.Adam, eps=np.float32(1e-8)), LR, None),
+    "fused": (partial(torch.optim.AdamW, fused=True), np.float32(LR), None),
+    "a table": (torch.optim.AdamW, LR, lambda k: np.linspace(1, 0.1, 9, dtype=np.float32)[k]),
+    "a schedule of tensors": (torch.optim.AdamW, LR, lambda k: torch.tensor(1 - k / 9)),
 }
 
 
@@ -242,3 +261,18 @@ def test_groups_that_are_no_options_are_refused(returned):
 def test_values_that_an_option_cannot_have_are_refused(options, words):
     with refused(says=words):
         ModelTask(model(), F.cross_entropy, loader(), **options)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", NUMBERS)
+def test_hyperparameters_of_any_type_compute_as_in_torch(case, precision):
+    optimizer, lr, factors = NUMBERS[case]
+    schedule = None if factors is None else partial(lr_scheduler.LambdaLR, lr_lambda=factors)
+    network, plain = model(), model()
+    options = {"optimizer": optimizer, "lr": lr, "lr_scheduler": schedule, "seed": SEED, "epochs": EPOCHS}
+    options |= {"precision": precision, "partitioner": Presharded([2, 5])}
+    report = trained(ModelTask(network, F.cross_entropy, loader(), name="a", **options))
+    del options["partitioner"]
+    expected = reference.train(plain, F.cross_entropy, loader(), **options)
+    assert report.losses == expected.losses
+    exact.assert_same_state(network.state_dict(), plain.state_dict())

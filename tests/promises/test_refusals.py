@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 from hydra_engine import EmulatedDevice, ModelTask
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
@@ -246,6 +248,40 @@ def test_active_autocast(method):
         getattr(orchestra, method)()
     if method == "train_models":
         exact.assert_same_state(zoo.state(model), zoo.state(zoo.mlp()[0]))
+
+
+def watches_functions():
+    class Watches(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    return Watches()
+
+
+MODES = {
+    "saved_tensors_hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+    "saved_tensors_hooks (save_on_cpu)": torch.autograd.graph.save_on_cpu,
+    "Watches": watches_functions,
+    "DeviceContext": lambda: torch.device("meta"),
+    "FlopCounterMode": lambda: FlopCounterMode(display=False),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", ["generate", "train_models"])
+def test_what_watches_or_changes_operations_of_the_calling_thread(method, mode):
+    subject, model = exact.task_of("mlp", epochs=1)
+    orchestra = exact.orchestrator([subject])
+    with MODES[mode](), refused(RuntimeError, says=f"{method} {mode.partition(' ')[0]}"):
+        getattr(orchestra, method)()
+    exact.assert_same_state(zoo.state(model), zoo.state(zoo.mlp()[0]))
+
+
+def test_a_default_device_that_is_the_cpu_changes_nothing():
+    subject, model = exact.task_of("mlp", epochs=1)
+    with torch.device("cpu"):
+        exact.orchestrator([subject]).train_models()
+    exact.assert_same_state(zoo.state(model), exact.expected("mlp", epochs=1).state)
 
 
 def test_training_under_no_grad_has_its_bits():

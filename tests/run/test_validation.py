@@ -13,6 +13,7 @@ from hydra_engine import Callback, ModelTask, StopTask
 from partitioners import Presharded
 from tests import exact, reference, zoo
 from tests.covering import covering
+from tests.refused import refused
 
 SEED, LR, EPOCHS, NUM_STEPS = 21, 0.05, 2, 20
 
@@ -131,6 +132,7 @@ def assert_as_plain(build, validation, *, interval, num_devices=2, max_grad_norm
     return report
 
 
+@pytest.mark.rest
 @covering(strength=1, name=list(BUILDS), accumulation_steps=[1, 3], interval=[2, 7, NUM_STEPS + 1])
 def test_validation_in_the_middle_of_epochs_is_the_plain_loops(name, accumulation_steps, interval):
     options = {"interval": interval, "accumulation_steps": accumulation_steps}
@@ -144,11 +146,13 @@ def test_a_validation_loader_that_draws_leaves_torchs_stream_alone(name, validat
     assert_as_plain(BUILDS[name], validation, interval=3, num_devices=num_devices)
 
 
+@pytest.mark.rest
 @covering(strength=1, released=[{"early_release": True}, {"optimizer_device": "device"}], interval=[1, 3], ids=str)
 def test_updates_in_the_middle_of_a_step_are_through_before_its_validation(released, interval):
     assert_as_plain(zoo.dropout, "shuffled", interval=interval, max_grad_norm=None, released=released)
 
 
+@pytest.mark.rest
 def test_an_epochs_schedule_moves_at_its_end_whenever_validation_comes():
     def halving(optimizer):
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -193,6 +197,24 @@ def test_by_epoch_the_steps_are_those_of_its_end():
     model, loss_fn, loader = zoo.mlp()
     task = ModelTask(model, loss_fn, loader, LR, 2, name="a", validation=held_out("in order", loader))
     assert exact.run([task]).tasks["a"].validation_steps == [10, 20]
+
+
+class Empty:
+    """Has no length, and gives nothing."""
+
+    def __iter__(self):
+        return iter(())
+
+
+def test_a_validation_without_batches_is_refused():
+    model, loss_fn, loader = zoo.mlp()
+    few = DataLoader(TensorDataset(torch.zeros(3)), 4, drop_last=True)
+    for validation in ([], few):
+        with refused(task="a", says="validation drop_last"):
+            ModelTask(model, loss_fn, loader, LR, 3, name="a", validation=validation)
+    task = ModelTask(model, loss_fn, loader, LR, 3, name="a", validation=Empty(), keep_best="validation_loss")
+    with refused(task="a", says="validation drop_last"):
+        exact.run([task]).raise_failures()
 
 
 def test_an_epoch_without_validation_batches_has_no_figure():
@@ -242,6 +264,7 @@ def logged(log, *, interval):
     return model, exact.run([task], num_devices=2, chaos=3).tasks["a"]
 
 
+@pytest.mark.rest
 def test_a_validation_is_told_after_its_step_and_before_the_next():
     log = Log()
     logged(log, interval=5)
@@ -253,6 +276,7 @@ def test_a_validation_is_told_after_its_step_and_before_the_next():
     assert log.calls == expected
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("stop_at", [pytest.param(1, marks=pytest.mark.rest), 3])
 def test_a_task_that_is_stopped_at_a_validation_holds_the_weights_that_were_validated(stop_at):
     log = Log(stop_at=stop_at)
