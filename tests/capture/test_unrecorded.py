@@ -290,6 +290,7 @@ class CachedAndLeaves(Cached):
 
 
 def test_caches_of_functions_are_empty_for_each_run_of_a_recording_and_looked_for_once(monkeypatch):
+    positions(6)
     assert_exact(CachedAndLeaves)
     positions.cache_clear()
     looks, runs = [], []
