@@ -1,12 +1,14 @@
-"""Indices that the loader gives, checked in DRAM: on a device, one out of range would take the whole process down."""
+"""Indices and classes that a loader gives, checked in DRAM: on a device, one out of range would end the process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from partitioners.boundary import Boundary
@@ -64,4 +66,59 @@ def check_indices(value: Boundary, limit: int, layer: str) -> None:
         raise IndexError(
             f"layer {layer} is to look up index {wrong}, limit: 0 to {limit - 1}; give the embedding more rows, or "
             f"mend the loader"
+        )
+
+
+class Classes(NamedTuple):
+    """Values that a target may have: 0 to `number` - 1, and one that is left out of the loss."""
+
+    number: int
+    ignored: int
+
+
+class ClassLimits(TorchFunctionMode):
+    """Notes which tensors of a target a loss compares with classes: those that it gets unchanged, and as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, Classes] = {}  # by the tensor's number in the target
+        self._target: dict[int, tuple[int, Tensor]] = {}  # by address
+
+    def enters(self, target: Any) -> None:
+        """Note the target that the loss gets next."""
+        tensors = [leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)]
+        self._target = {each.data_ptr(): (k, each) for k, each in enumerate(tensors) if _is_of_indices(each)}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.cross_entropy, F.nll_loss) and len(args) > 1 and isinstance(args[1], Tensor):
+            output, target = args[:2]
+            k, whole = self._target.get(target.data_ptr(), (0, None))
+            if whole is not None and whole.numel() == target.numel():
+                number = int(output.shape[0] if output.dim() == 1 else output.shape[1])
+                classes = Classes(number, int(kwargs.get("ignore_index", -100)))
+                self.found[k] = classes
+                check_classes(target.cpu(), classes)
+        return func(*args, **kwargs)
+
+
+def _is_of_indices(tensor: Tensor) -> bool:
+    return bool(tensor.numel()) and not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def check_classes(target: Tensor, classes: Classes) -> None:
+    """Raise IndexError where a target has a class that the output of the model has not."""
+    if not _is_of_indices(target) or not target.dtype.is_signed:
+        return
+    least, most = (int(each) for each in target.aminmax())
+    if least >= 0 and most < classes.number:
+        return
+    wrong = target[((target < 0) | (target >= classes.number)) & (target != classes.ignored)]
+    if wrong.numel():
+        raise IndexError(
+            f"loss_fn: the target has class {int(wrong[0])}, limit: 0 to {classes.number - 1}, or "
+            f"ignore_index={classes.ignored}; mend the loader, give the model's last layer more outputs, or set the "
+            f"loss's ignore_index"
         )

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hydra_engine.data import with_bits_of
 from hydra_engine.devices.arena import HostRegions
-from hydra_engine.devices.device import DeviceGenerator, DeviceSpec, OpenDevice, Timer
+from hydra_engine.devices.device import SEEDING, DeviceGenerator, DeviceSpec, OpenDevice, Timer
 from hydra_engine.devices.lanes import COMPUTE, QUEUES, open_lanes
 from hydra_engine.devices.libraries import load_libraries
 from hydra_engine.devices.page_locked import PageLocked
@@ -258,6 +258,7 @@ class OpenCudaDevice(OpenDevice):
         self._index = index = spec.index
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.random = DeviceGenerator(torch.cuda.default_generators[index])
+        SEEDING.enter()
         self._places = HostRegions(PageLocked(index).new, PLACES_BYTES, ALIGNMENT_BYTES)
         self._events = threading.local()  # one for each thread, which waits for it before it records it again
         torch.cuda.empty_cache()  # what is cached counts towards the limit
@@ -274,6 +275,7 @@ class OpenCudaDevice(OpenDevice):
         except BaseException:
             self._places.close()
             self._restore()
+            SEEDING.leave()
             raise
 
     @contextmanager
@@ -342,11 +344,14 @@ class OpenCudaDevice(OpenDevice):
         return error
 
     def close(self) -> None:
-        super().close()
-        self._places.close()
-        with suppress(RuntimeError):  # it is lost, and the process ends for that
-            self.random.restore()
-            self._restore()
+        try:
+            super().close()
+            self._places.close()
+            with suppress(RuntimeError):  # it is lost, and the process ends for that
+                self.random.restore()
+                self._restore()
+        finally:
+            SEEDING.leave()
 
     def _restore(self) -> None:
         """Give back what was taken, and leave torch's settings as they were found."""

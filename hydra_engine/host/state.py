@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.data import ALIGNMENT_BYTES, RandomState, Signature, copy_in_dram, direct_limit, identical, residue
+from hydra_engine.data import (
+    ALIGNMENT_BYTES,
+    Classes,
+    RandomState,
+    Signature,
+    copy_in_dram,
+    direct_limit,
+    identical,
+    residue,
+)
 from hydra_engine.host.bound_copy import LayerFault
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
@@ -171,6 +180,9 @@ class Observed:
     resized: frozenset[int] = frozenset()
     runs_backward: bool = False  # a forward or the loss adds to gradients by a backward of its own
     index_limit: int | None  # of what the first layer looks up; None: nothing
+    classes: dict[int, Classes] = field(
+        default_factory=dict
+    )  # of the target's tensors that the loss compares with them
     works_on_batch: bool = False  # on trial, one changed the batch that it was given, a copy, in place
     # (of training, of several micro-batches, inputs or target, which tensor): parts of batches that nobody else sees.
     free_parts: set[tuple[bool, bool, int, int]] = field(default_factory=set)  # lanes add to it

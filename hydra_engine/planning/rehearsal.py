@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine.data import (
     Batch,
+    ClassLimits,
     IndexLimit,
     RandomState,
     Stream,
@@ -131,7 +132,7 @@ def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: O
         state.observed.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
         state.check_draws()
         if state.task.compile:
-            rehearsal.modes.pop()  # what compiles looks at modes of functions, too
+            del rehearsal.modes[1:]  # what compiles looks at modes of functions, too
             rehearsal.run(batch)  # its units are known by now: what cannot be compiled is refused here
         if not rehearsal.repeats_bits:
             # The first run has loaded kernels, and was metered: it says nothing of the seconds of others.
@@ -306,7 +307,8 @@ def _address(tensor: Tensor) -> int:
 class _Onlooker:
     """Looks on while units run: the executor's inspector."""
 
-    def __init__(self, state: TaskState, guard: _Guard) -> None:
+    def __init__(self, state: TaskState, guard: _Guard, classes: ClassLimits) -> None:
+        self._classes = classes
         self.in_backward: RandomState | None = None
         self.carries = False
         self.places: set[int] = set()  # storages that parameters lie in, while they are bound
@@ -355,6 +357,7 @@ class _Onlooker:
             self._starts = False
         if target is not None:
             self._given.append((1, self._m, target, *pytree.tree_flatten(target)))
+            self._classes.enters(target)
 
     def _note_batch(self) -> None:
         """Note what a micro-batch's layers and the loss have changed of the batch."""
@@ -444,8 +447,9 @@ class _Rehearsal:
             for attributes in self.executor.attributes:
                 attributes.ignore_hooks()
             self.guard = _Guard(state, weakref.proxy(self.executor))  # which holds it
-            self.modes += [self.guard, _NoGradients(state, self.executor.structure.parameters)]
-            self.onlooker = self.executor.inspector = _Onlooker(state, self.guard)
+            self.classes = ClassLimits()
+            self.modes += [self.guard, self.classes, _NoGradients(state, self.executor.structure.parameters)]
+            self.onlooker = self.executor.inspector = _Onlooker(state, self.guard, self.classes)
             self._limit = IndexLimit(self.executor.structure.layers[0])
         except BaseException:
             self.close()
@@ -481,7 +485,7 @@ class _Rehearsal:
                     # It may come from autograd missing what the forward saved.
                     state.cut = replace(state.cut, keep_saved=state.cut.keep_saved | {shard})
                     outcome = self._unit(unit)
-            state.observed.index_limit = self._limit.found
+            state.observed.index_limit, state.observed.classes = self._limit.found, self.classes.found
             if isinstance(outcome, Failed):
                 self._raise(outcome, unit)
             else:

@@ -60,8 +60,8 @@ class Drawing:
             before, after = self._before, self.generator.state()
             if not self.generator.same_seed(before, after):
                 raise RuntimeError(
-                    "the device's random generator was seeded while a unit drew from it: torch.manual_seed() seeds "
-                    "those of all devices; in what runs meanwhile (loaders, callbacks), use one of your own"
+                    "a layer seeded the device's random generator in its forward (torch.manual_seed() seeds those of "
+                    "all devices), limit: before training; let it draw from a torch.Generator of its own"
                 )
             self._after = after
             if after != before:  # a seed stays one until something is drawn

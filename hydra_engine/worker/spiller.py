@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hydra_engine.data import check_indices, flat, identical, place_for, residue, with_bits_of
+from hydra_engine.data import check_classes, check_indices, flat, identical, place_for, residue, with_bits_of
 from hydra_engine.devices import LOAD, STORE, OpenDevice, Residents, Slab
 from hydra_engine.host import WHOLE, BuffersChanged, DeviceUpdate, Region, Shard, TaskOptimizer, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, Unit
@@ -218,6 +218,9 @@ class Spiller:
         """Fill an input's room, in any lane."""
         if shard.is_first and kind != BACKWARD and state.observed.index_limit is not None:
             check_indices(state.staging.entering(0, m), state.observed.index_limit, state.layout.names[0])
+        if arriving.micro.target is not None:
+            for k, classes in state.observed.classes.items():
+                check_classes(state.staging.given.targets[m].tensors[k], classes)
         micro, copies = arriving
         if copies:
             self._load(state, copies, urgent=True)

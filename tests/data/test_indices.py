@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from hydra_engine import ModelTask
 from hydra_engine.data.indices import IndexLimit, check_indices, direct_limit
+from partitioners import Presharded
 from partitioners.boundary import Boundary
 from tests import exact
 from tests.refused import names, refused
@@ -82,3 +83,53 @@ def test_a_task_with_a_wrong_token_fails_at_its_last_commit_and_others_finish(fi
     assert (failed.status, failed.steps) == ("failed", 2)
     assert isinstance(failed.exception, IndexError)
     names(failed.error, says=f"{VOCABULARY} {VOCABULARY - 1}")
+
+
+# Classes of a target
+
+
+NUM_CLASSES = 5
+LOSSES = {
+    "cross entropy": nn.CrossEntropyLoss(),
+    "a function": F.cross_entropy,
+    "its own logarithms": lambda out, target: F.nll_loss(F.log_softmax(out, 1), target),
+    "one of several": lambda out, target: F.cross_entropy(out, target["labels"]),
+}
+
+
+def classified(loss, *, classes, batch_with=None, **options):
+    """A task of ten batches, of which the last has `batch_with` among its classes."""
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 6), torch.tensor([0, 1, *classes])) for _ in range(10)]
+    if batch_with is not None:
+        batches[-1][1][2] = batch_with
+    if loss == "one of several":
+        batches = [(x, {"weights": torch.ones(4, dtype=torch.long), "labels": y}) for x, y in batches]
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, NUM_CLASSES))
+    return ModelTask(model, LOSSES.get(loss, loss), batches, 0.1, name="a", partitioner=Presharded([1, 2]), **options)
+
+
+@pytest.mark.parametrize("wrong", [NUM_CLASSES, -1])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_class_that_the_output_has_not_fails_its_task_before_the_loss_sees_it(loss, wrong):
+    task = classified(loss, classes=(2, 4), batch_with=wrong, accumulation_steps=2)
+    with refused(IndexError, task="a", says=f"class {wrong} ignore_index=-100"):
+        exact.run([task]).raise_failures()
+
+
+def test_a_class_that_is_out_of_range_from_the_beginning_is_refused_in_the_plan():
+    with refused(IndexError, says="9"):
+        exact.silent([classified("cross entropy", classes=(2, 9))]).generate()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(ignore_index=9),
+        lambda out, target: F.cross_entropy(out, target.clamp(max=NUM_CLASSES - 1)),
+        lambda out, target: F.cross_entropy(out[:2], target[:2]),
+    ],
+    ids=["left out", "changed before", "a part"],
+)
+def test_what_the_loss_leaves_out_or_changes_trains(loss):
+    exact.run([classified(loss, classes=(2, 4), batch_with=9)]).raise_failures()

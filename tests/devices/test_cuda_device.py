@@ -1040,3 +1040,31 @@ class TestStandIn:
         with pytest.raises(AssertionError):
             judge.check_all_left_as_found()
         del kept
+
+
+# Seeds
+
+
+class Seeds(Callback):
+    """As a user's seed_everything()."""
+
+    def on_step(self, report):
+        for k in range(100):
+            torch.manual_seed(report.steps + k)
+
+
+def test_what_a_callback_seeds_reaches_no_lane_and_waits_until_the_devices_are_closed(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", cuda.torch.cuda.manual_seed_all)
+    functions = [torch.cuda.manual_seed_all, torch.cuda.manual_seed, torch.cuda.set_rng_state]
+    results = []
+    for callbacks in ([], [Seeds()]):
+        task, model = exact.task_of("dropout", epochs=1, partition="three", callbacks=callbacks)
+        report = exact.silent([task], devices=devices_of(cuda)).train_models()
+        report.raise_failures()
+        results.append((report.tasks["dropout"].losses, zoo.state(model)))
+    assert results[0][0] == results[1][0]
+    exact.assert_same_state(results[0][1], results[1][1])
+    assert functions == [torch.cuda.manual_seed_all, torch.cuda.manual_seed, torch.cuda.set_rng_state]
+    seed = len(results[0][0]) + 99
+    assert all(generator.initial_seed() == seed for generator in cuda.generators)
+    cuda._states_before = [generator.get_state() for generator in cuda.generators]
