@@ -29,6 +29,7 @@ from hydra_engine.data.streams import (
     copied,
     install,
     installed,
+    others_draw,
     seeded,
     stream_seed,
 )

@@ -74,8 +74,8 @@ class LoaderDraws:
     """Reads a loader so that every draw is the plain loop's, alone or beside others.
 
     The first reads are alone and watched. After them a loader that drew at most from torch is read beside others; if
-    `random`, `numpy.random` or torch's own state moves meanwhile, it is an error where nobody else can have done it.
-    Else the loader is watched again, and it is an error once it is seen to draw.
+    `random`, `numpy.random` or torch's own state moves meanwhile, it is watched again, and a message says so: another
+    thread may have drawn.
     """
 
     def __init__(self, name: str, *, alone: bool, what: str = "its loader") -> None:
@@ -156,11 +156,6 @@ class LoaderDraws:
                 self._turn = _Company.ALONE
             elif self._num_watched >= NUM_WATCHED and self._doubt is None:
                 self._turn = _Company.BESIDE
-        if self._turn is _Company.ALONE and self._doubt is not None:
-            raise RuntimeError(
-                f"{self._name} draws from `random` or `numpy.random`, or changes torch's generator past "
-                f"torch's functions, and did not in its first batches: {self._doubt}; {_REMEDY}"
-            )
 
     @contextmanager
     def _beside(self, stream: Stream) -> Iterator[None]:
@@ -175,13 +170,8 @@ class LoaderDraws:
             moved = _moved(before, _outside())
         if moved is None and not turn.is_in_doubt:
             return
-        if moved is not None and not turn.had_company:
-            self._turn = _Company.ALONE  # if it is read again
-            raise RuntimeError(
-                f"{self._name}, or another thread meanwhile, drew from {moved}, which it did not in its first "
-                f"batches, so that it is not read alone; {_REMEDY}"
-            )
-        self._doubt = f"somebody drew from {moved or '`random` or `numpy.random`'} while a batch was read beside others"
+        company = "beside others" if turn.had_company else "and it did not in its first batches"
+        self._doubt = f"somebody drew from {moved or '`random` or `numpy.random`'} while a batch was read, {company}"
         self._turn = _Company.WATCHED
 
 
@@ -234,13 +224,13 @@ class CallbackDraws:
     @property
     def message(self) -> str | None:
         """Doubts about them, for the end of a run."""
-        mine = sorted(self._maybe_drawn & self._of_task())
+        mine = sorted((self._drawn | self._maybe_drawn) & self._of_task())
         if not mine and not self._note_disturbed():
             return None
         return (
-            f"{self._name}: its callbacks may have drawn from {' and '.join(mine) or 'generators'} that its loader and "
-            f"its layers, or those of other tasks, draw from; if they did, results are not those of plain PyTorch; "
-            f"{_OWN}"
+            f"{self._name}: its callbacks, or another thread meanwhile, may have drawn from "
+            f"{' and '.join(mine) or 'generators'} that its loader and its layers, or those of other tasks, draw from; "
+            f"if they did, results are not those of plain PyTorch; {_OWN}"
         )
 
     @contextmanager
@@ -262,14 +252,6 @@ class CallbackDraws:
     def _note_disturbed(self) -> bool:
         self._has_disturbed |= self._last is not None and self._last.is_in_doubt
         return self._has_disturbed
-
-    def check(self, who: str) -> None:
-        """Raise RuntimeError where callbacks drew from what the task draws from; `who` was called last."""
-        if mine := sorted(self._drawn & self._of_task()):
-            raise RuntimeError(
-                f"{who} or one before, or another thread meanwhile, drew from {' and '.join(mine)}, from which the "
-                f"task's loader or layers draw, too: in a plain loop these would draw other numbers after it; {_OWN}"
-            )
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import hashlib
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -61,6 +62,10 @@ def copied(state: Any, made: dict[int, Tensor] | None = None) -> Any:
 GLOBAL_GENERATORS = RevocableLock()
 
 
+# Seconds in which a thread that draws now and then, for a jitter or a progress bar, is seen to.
+WAIT_S = 0.02
+
+
 def stream_seed(seed: int, step: int, micro_batch: int) -> int:
     """Seed of the random stream of one micro-batch (`accumulation_steps` > 1), in [0, 2**63).
 
@@ -80,7 +85,11 @@ class RandomState(NamedTuple):
 
     def same_as(self, other: RandomState) -> bool:
         """Return True if nothing was drawn between the two."""
-        return torch.equal(self.torch, other.torch) and self.device == other.device and self.same_outside_torch(other)
+        return self.same_in_torch(other) and self.same_outside_torch(other)
+
+    def same_in_torch(self, other: RandomState) -> bool:
+        """Return True if nothing was drawn from torch, which no other thread does for a task."""
+        return torch.equal(self.torch, other.torch) and self.device == other.device
 
     def same_outside_torch(self, other: RandomState) -> bool:
         """Return True if nothing was drawn from `random` and `numpy.random`."""
@@ -108,6 +117,13 @@ def ask(method: Callable[..., Any], *args: Any) -> Any:
 
 def capture() -> RandomState:
     return RandomState(ask(torch.get_rng_state), random.getstate(), np.random.get_state())
+
+
+def others_draw() -> bool:
+    """Return True if another thread draws from `random` or `numpy.random`: they move while this one does nothing."""
+    before = capture()
+    time.sleep(WAIT_S)
+    return not capture().same_outside_torch(before)
 
 
 def install(state: RandomState) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from hydra_engine.data import TaskGenerator, capture, copied, seeded
+from hydra_engine.data import TaskGenerator, copied, seeded
 from hydra_engine.host import (
     TORCHS,
     ModelLayout,
@@ -254,9 +254,11 @@ class _Trial:
         self._move(plain)
 
     def _process_wide(self) -> list[Any]:
-        """States of all generators that the process has once, as the step's draws move them."""
-        state = capture()
-        return [frozen(each, {}) for each in (self._draws.state, state.torch, state.python, state.numpy)]
+        """State of torch's generator, as the step's draws move it.
+
+        What moves `random` and `numpy.random` may be another thread. Draws of the step's own show in its results.
+        """
+        return [frozen(self._draws.state, {})]
 
     def _move(self, each: _Copy) -> None:
         """Step the schedule. One that is at its end is left there: a task may be shorter than the trial."""

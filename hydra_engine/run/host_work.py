@@ -329,7 +329,7 @@ def commit(task: RunningTask, put: Callable[[Event], None], *, training_step: bo
         return TaskStopped(report.name, uncommitted=True)
     batch, staging = task.batch, state.staging
     state.check_draws()
-    main_moved = task.draws_from_main and not state.end_of_forward().same_as(batch.main)
+    main_moved = task.draws_from_main and not state.end_of_forward().same_in_torch(batch.main)
     if not state.observed.draws and main_moved:
         raise RuntimeError(
             f"{report.name}: a layer drew random numbers at step {batch.step} and none at the sample, so that a "

@@ -234,8 +234,6 @@ class Notifier:
                 who = f"{name}: its callback {kinds}, in {call.hook},"
                 if watch is not None and not self._is_left:
                     watch[0].check(who)
-            if not (call.always or self._is_left):
-                self._draws.check(who)
         except BaseException as error:  # SystemExit, too: it is this task's, and not the run's
             self._stop(error)
         finally:

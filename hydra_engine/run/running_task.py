@@ -229,7 +229,7 @@ class Figures:
         if number == 1:
             return
         ends = [staging.random[len(state.cut.shards), m] for m in range(number)]
-        draws = not all(end.same_as(start) for end, start in zip(ends, staging.given.start, strict=True))
+        draws = not all(end.same_in_torch(start) for end, start in zip(ends, staging.given.start, strict=True))
         if draws or staging.buffers:
             does = "draws random numbers" if draws else "changes a buffer"
             raise ValueError(

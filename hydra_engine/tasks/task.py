@@ -136,7 +136,7 @@ class ModelTask:
             the task then fails with `LoaderTimeout`, and the others go on. None: for ever.
         loader_alone: read the loaders, `validation` too, always alone, with the task's states of torch, `random` and
             `numpy.random` in place of the process-wide ones. False: only if they draw from `random` or `numpy.random`
-            as they are opened or give their first batch; a loader that draws from these later is an error.
+            as they are opened or give their first batch; `report.messages` names one that draws from these later.
         read_ahead: ask the loader for the next batch while a step computes. False: only once the step is in all of the
             model's parameters and buffers, for a loader that reads them (gradients are not there).
         callback_timeout_s*: seconds in which a callback has to return from one call; the task then fails with

@@ -6,7 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra_engine.data import LayerDraws, RandomState, Stream, TaskGenerator, capture, install, installed
+import torch
+
+from hydra_engine.data import LayerDraws, RandomState, Stream, TaskGenerator, capture, install, installed, others_draw
 from hydra_engine.devices import DeviceGenerator
 
 
@@ -36,7 +38,10 @@ class Drawing:
         if self._installed is not None:
             if exc[0] is None and (before := self.in_backward) is not None:  # checkpoints have put their states back
                 drew_on_device = self.generator is not None and self.generator.state() != self._after
-                self.drew_in_backward = drew_on_device or not capture()._replace(device=before.device).same_as(before)
+                now = capture()
+                drew_here = not torch.equal(now.torch, before.torch)
+                drew_outside = not now.same_outside_torch(before) and not others_draw()
+                self.drew_in_backward = drew_on_device or drew_here or drew_outside
             self._installed.__exit__(*exc)
 
     def forward(self) -> AbstractContextManager[TaskGenerator | None]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hydra_engine import Callback, ModelTask, stream_seed
@@ -228,10 +229,10 @@ def test_loader_that_draws_from_the_first_batch_is_read_alone(noise):
 @pytest.mark.rest
 @pytest.mark.parametrize("at", [pytest.param(2, marks=pytest.mark.net), 10, NUM_BATCHES + 3])
 @pytest.mark.parametrize("noise", [from_random, from_numpy])
-def test_loader_that_draws_late_is_refused_by_name(noise, at):
-    each = task("late", Loader(noise=late(noise, at)))
-    with pytest.raises(RuntimeError, match=r"(?s)late: its loader.*`random` or `numpy.random`.*loader_alone=True"):
-        train(each)
+def test_loader_that_draws_late_is_told_by_name(noise, at):
+    """Another thread may have drawn; from then on it is read alone."""
+    [message] = train(task("late", Loader(noise=late(noise, at)))).messages
+    names(message, task="late", says="its `random` loader_alone=True")
 
 
 @pytest.mark.rest
@@ -240,21 +241,6 @@ def test_loader_that_draws_late_is_refused_by_name(noise, at):
 def test_loader_that_draws_late_and_is_read_alone_is_exact(noise, num):
     each = task("late", Loader(noise=late(noise, 10, num)), loader_alone=True)
     assert_as_plain(train(each), each, plain(Loader(noise=late(noise, 10, num))))
-
-
-class DrawsLate(Dataset):
-    def __len__(self):
-        return NUM_BATCHES
-
-    def __getitem__(self, k):
-        return torch.full((3,), random.random() if k >= 10 else float(k)), torch.ones(2) * k
-
-
-def test_with_retries_it_is_read_again_alone():
-    each = task("late", DataLoader(DrawsLate(), 1), max_retries=1, epochs=1)
-    report = train(each)
-    assert_as_plain(report, each, plain(DataLoader(DrawsLate(), 1), epochs=1))
-    assert len(report.tasks["late"].retries) == 1
 
 
 class Waits:
@@ -276,10 +262,7 @@ def test_others_are_exact_beside_one_that_draws_late(noise):
     guilty = task("late", Loader(waits, late(noise, 10)))
     other = task("other", Loader(waits), seed=2, dropout=0.5)
     report = train(guilty, other)
-    outcome = report.tasks["late"]
-    assert outcome.status == "failed"
-    assert "late: its loader draws from `random`" in outcome.error or "late: its loader, or" in outcome.error
-    assert "loader_alone=True" in outcome.error
+    assert any("late: its loader" in text for text in report.messages)
     assert_as_plain(report, other, plain(Loader(), seed=2, dropout=0.5))
 
 
@@ -288,9 +271,7 @@ def test_one_draw_that_may_have_been_anybodys_is_told():
     waits = Waits()
     tasks = [task("once", Loader(waits, late(from_random, 10, 1))), task("other", Loader(waits), seed=2)]
     report = train(*tasks)
-    told = "once: its loader may have drawn what is others': somebody"
-    num_told = sum(text.startswith(told) for text in report.messages)
-    assert report.tasks["once"].status == "failed" or num_told == 1
+    assert sum(text.startswith("once: its loader") for text in report.messages) == 1
     assert_as_plain(report, tasks[1], plain(Loader(), seed=2))
 
 
@@ -589,9 +570,7 @@ def test_loader_that_overlapped_with_draws_of_others_is_in_doubt(monkeypatch):
             pass
     with held(draws.reading(stream)), installed(Stream(state_of(6))):
         random.random()
-    assert "slow: its loader may have drawn what is others'" in draws.message
-    with pytest.raises(RuntimeError, match="loader_alone=True"), draws.reading(stream):
-        random.random()
+    names(draws.message, task="slow", says="loader_alone=True")
 
 
 @pytest.mark.rest
@@ -608,8 +587,8 @@ def test_generator_that_its_own_thread_moves_is_noticed(at):
 
     each = task("a", Background())
     if at:
-        with pytest.raises(RuntimeError, match="a: its loader, or another thread meanwhile, drew from torch's global"):
-            train(each)
+        [message] = train(each).messages
+        names(message, task="a", says="its loader torch's")
     else:
         assert_as_plain(train(each), each, plain(Background()))
 
@@ -643,18 +622,15 @@ CALLBACK_DRAWS = {
 @pytest.mark.parametrize("others", [0, 1])
 @pytest.mark.parametrize("noise", [None, from_random, from_numpy])
 @pytest.mark.parametrize("what", CALLBACK_DRAWS)
-def test_what_a_callback_draws_as_its_loader_does_is_refused(what, noise, others):
+def test_what_a_callback_draws_as_its_loader_does_is_told(what, noise, others):
     draw, met = CALLBACK_DRAWS[what]
     noise = noise or (lambda k: torch.randn(4, 3))
     each = task("a", Loader(noise=noise), callbacks=[DrawsAtEachStep(draw)])
     beside = [task(f"other-{k}", Loader(noise=noise), seed=2) for k in range(others)]
-    if noise is met and not beside:
-        with pytest.raises(RuntimeError, match=r"(?s)a: its callback DrawsAtEachStep, in on_step,.*of its own"):
-            train(each)
-        return
     report = train(each, *beside)
     if noise is met:
-        assert "a: its callback DrawsAtEachStep, in on_step," in report.tasks["a"].error
+        [message] = [text for text in report.messages if text.startswith("a: ")]
+        names(message, says="its callbacks random")
     else:
         assert_as_plain(report, each, plain(Loader(noise=noise), on_step=draw))
         assert not any("its callbacks" in text for text in report.messages)
@@ -662,23 +638,23 @@ def test_what_a_callback_draws_as_its_loader_does_is_refused(what, noise, others
         assert_as_plain(report, other, plain(Loader(noise=noise), seed=2))
 
 
-def test_what_a_callback_draws_as_a_layer_does_is_refused():
+def test_what_a_callback_draws_as_a_layer_does_is_told():
     layers = nn.Sequential(*model(1), Noisy())
     each = ModelTask(layers, nn.MSELoss(), Loader(), 0.05, 2, callbacks=[DrawsAtEachStep(np.random.rand)], seed=1)
-    with pytest.raises(RuntimeError, match=r"task-0: its callback .* drew from `numpy\.random`"):
-        train(each)
+    [message] = train(each).messages
+    names(message, task="task-0", says="its callbacks `numpy.random`")
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_what_is_drawn_as_an_epoch_begins_is_refused(epochs):
+def test_what_is_drawn_as_an_epoch_begins_is_told(epochs):
     class Seeds(Callback):
         def on_epoch_begin(self, report, epoch):
             random.seed(epoch)
 
     each = task("a", Loader(noise=from_random), epochs=epochs, callbacks=[Seeds()])
-    with pytest.raises(RuntimeError, match="a: its callback Seeds, in on_step, or one before"):
-        train(each)
+    [message] = train(each).messages
+    names(message, task="a", says="its callbacks `random`")
 
 
 @pytest.mark.rest
@@ -693,7 +669,7 @@ def test_a_long_call_that_draws_beside_others_that_do_is_told(monkeypatch):
     with ExitStack() as until_after_the_call, draws.calling():
         random.random()
         until_after_the_call.enter_context(held(alone.reading(stream), random.random))
-    assert draws.message.startswith("a: its callbacks may have drawn from generators that")
+    names(draws.message, task="a", says="its callbacks generators")
 
 
 def test_what_somebody_drew_in_company_of_a_call_is_told():
@@ -701,11 +677,7 @@ def test_what_somebody_drew_in_company_of_a_call_is_told():
     with beside_loaders() as turn:
         in_thread(lambda: draw_in(draws)).join(PATIENCE_S)
     assert turn.had_company
-    draws.check("a")
-    assert draws.message.startswith("a: its callbacks may have drawn from `random` that its loader")
-    draw_in(draws)
-    with pytest.raises(RuntimeError, match="a or one before, or another thread meanwhile, drew from `random`"):
-        draws.check("a")
+    names(draws.message, task="a", says="its callbacks `random`")
 
 
 def draw_in(draws):
@@ -809,3 +781,63 @@ def test_a_thread_of_a_loader_that_draws_from_torch_is_told(kind, alone):
     own = torch.Generator().manual_seed(1)
     assert [each for each in told(shuffle=True, generator=own) if "thread" in each] == []
     assert told() == ()
+
+
+# A thread of the user's
+
+
+class Own(nn.Module):
+    """Has a forward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu() + 1)
+
+
+class Adapted(torch.optim.AdamW):
+    """An optimizer of the user's."""
+
+    def step(self, closure=None):
+        super().step(closure)
+
+
+@contextmanager
+def drawing(draw):
+    over = threading.Event()
+
+    def draws():
+        while not over.wait(draw() % 1e-3):
+            pass
+
+    thread = threading.Thread(target=draws)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())], ids=["random", "NumPy"])
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (lambda: model(1, dropout=0.5), {"optimizer": torch.optim.AdamW}),
+        (Own, {"optimizer": Adapted, "lr_scheduler": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda k: 1)}),
+    ],
+    ids=["a chain", "a forward of its own"],
+)
+def test_a_thread_of_the_users_that_draws_fails_no_task_and_changes_none(build, options, draw):
+    def trained(name):
+        torch.manual_seed(1)
+        batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(6)]
+        each = ModelTask(build(), nn.MSELoss(), batches, 0.05, 2, name=name, seed=1, callbacks=[Callback()], **options)
+        report = exact.silent([each]).train_models()
+        return report.tasks[name].losses
+
+    expected = trained("quiet")
+    with drawing(draw):
+        assert trained("disturbed") == expected

@@ -147,7 +147,9 @@ def test_an_optimizer_that_draws_is_refused(name, optimizer_scope):
     def sgld(self, group, p):
         p.sub_(p.grad + 0.1 * DRAWS[name](p), alpha=group["lr"])
 
-    assert_refused(each(sgld), "Each draws random numbers .* torch.Generator", optimizer_scope=optimizer_scope)
+    # What moves `random` and `numpy.random` may be another thread: there its results show it.
+    match = "optimizer: .*Each" if name in ("random", "numpy") else "Each draws random numbers .* torch.Generator"
+    assert_refused(each(sgld), match, optimizer_scope=optimizer_scope)
 
 
 def owned(self, group, p):
@@ -207,7 +209,7 @@ def test_an_optimizer_that_begins_to_draw_later_fails_by_name(options):
 @pytest.mark.rest
 def test_a_schedule_that_draws_is_refused(draw):
     schedule = partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: draw())
-    assert_refused(torch.optim.SGD, "lr_scheduler: LambdaLR draws random numbers", lr_scheduler=schedule)
+    assert_refused(torch.optim.SGD, "lr_scheduler: LambdaLR draws random numbers|schedules", lr_scheduler=schedule)
 
 
 def test_a_schedule_that_depends_on_what_was_before_it_is_refused():
