@@ -41,12 +41,13 @@ def parse_bytes(value: int | str, field: str) -> int:
     return num_bytes
 
 
-def format_bytes(n: int) -> str:
-    """Return ``n`` bytes as text: ``"1.5 GiB"``, ``"64 MiB"``, ``"0 B"``. Rounded to one decimal."""
+def format_bytes(n: int, *, rounds_up: bool = False) -> str:
+    """Return ``n`` bytes as text: ``"1.5 GiB"``, ``"64 MiB"``, ``"0 B"``. Rounded to one decimal, or up to one."""
     size, units = float(abs(n)), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while round(size, 1) >= 1024 and len(units) > 1:
         size /= 1024
         units.pop(0)
+    size = math.ceil(size * 10) / 10 if rounds_up else size
     return f"{'-' if n < 0 else ''}{size:.1f}".removesuffix(".0") + f" {units[0]}"
 
 

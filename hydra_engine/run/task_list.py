@@ -401,7 +401,7 @@ class Site:
                 least = max(each.slab_bytes for each in found) + max(each.work_bytes for each in found)
             least += self._buffer_bytes or 0
             if least > device.memory_bytes:
-                whose = f"{format_bytes(least)} ({least} bytes), for {most.layers} of {most.task}"
+                whose = f"{format_bytes(least, rounds_up=True)} ({least} bytes), for {most.layers} of {most.task}"
                 text += f"; the least memory that works for {'all tasks' if len(tasks) > 1 else 'it'} is {whose}"
         refusal = ShardDoesNotFit(text)
         for note in notes:

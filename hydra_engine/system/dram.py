@@ -25,19 +25,36 @@ DRAM_REMEDY = (
 )
 
 
-def available_dram_bytes() -> int:
-    """Return the bytes of DRAM that this process can still have, by the machine and by its cgroup."""
+# A cgroup's limit, its usage, its statistics, and what there comes before the names, of version 2 and of version 1.
+# https://docs.kernel.org/admin-guide/cgroup-v2.html#memory, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
+_CGROUPS = (
+    ("memory.max", "memory.current", "memory.stat", ""),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+)
+
+
+def available_dram_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes of DRAM that this process can still have, by the machine and by its cgroup.
+
+    Files that were read stay in a cgroup's memory until it is needed: they count as available, as the machine's do.
+    """
     available = int(psutil.virtual_memory().available)
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
+    for limit_file, usage_file, statistics_file, prefix in _CGROUPS:
         try:
-            limit, usage = int(Path(limit_file).read_text()), int(Path(usage_file).read_text())
+            limit, usage = (int((cgroup / file).read_text()) for file in (limit_file, usage_file))
         except (OSError, ValueError):  # no such cgroup here, or "max"
             continue
-        available = min(available, max(0, limit - usage))
+        available = min(available, max(0, limit - usage + _cached_bytes(cgroup / statistics_file, prefix)))
     return available
+
+
+def _cached_bytes(statistics: Path, prefix: str) -> int:
+    """Return the bytes of files that the system drops where memory is short."""
+    with contextlib.suppress(OSError, ValueError):
+        lines = map(str.split, statistics.read_text().splitlines())
+        found = dict(each for each in lines if len(each) == 2)
+        return sum(int(found.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+    return 0
 
 
 def new_storage(num_bytes: int) -> torch.UntypedStorage:

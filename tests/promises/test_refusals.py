@@ -250,6 +250,20 @@ def test_active_autocast(method):
         exact.assert_same_state(zoo.state(model), zoo.state(zoo.mlp()[0]))
 
 
+@pytest.mark.parametrize("width", [200, 233, 263])
+def test_the_least_memory_that_is_named_is_enough(width):
+    def trained(memory):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.Linear(width, 4))
+        task = ModelTask(layers, F.mse_loss, [(torch.ones(32, 16), torch.ones(32, 4))], 0.1, name="a")
+        exact.silent([task], devices=[EmulatedDevice(memory)]).train_models().raise_failures()
+
+    with refused(ShardDoesNotFit, task="a", says="least memory") as caught:
+        trained("50KiB")
+    least = re.search(r"memory that works for it is ([\d.]+ \w+)", str(caught.value))[1]
+    trained(least.replace(" ", ""))
+
+
 def watches_functions():
     class Watches(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):

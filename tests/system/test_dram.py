@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hydra_engine.system import HostMemory, PrivateMemory
+from hydra_engine.system.dram import available_dram_bytes
 
 
 def flags_of(storage):
@@ -37,3 +38,34 @@ def test_private_memory_may_be_given_in_large_pages_and_is_not_locked():
     flags = flags_of(PrivateMemory().new(8 * 2**20))
     assert "hg" in flags
     assert "lo" not in flags
+
+
+V2 = {
+    "memory.max": 1000,
+    "memory.current": 900,
+    "memory.stat": "anon 300\nfile 500\nactive_file 100\ninactive_file 350\n",
+}
+V1 = {
+    "memory/memory.limit_in_bytes": 1000,
+    "memory/memory.usage_in_bytes": 900,
+    "memory/memory.stat": "inactive_file 1\ntotal_active_file 100\ntotal_inactive_file 350\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (V2, 550),
+        (V1, 550),
+        (V2 | {"memory.stat": "anon 900\n"}, 100),
+        ({name: value for name, value in V2.items() if name != "memory.stat"}, 100),
+        (V2 | {"memory.max": "max"}, None),
+        ({}, None),
+    ],
+)
+def test_files_that_a_cgroup_has_read_do_not_count_as_used(tmp_path, files, expected):
+    (tmp_path / "memory").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    available = available_dram_bytes(tmp_path)
+    assert available == expected if expected is not None else available > 1000
