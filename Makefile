@@ -12,7 +12,7 @@ GPU_DAY ?= --emulated --minutes 4
 MEASURED := selection scaling ablation overhead predictions host_optimizer dram scheduler simulator imports elasticity adaptive
 BOUND := --models 4 --tokens 8192 --dram 200 --link 50
 
-# The tests that answer in a minute and a half on two cores: decisions, tasks, the host's weights and optimizers, partitions, readers,
+# The tests that answer in a minute on two cores: decisions, tasks, the host's weights and optimizers, partitions, readers,
 # imports, overlap, and calls that are refused.
 CHECK := $(addprefix tests/,schedule tasks host partitioners pictures test_imports.py test_package.py test_trace.py \
 	$(addprefix data/test_,indices.py reader.py streams.py) promises/test_overlap.py promises/test_wrong_calls.py)
