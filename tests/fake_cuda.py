@@ -121,6 +121,9 @@ class FakeCuda:
         for name, value in (small | constants).items():
             patch.setattr(page_locked if hasattr(page_locked, name) else device, name, value)
         patch.setattr(device, "torch", self.torch)
+        patch.setattr(device, "SEEDING", device.Seeding())  # a device that was lost may never have been closed
+        for name in (*device.SEEDS, *device.STATES):
+            patch.setattr(torch.cuda, name, getattr(torch.cuda, name))
         patch.setattr(page_locked, "torch", self.torch)
         patch.setattr(memory, "torch", self.torch)
         patch.setattr(arena, "torch", _TorchOfArena(self))

@@ -48,7 +48,7 @@ class SavedTask:
             if task.is_seeded and task.seed != self.seed:
                 self.messages.append(
                     f"{self._name}: seed: {task.seed} in the program, {self.seed} in the checkpoint, which counts; "
-                    f"another one begins with another name="
+                    f"to train with another seed, give the task another name="
                 )
             task.seed = self.seed
             return

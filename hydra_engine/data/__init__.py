@@ -2,7 +2,15 @@
 
 from hydra_engine.data.batch import Batch
 from hydra_engine.data.draws import CallbackDraws, LayerDraws, beside_loaders, drawing_as_usual, register_draws
-from hydra_engine.data.indices import Classes, ClassLimits, IndexLimit, check_classes, check_indices, direct_limit
+from hydra_engine.data.indices import (
+    Classes,
+    ClassLimits,
+    IndexLimit,
+    TargetPlace,
+    check_classes,
+    check_indices,
+    direct_limit,
+)
 from hydra_engine.data.memory import (
     ALIGNMENT_BYTES,
     copy_in_dram,
@@ -29,7 +37,6 @@ from hydra_engine.data.streams import (
     copied,
     install,
     installed,
-    others_draw,
     seeded,
     stream_seed,
 )

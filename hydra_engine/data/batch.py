@@ -16,7 +16,7 @@ from hydra_engine.data.draws import LoaderDraws
 from hydra_engine.data.memory import copy_in_dram, copy_of_array
 from hydra_engine.data.position import TaskPosition
 from hydra_engine.data.signature import Signature
-from hydra_engine.data.streams import RandomState, Stream, others_draw, seeded, stream_seed
+from hydra_engine.data.streams import RandomState, Stream, seeded, stream_seed
 from hydra_engine.elastic import split_batch
 from hydra_engine.tasks import MicroBatch, ModelTask, batch_size
 from partitioners.boundary import Boundary
@@ -102,7 +102,7 @@ class Splitter:
         stream = Stream(batch.read)
         found = self.split(batch.item, stream, number, for_plan=for_plan)
         moved = not stream.state.same_in_torch(batch.main)  # from which the next batch may be read already
-        if moved or (not stream.state.same_outside_torch(batch.main) and not others_draw()):
+        if moved or (self.draws.drawn and not stream.state.same_outside_torch(batch.main)):
             raise ValueError(
                 f"{self._name}: split= draws random numbers, so that a batch cannot be split anew, into "
                 f"{number} micro-batches, while it is trained on; set accumulation_steps to that number, "

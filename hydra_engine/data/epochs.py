@@ -12,7 +12,15 @@ from hydra_engine.data.batch import Item
 from hydra_engine.data.calls import UserCalls
 from hydra_engine.data.draws import LoaderDraws
 from hydra_engine.data.generators import putting_back, states_of
-from hydra_engine.data.position import EpochStart, TaskPosition, epoch_start, position_of, restore, restore_between
+from hydra_engine.data.position import (
+    EpochStart,
+    TaskPosition,
+    epoch_start,
+    kept_iterators,
+    position_of,
+    restore,
+    restore_between,
+)
 from hydra_engine.data.streams import RandomState, Stream
 from hydra_engine.schedule import EpochAhead
 from hydra_engine.tasks import EMPTY_VALIDATION, ModelTask, Purpose
@@ -136,6 +144,7 @@ class Epochs:
         self._num_evaluated = 0 if start is None else start.num_evaluated  # their batches, and of the one in progress
         self._last = start  # the last position, where they are kept
         self._first = start  # the one before all, once its loader was read
+        self._held: list[Any] = []  # iterators of the loader's, as the epoch began
         self._asked_at = stream.state  # the stream, when the last item was asked for
         self._goal: _Goal | None = None  # to go back to before the next item
         self._items = self._sequence(start)
@@ -261,7 +270,8 @@ class Epochs:
             self._task.dataloader.begin_anew()  # wherever another task, or a plan, has left it
         if not self._keeps_positions:
             return None
-        return epoch_start(self._training.loader, self.stream, is_first=num_steps == 0)
+        self._held = kept_iterators(self._training.loader) if num_steps else []
+        return epoch_start(self._training.loader, self.stream)
 
     def _resumed(self, start: TaskPosition) -> tuple[EpochStart, Iterator[Any]]:
         """The iterator of an epoch in progress, and the states that it was opened with."""
@@ -274,6 +284,7 @@ class Epochs:
             told += [] if message is None else [message]
         with nullcontext() if self.lead is None else self.lead.over(start.epoch, start.loader.own["passes"]):
             iterator, messages = restore(self._training.loader, self.stream, start.loader)
+        self._held = kept_iterators(self._training.loader) if start.loader.keeps_iterator else []
         self._training.draws.resumed(start.loader.start.random, self.stream.state)
         self.messages += [f"{self._name}: {each}" for each in (*told, *messages)]
         return start.loader.start, iterator
@@ -286,7 +297,7 @@ class Epochs:
         self._last = TaskPosition(
             num_steps=num_steps,
             epoch=epoch,
-            loader=position_of(task.dataloader, self.stream, began, num_batches),
+            loader=position_of(task.dataloader, self.stream, began, num_batches, self._held),
             validation=() if task.validation is None else states_of(task.validation),
             num_evaluations=self._num_evaluations,
             num_evaluated=self._num_evaluated,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -76,32 +76,60 @@ class Classes(NamedTuple):
     ignored: int
 
 
-class ClassLimits(TorchFunctionMode):
-    """Notes which tensors of a target a loss compares with classes: those that it gets unchanged, and as a whole."""
+class TargetPlace(NamedTuple):
+    """A tensor of a target: of training or of evaluation, in a target of so many tensors, its number there."""
 
-    def __init__(self) -> None:
+    training: bool
+    num_tensors: int
+    number: int
+
+
+class ClassLimits(TorchFunctionMode):
+    """Notes which tensors of a target a loss compares with classes: those that it gets unchanged, and as a whole.
+
+    sizes: of the model's parameters, of which the number of classes has to be one. Where it is a size of the batch as
+    well (candidates within the batch, places in a sequence), or another number each time, nothing is noted.
+    """
+
+    def __init__(self, sizes: Collection[int]) -> None:
         super().__init__()
-        self.found: dict[int, Classes] = {}  # by the tensor's number in the target
-        self._target: dict[int, tuple[int, Tensor]] = {}  # by address
+        self._sizes = set(sizes)
+        self.found: dict[TargetPlace, Classes] = {}
+        self.training = True  # the batch that runs
+        self.batch_sizes: set[int] = set()  # of its tensors
+        self._refused: set[TargetPlace] = set()
+        self._num_tensors = 0
+        self._target: dict[int, tuple[int, Tensor, int]] = {}  # by address: number, tensor, version
 
     def enters(self, target: Any) -> None:
         """Note the target that the loss gets next."""
         tensors = [leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor)]
-        self._target = {each.data_ptr(): (k, each) for k, each in enumerate(tensors) if _is_of_indices(each)}
+        self._num_tensors = len(tensors)
+        numbered = ((k, each) for k, each in enumerate(tensors) if _is_of_indices(each))
+        self._target = {each.data_ptr(): (k, each, each._version) for k, each in numbered}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in (F.cross_entropy, F.nll_loss) and len(args) > 1 and isinstance(args[1], Tensor):
-            output, target = args[:2]
-            k, whole = self._target.get(target.data_ptr(), (0, None))
-            if whole is not None and whole.numel() == target.numel():
-                number = int(output.shape[0] if output.dim() == 1 else output.shape[1])
-                classes = Classes(number, int(kwargs.get("ignore_index", -100)))
-                self.found[k] = classes
-                check_classes(target.cpu(), classes)
+            self._note(args[0], args[1], int(kwargs.get("ignore_index", -100)))
         return func(*args, **kwargs)
+
+    def _note(self, output: Tensor, target: Tensor, ignored: int) -> None:
+        k, whole, version = self._target.get(target.data_ptr(), (0, None, 0))
+        if whole is None or whole.numel() != target.numel() or whole._version != version:
+            return
+        place = TargetPlace(self.training, self._num_tensors, k)
+        classes = Classes(int(output.shape[0] if output.dim() == 1 else output.shape[1]), ignored)
+        is_known = self.found.get(place, classes) == classes
+        if not is_known or classes.number not in self._sizes or classes.number in self.batch_sizes:
+            self._refused.add(place)
+        if place in self._refused:
+            self.found.pop(place, None)
+            return
+        self.found[place] = classes
+        check_classes(target.cpu(), classes)
 
 
 def _is_of_indices(tensor: Tensor) -> bool:
@@ -109,7 +137,7 @@ def _is_of_indices(tensor: Tensor) -> bool:
 
 
 def check_classes(target: Tensor, classes: Classes) -> None:
-    """Raise IndexError where a target has a class that the output of the model has not."""
+    """Raise IndexError for a class that is out of range for the model's output."""
     if not _is_of_indices(target) or not target.dtype.is_signed:
         return
     least, most = (int(each) for each in target.aminmax())
@@ -118,7 +146,7 @@ def check_classes(target: Tensor, classes: Classes) -> None:
     wrong = target[((target < 0) | (target >= classes.number)) & (target != classes.ignored)]
     if wrong.numel():
         raise IndexError(
-            f"loss_fn: the target has class {int(wrong[0])}, limit: 0 to {classes.number - 1}, or "
-            f"ignore_index={classes.ignored}; mend the loader, give the model's last layer more outputs, or set the "
+            f"loss_fn: the target has class {int(wrong[0])}, expected 0 to {classes.number - 1}, or "
+            f"ignore_index={classes.ignored}; correct the data, give the model's last layer more outputs, or set the "
             f"loss's ignore_index"
         )

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import IOBase
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -45,8 +45,7 @@ class EpochStart(NamedTuple):
     random: RandomState
     generators: tuple[Any, ...]  # states of those that the loader holds
     has_workers: bool  # persistent ones of an epoch before
-    keeps_iterator: bool  # that gave batches of an epoch before
-    traits: dict[str, Any]  # of the loader, which a place in it depends on
+    traits: Mapping[str, Any] = MappingProxyType({})  # of the loader, which a place in it depends on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +57,7 @@ class LoaderPosition:
     random: RandomState
     generators: tuple[Any, ...]
     own: Any = None  # its state dict, if it has one
+    keeps_iterator: bool = False  # that gave batches of an epoch before, too
 
     def to_state(self) -> dict[str, Any]:
         """Return it as a nested state, which a checkpoint takes."""
@@ -70,26 +70,36 @@ class LoaderPosition:
         return cls(**{**saved, "start": EpochStart(**start), "random": random_from_state(saved["random"])})
 
 
-def epoch_start(loader: Any, stream: Stream, *, is_first: bool = True) -> EpochStart:
+def epoch_start(loader: Any, stream: Stream) -> EpochStart:
     """Return the states that an epoch is about to begin with; to be called before `iter`."""
     return EpochStart(
         random=stream.state,
         generators=states_of(loader),
         has_workers=any(each._iterator is not None for each in _persistent(loader)),
-        keeps_iterator=not is_first and bool(_kept_iterators(loader)),
         traits=_traits(loader),
     )
 
 
-def position_of(loader: Any, stream: Stream, start: EpochStart, num_batches: int) -> LoaderPosition:
-    """Return a loader's position, right after a batch was read: a state dict knows no earlier one."""
+def position_of(
+    loader: Any, stream: Stream, start: EpochStart, num_batches: int, held: Sequence[Any] = ()
+) -> LoaderPosition:
+    """Return a loader's position, right after a batch was read: a state dict knows no earlier one.
+
+    held: `kept_iterators` as the epoch began. One that is still there gives batches of this epoch, too.
+    """
     own = None
     if isinstance(loader, AdaptiveDataLoader):  # whose states hold nothing that changes
         own = loader.state_dict()
     elif _is_stateful(loader):
         own = copied(loader.state_dict())
+    now = kept_iterators(loader) if held and num_batches else []
     return LoaderPosition(
-        num_batches=num_batches, start=start, random=stream.state, generators=states_of(loader), own=own
+        num_batches=num_batches,
+        start=start,
+        random=stream.state,
+        generators=states_of(loader),
+        own=own,
+        keeps_iterator=any(each is other for each in held for other in now),
     )
 
 
@@ -100,14 +110,15 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iter
     for a loader of another kind, a shorter one, or a generator that was read before.
     """
     changes = list(_changes(position.start.traits, _traits(loader)))
-    kept = position.own is None and (position.start.keeps_iterator or any(map(_was_read, _kept_iterators(loader))))
+    held = [each for each in kept_iterators(loader) if _was_read(each)]
     try:
         iterator, doubt = _restored(loader, stream, position)
     except ValueError as error:
         if changes:
             raise ValueError(f"{error} (the loader's {'; '.join(changes)})") from error
         raise
-    if kept:
+    is_read_on = any(each is other for each in held for other in kept_iterators(loader))
+    if position.own is None and (position.keeps_iterator or is_read_on):
         doubt = _KEPT
     elif doubt is not None:
         doubt = _told(doubt)
@@ -116,7 +127,7 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iter
     effect = "the program's counts"
     if position.num_batches:
         effect += (
-            f", and since the task goes on behind {position.num_batches} batches of an epoch, that epoch may miss "
+            f", and since the task continues after {position.num_batches} batches of an epoch, that epoch may miss "
             f"samples and repeat others; resume with the loader that was saved, or at the end of an epoch"
         )
     messages = [f"the loader's {each}; {effect}" for each in changes]
@@ -199,25 +210,27 @@ def _check_unread(loader: Any) -> None:
 
 
 def _traits(loader: Any) -> dict[str, Any]:
-    """Return what decides which batches come before a place in a loader, beside random numbers."""
+    """Return what decides which batches come before a place in a loader, beside random numbers.
+
+    No length of a class of the user's: asking for it may draw, or take long.
+    """
     found: dict[str, Any] = {"class": type(loader).__name__}
-    if isinstance(loader, DataLoader):
-        dataset, sampler = loader.dataset, loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        inner = getattr(sampler, "sampler", sampler)
-        found |= {"batch_size": getattr(sampler, "batch_size", loader.batch_size), "sampler": type(inner).__name__}
-        found |= {"drop_last": getattr(sampler, "drop_last", loader.drop_last), "samples": _length(dataset)}
-        if isinstance(dataset, IterableDataset):  # each worker reads on its own
-            found["num_workers"] = loader.num_workers
-    if isinstance(loader, AdaptiveDataLoader):  # whose batch size is a choice
-        return {name: found[name] for name in ("class", "samples") if name in found}
-    return found | {"length": _length(loader)}
-
-
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except Exception:  # it has none
-        return None
+    inner = next((each for each in (loader, *held_by(loader)) if isinstance(each, DataLoader)), None)
+    if isinstance(loader, (list, tuple)):
+        found["length"] = len(loader)
+    if inner is None or isinstance(inner, AdaptiveDataLoader):  # whose batch size is a choice
+        return found
+    batches = inner.sampler if inner.batch_sampler is None else inner.batch_sampler
+    found |= {"batch_size": getattr(batches, "batch_size", inner.batch_size)}
+    found |= {"drop_last": getattr(batches, "drop_last", inner.drop_last)}
+    samples: Any = getattr(batches, "sampler", batches)
+    found["sampler"] = type(samples).__name__
+    if isinstance(inner.dataset, IterableDataset):  # each worker reads on its own
+        found["num_workers"] = inner.num_workers
+    elif type(samples).__module__.startswith("torch."):
+        found["samples"] = len(samples)
+    plain = (bool, int, str, type(None))  # a checkpoint takes these
+    return {name: value if type(value) in plain else repr(value) for name, value in found.items()}
 
 
 def _changes(saved: Mapping[str, Any], traits: Mapping[str, Any]) -> Iterator[str]:
@@ -231,16 +244,25 @@ def _is_out_of_order(loader: Any) -> bool:
     return any(each.num_workers > 0 and not getattr(each, "in_order", True) for each in both)
 
 
-def _kept_iterators(loader: Any) -> list[Iterator[Any]]:
+def kept_iterators(loader: Any) -> list[Iterator[Any]]:
     """Return iterators that a loader holds and that cannot begin again, as those of timm's and YOLO's loaders."""
-    found: list[Iterator[Any]] = []
-    for holder in (loader, *held_by(loader)):
-        for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
-            own = getattr(type(value), "__iter__", None)
-            begins_again = isinstance(own, FunctionType) and not isinstance(value, _BaseDataLoaderIter)
-            if name != OPEN and isinstance(value, Iterator) and not begins_again and not isinstance(value, IOBase):
-                found.append(value)
-    return found
+    held = [
+        value
+        for holder in (loader, *held_by(loader))
+        for name, value in getattr(holder, "__dict__", {}).items()
+        if name != OPEN
+    ]
+    for value in [each for each in held if type(each) in (list, tuple, dict)]:
+        held += value.values() if isinstance(value, dict) else value
+    return [each for each in held if _is_used_up(each)]
+
+
+def _is_used_up(value: Any) -> bool:
+    """Return True for an iterator that gives its values once; one of a class of the user's may begin again."""
+    if not isinstance(value, Iterator) or isinstance(value, IOBase):
+        return False
+    own: Any = type(value).__iter__
+    return not isinstance(own, FunctionType) or not own.__code__.co_names  # it only returns itself
 
 
 def _was_read(iterator: Iterator[Any]) -> bool:

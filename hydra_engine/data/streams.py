@@ -11,7 +11,6 @@ import hashlib
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -60,10 +59,6 @@ def copied(state: Any, made: dict[int, Tensor] | None = None) -> Any:
 # loader that hangs inside loses it, and the states that it had found are put back. What cannot be prevented: should it
 # wake up one day, it may still draw from the process-wide generators while they are another task's, or the user's.
 GLOBAL_GENERATORS = RevocableLock()
-
-
-# Seconds in which a thread that draws now and then, for a jitter or a progress bar, is seen to.
-WAIT_S = 0.02
 
 
 def stream_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -117,13 +112,6 @@ def ask(method: Callable[..., Any], *args: Any) -> Any:
 
 def capture() -> RandomState:
     return RandomState(ask(torch.get_rng_state), random.getstate(), np.random.get_state())
-
-
-def others_draw() -> bool:
-    """Return True if another thread draws from `random` or `numpy.random`: they move while this one does nothing."""
-    before = capture()
-    time.sleep(WAIT_S)
-    return not capture().same_outside_torch(before)
 
 
 def install(state: RandomState) -> None:

@@ -18,15 +18,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch import cuda as functions
 
 from hydra_engine.data import with_bits_of
 from hydra_engine.devices.arena import HostRegions
-from hydra_engine.devices.device import SEEDING, DeviceGenerator, DeviceSpec, OpenDevice, Timer
+from hydra_engine.devices.device import DeviceGenerator, DeviceSpec, OpenDevice, Timer
 from hydra_engine.devices.lanes import COMPUTE, QUEUES, open_lanes
 from hydra_engine.devices.libraries import load_libraries
 from hydra_engine.devices.page_locked import PageLocked
@@ -249,6 +251,66 @@ def _copy_bytes_per_s(target: Tensor, source: Tensor) -> float:
     return NUM_PROBES * source.nbytes / (time.perf_counter() - start_s)
 
 
+SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all")
+STATES = ("set_rng_state", "set_rng_state_all")
+
+
+class Seeding:
+    """Keeps what other threads seed away from the generators that compute lanes draw from.
+
+    `torch.manual_seed` seeds those of all devices, from any thread: a callback, a loader, a builder of trials. While
+    devices are open, it and the functions of `torch.cuda` reach them from compute lanes alone. The seeds that others
+    ask for are set once the last device is closed; the states are not, since `fork_rng` sets those that it finds here.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._originals: dict[str, Callable[..., Any]] = {}
+        self._num_open = 0
+        self._lanes: set[int] = set()  # their threads
+        self._asked: dict[str, Callable[[], Any]] = {}  # by function: the seed that was asked for last
+
+    def enter(self) -> None:
+        """Open a device."""
+        with self._lock:
+            self._num_open += 1
+            if self._num_open == 1:
+                self._originals = {name: getattr(functions, name) for name in (*SEEDS, *STATES)}
+                for name, function in self._originals.items():
+                    setattr(functions, name, partial(self._call, name, function))
+
+    def enter_lane(self) -> None:
+        """Note that this thread is a compute lane."""
+        self._lanes.add(threading.get_ident())
+
+    def leave(self) -> None:
+        """Close a device, whose generator is as it was found again."""
+        with self._lock:
+            self._num_open -= 1
+            if self._num_open:
+                return
+            for name, function in self._originals.items():
+                setattr(functions, name, function)
+            asked, self._asked = self._asked, {}
+            self._lanes.clear()
+        for job in asked.values():
+            job()
+
+    def _call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() in self._lanes:
+            return function(*args, **kwargs)
+        with self._lock:
+            if self._num_open:
+                if name in SEEDS:
+                    self._asked.pop(name, None)
+                    self._asked[name] = partial(function, *args, **kwargs)
+                return None
+        return function(*args, **kwargs)
+
+
+SEEDING = Seeding()
+
+
 class OpenCudaDevice(OpenDevice):
     """A CUDA device during one run."""
 
@@ -283,6 +345,7 @@ class OpenCudaDevice(OpenDevice):
         """Make the device and the lane's stream current in the lane's thread, for as long as it lives."""
         with torch.cuda.device(self._index), torch.cuda.stream(_streams(self._index)[lane]), ExitStack() as stack:
             if lane == COMPUTE:  # a backward runs here, not in autograd's thread for a device: no hand-over, one lane
+                SEEDING.enter_lane()
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,64 +19,6 @@ from hydra_engine.devices.rates import Ceilings
 from hydra_engine.trace import Timing, Trace
 
 
-class _Seeding:
-    """Keeps what other threads seed away from the generators that compute lanes draw from.
-
-    `torch.manual_seed` seeds those of all devices, from any thread: a callback, a loader, a builder of trials. While
-    devices are open, it and the functions of `torch.cuda` reach them from compute lanes alone. What others asked for is
-    done once the last device is closed.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._originals: dict[str, Callable[..., Any]] = {}
-        self._num_open = 0
-        self._lanes: set[int] = set()  # their threads
-        self._asked: dict[str, Callable[[], Any]] = {}  # by function: what was asked for last
-
-    def enter(self) -> None:
-        """Open a device."""
-        with self._lock:
-            self._num_open += 1
-            if self._num_open == 1:
-                self._originals = {name: getattr(torch.cuda, name) for name in (*_SEEDS, *_STATES)}
-                for name, function in self._originals.items():
-                    setattr(torch.cuda, name, partial(self._call, name, function))
-
-    def enter_lane(self) -> None:
-        """Note that this thread is a compute lane."""
-        self._lanes.add(threading.get_ident())
-
-    def leave(self) -> None:
-        """Close a device, whose generator is as it was found again."""
-        with self._lock:
-            self._num_open -= 1
-            if self._num_open:
-                return
-            for name, function in self._originals.items():
-                setattr(torch.cuda, name, function)
-            asked, self._asked = self._asked, {}
-            self._lanes.clear()
-        for job in asked.values():
-            job()
-
-    def _call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() in self._lanes:
-            return function(*args, **kwargs)
-        with self._lock:
-            if self._num_open:
-                if name not in _STATES:  # `fork_rng` puts a state back that it has found here
-                    self._asked.pop(name, None)
-                    self._asked[name] = partial(function, *args, **kwargs)
-                return None
-        return function(*args, **kwargs)
-
-
-_SEEDS = ("manual_seed", "manual_seed_all", "seed", "seed_all")
-_STATES = ("set_rng_state", "set_rng_state_all")
-SEEDING = _Seeding()
-
-
 class DeviceGenerator:
     """The generator that a device's kernels draw from where they are given none; one compute lane uses it."""
 
@@ -87,7 +28,6 @@ class DeviceGenerator:
 
     def install(self, state: int | bytes) -> bytes:
         """Go on from a state, or from a seed where nothing was drawn yet. Return the state."""
-        SEEDING.enter_lane()
         if isinstance(state, int):
             self._generator.manual_seed(state)
             return self.state()

@@ -482,12 +482,15 @@ class TaskOptimizer:
                 f"a loss scale (precision 'float16'): the task {kinds[0]}, and {kinds[1]}; resume with the task that "
                 f"was saved"
             )
-        self._check_kind(schedule["settings"]["optimizer"])
-        found = list(differences(self._settings, schedule["settings"]))
+        settings = schedule["settings"]
+        self._check_kind(settings["optimizer"])
+        found = list(differences(self._settings, settings))
         asks = is_fork or self._task.resume_options == "program"
-        keeps_own = asks or any(each.what == SCHEDULE for each in found)
-        if not keeps_own and self.scheduler is not None and self._settings["epochs"] != schedule["settings"]["epochs"]:
-            # Its functions may know the number of epochs, and no state tells what they return.
+        keeps_own = is_fork or (asks and found != []) or any(each.what == SCHEDULE for each in found)
+        # No state tells what functions of the program return; those of any schedule may know the number of epochs.
+        is_of_functions = isinstance(self.scheduler, torch.optim.lr_scheduler.LambdaLR)
+        has_other_epochs = self.scheduler is not None and self._settings["epochs"] != settings["epochs"]
+        if not keeps_own and (is_of_functions or has_other_epochs):
             self._step_schedule_anew(schedule)
             both = self.optimizer.param_groups, state["optimizer"]["param_groups"]
             rates = [[group.get("lr") for group in groups] for groups in both]
@@ -514,12 +517,14 @@ class TaskOptimizer:
         if self.num_steps:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
             self._averages.restore(state["averages"])
+        if not keeps_own:  # those in effect: what a later resume is compared with
+            self._settings = {**settings, "epochs": self._settings["epochs"]}
         counts = "the program's counts" if keeps_own else "which counts; resume_options='program' takes the program's"
         return [] if asks else [f"{each}{';' if keeps_own else ','} {counts}" for each in found]
 
     def _check_kind(self, saved: str) -> None:
         """Refuse an optimizer that keeps other states than the saved one: torch's Adam and AdamW keep the same."""
-        own, alike = self._settings["optimizer"], [f"{kind.__module__}.{kind.__qualname__}" for kind in _ADAMS]
+        own, alike = self._settings["optimizer"], [kind.__qualname__ for kind in _ADAMS]
         if own != saved and not (own in alike and saved in alike):
             raise ValueError(
                 f"optimizer: {own}, limit: {saved}, with which the task was saved, since the two keep other states; go "

@@ -16,6 +16,7 @@ from hydra_engine.data import (
     Classes,
     RandomState,
     Signature,
+    TargetPlace,
     copy_in_dram,
     direct_limit,
     identical,
@@ -180,9 +181,8 @@ class Observed:
     resized: frozenset[int] = frozenset()
     runs_backward: bool = False  # a forward or the loss adds to gradients by a backward of its own
     index_limit: int | None  # of what the first layer looks up; None: nothing
-    classes: dict[int, Classes] = field(
-        default_factory=dict
-    )  # of the target's tensors that the loss compares with them
+    # Of targets' tensors that the loss compares with classes, by what tells them apart; see `ClassLimits`.
+    classes: dict[TargetPlace, Classes] = field(default_factory=dict)
     works_on_batch: bool = False  # on trial, one changed the batch that it was given, a copy, in place
     # (of training, of several micro-batches, inputs or target, which tensor): parts of batches that nobody else sees.
     free_parts: set[tuple[bool, bool, int, int]] = field(default_factory=set)  # lanes add to it
@@ -466,8 +466,11 @@ class TaskState:
         return max(holders.values(), default=0) > 1
 
     def check_draws(self) -> None:
-        """Refuse draws that several micro-batches would take in another order than the plain loop."""
-        if self.is_split:
+        """Refuse draws that several micro-batches would take in another order than the plain loop.
+
+        Where no shard is locked, what moved those generators is another thread.
+        """
+        if self.is_split and self.cut.locked:
             option, remedy = self.split_by
             for m, start in enumerate(self.staging.given.start):
                 if not self.staging.random[len(self.cut.shards), m].same_outside_torch(start):

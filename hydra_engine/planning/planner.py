@@ -947,7 +947,13 @@ class Planner:
         reads_model = any(id(each.value) in modules for each in reach(("", loss_fn), plain=True))
         target = reader.sample_target if reads_model else None
         loss = (lambda output: loss_fn(output, target)) if reads_model else None
-        check_converted(model, reader.sample_inputs, training=training, loss=loss)
+        if drawn := check_converted(model, reader.sample_inputs, training=training, loss=loss):
+            text = (
+                f"{self._planned.name}: the model's own forward, or another thread meanwhile, drew from "
+                f"{' and '.join(sorted(drawn))}; a forward may be run once more for a new form of batches, so that "
+                f"results may not be those of plain PyTorch; let it draw with torch's functions"
+            )
+            self._planned.doubts += [] if text in self._planned.doubts else [text]
 
     def _costs(self, number: int) -> list[LayerCost]:
         """Costs of the layers for the first of so many micro-batches."""

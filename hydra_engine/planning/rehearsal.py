@@ -170,6 +170,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
         self._shard = 0
         self._made: dict[int, tuple[int, str, StorageWeakRef]] = {}  # by address: in which shard, by which layer
         self._entered: set[int] = set()  # what a layer takes as its input
+        self.classes = ClassLimits({size for slot in state.layout.slots for size in slot.shape})
 
     def forget(self) -> None:
         """A step begins: what was made before it is everybody's."""
@@ -307,8 +308,7 @@ def _address(tensor: Tensor) -> int:
 class _Onlooker:
     """Looks on while units run: the executor's inspector."""
 
-    def __init__(self, state: TaskState, guard: _Guard, classes: ClassLimits) -> None:
-        self._classes = classes
+    def __init__(self, state: TaskState, guard: _Guard) -> None:
         self.in_backward: RandomState | None = None
         self.carries = False
         self.places: set[int] = set()  # storages that parameters lie in, while they are bound
@@ -357,7 +357,7 @@ class _Onlooker:
             self._starts = False
         if target is not None:
             self._given.append((1, self._m, target, *pytree.tree_flatten(target)))
-            self._classes.enters(target)
+            self._guard.classes.enters(target)
 
     def _note_batch(self) -> None:
         """Note what a micro-batch's layers and the loss have changed of the batch."""
@@ -447,9 +447,9 @@ class _Rehearsal:
             for attributes in self.executor.attributes:
                 attributes.ignore_hooks()
             self.guard = _Guard(state, weakref.proxy(self.executor))  # which holds it
-            self.classes = ClassLimits()
+            self.classes = self.guard.classes
             self.modes += [self.guard, self.classes, _NoGradients(state, self.executor.structure.parameters)]
-            self.onlooker = self.executor.inspector = _Onlooker(state, self.guard, self.classes)
+            self.onlooker = self.executor.inspector = _Onlooker(state, self.guard)
             self._limit = IndexLimit(self.executor.structure.layers[0])
         except BaseException:
             self.close()
@@ -472,6 +472,9 @@ class _Rehearsal:
         """
         state = self.state
         self.onlooker.written, self.onlooker.rearranged = {}, {}
+        self.classes.training = batch.training
+        tensors = [each for pair in batch.boundaries for value in pair for each in value.tensors]
+        self.classes.batch_sizes = {size for each in tensors for size in each.shape}
         weights = [weight for _, _, weight in batch.micro_batches]
         state.staging.begin(batch.boundaries, weights, batch.start, batch.signature, batch.own)
         seconds: dict[tuple[str, int], float] = {}

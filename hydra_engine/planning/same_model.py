@@ -16,13 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hydra_engine.capture import called_with, saved_hooks, settings, state_of, without_caches
-from hydra_engine.data import RandomState, Stream, capture, copy_of, identical, installed, others_draw, seeded
+from hydra_engine.data import RandomState, Stream, capture, copy_of, identical, installed, seeded
 from hydra_engine.host import LayerFault, ModelLayout, Structure
 from hydra_engine.tasks import Model
 
 # Of the random state that a model's forward and its layers are compared from.
 SEED = 9973
-NUM_TRIES = 3  # to see a forward draw nothing outside of torch
 REMEDY = "; give the model as an nn.Sequential of its layers"
 
 
@@ -262,16 +261,17 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
 
 def check_converted(
     model: Model, inputs: Any, *, training: bool = True, loss: Callable[[Any], Any] | None = None
-) -> None:
+) -> set[str]:
     """Run a converted module's own forward and its layers on a sample, from one random state, and compare their bits.
 
     Both run on the model's own weights, of which no copy is made; buffers, attributes and modes are put back. A model
-    on meta has no bits. loss: of what the forward returns; it may read what the forward has left in the model. Raises
+    on meta has no bits. loss: of what the forward returns; it may read what the forward has left in the model. Returns
+    which of `random` and `numpy.random` were drawn from meanwhile, by the forward or by another thread. Raises
     LayerFault with the first output that differs, or if the layers draw other random numbers.
     """
-    source, outside = model.source, set[str]()
+    source = model.source
     if any(each.device.type == "meta" for each in (*source.parameters(), *source.buffers())):
-        return
+        return set()
     modules = [*source.modules(), *(module for layer in model._modules.values() if layer for module in layer.modules())]
     attributes = [(module, dict(vars(module))) for module in modules]
     # Hooks, buffers, records: a forward that is the model's first may add some.
@@ -312,19 +312,10 @@ def check_converted(
             value = layer(value)
         return value
 
-    for _ in range(NUM_TRIES):
-        (expected, drawn), (found, redrawn) = run(own), run(layers)
-        if not (outside := drawn.moved_outside_torch(state)):
-            break
-    if outside and others_draw():
-        outside = set()
-    # A forward may be recorded at any time, beside others that draw from those.
-    if outside or not torch.equal(drawn.torch, redrawn.torch):
+    (expected, drawn), (found, redrawn) = run(own), run(layers)
+    if not torch.equal(drawn.torch, redrawn.torch):
         raise LayerFault(
-            f"the model's own forward draws random numbers from {' and '.join(sorted(outside))} ({mode} mode), limit: "
-            f"torch's functions"
-            if outside
-            else f"the layers that the model's own forward was made into draw other random numbers than the forward "
+            f"the layers that the model's own forward was made into draw other random numbers than the forward "
             f"itself ({mode} mode); let it draw with torch's functions from torch's generator, and not seed that"
         )
     for k, (a, b) in enumerate(zip(expected, found, strict=False)):
@@ -342,6 +333,7 @@ def check_converted(
             f"the layers that the model's own forward was made into give {len(found)} outputs, and the forward itself "
             f"{len(expected)}{REMEDY}"
         )
+    return drawn.moved_outside_torch(state)
 
 
 def _difference(a: Any, b: Any) -> str:

@@ -49,6 +49,7 @@ class Model(nn.Sequential):
         source = x if isinstance(x, nn.Module) else None
         self._set(source=source, is_converted=False, is_by_hand=False, is_pending=False)
         if isinstance(x, Model) and x.has_names_of_source:
+            x.check_hooks()
             self._modules.update(x._modules)
             self._set(source=x.source, is_converted=x.is_converted, is_by_hand=x.is_by_hand, is_pending=x.is_pending)
             return
@@ -101,8 +102,15 @@ class Model(nn.Sequential):
 
     @property
     def has_names_of_source(self) -> bool:
-        """True if parameters are known by the names that they have in the module that the layers come from."""
-        return self.is_converted or self.is_by_hand
+        """True if parameters are known by the names that they have in the module that the layers come from.
+
+        Not of layers made by hand to which others were added since.
+        """
+        if not self.is_by_hand:
+            return self.is_converted
+        known = {id(tensor) for tensor in (*self.source.parameters(), *self.source.buffers())}
+        named = (*super().named_parameters(), *super().named_buffers())
+        return all(id(tensor) in known for _, tensor in named)
 
     def convert(self, inputs: Any) -> None:
         """Make layers of the module's own forward; `inputs`: an example of what it takes. Raises as the class does."""

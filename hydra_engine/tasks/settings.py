@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,12 +47,11 @@ def settings_of(
         schedule = {
             "kind": type(scheduler).__name__,
             "interval": task.lr_scheduler_interval,
-            "state": copy.deepcopy(_without_rates(scheduler.state_dict())),
-            "groups": copy.deepcopy(changed),
+            "state": _copied(_without_rates(scheduler.state_dict())),
+            "groups": _copied(changed),
         }
-    kind = type(optimizer)
     return {
-        "optimizer": f"{kind.__module__}.{kind.__qualname__}",
+        "optimizer": type(optimizer).__qualname__,  # its module is another one where a program is imported
         "groups": [_options(group) for group in groups],
         SCHEDULE: schedule,
         "epochs": task.epochs,
@@ -61,7 +61,7 @@ def settings_of(
 def differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield what the program gives otherwise than it was saved, in words for people."""
     if here["optimizer"] != saved["optimizer"]:
-        yield Difference("optimizer", _last(here["optimizer"]), _last(saved["optimizer"]))
+        yield Difference("optimizer", here["optimizer"], saved["optimizer"])
     mine, theirs = here["groups"], saved["groups"]
     if len(mine) == len(theirs):
         names = dict.fromkeys(name for group in mine for name in group)
@@ -91,6 +91,17 @@ def _without_rates(state: Any) -> Any:
     return [_without_rates(each) for each in state] if type(state) is list else state
 
 
+def _copied(state: Any) -> Any:
+    """Copy containers and tensors, and nothing else: a schedule may hold another one, with its optimizer."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    if type(state) is dict:
+        return {name: _copied(value) for name, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_copied, state))
+    return copy.copy(state) if isinstance(state, (dict, set, np.ndarray)) else state
+
+
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
@@ -98,8 +109,10 @@ def _same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
     try:
-        return one is other or bool(one == other)
+        return one is other or bool(one == other) or bool(one != one and other != other)  # NaN
     except Exception:  # of a type of the user's own
         return False
 
@@ -120,7 +133,3 @@ def _described(schedule: Mapping[str, Any] | None, names: Sequence[str]) -> str:
 def _shown(values: Sequence[Any]) -> str:
     """Show an option by groups, or once where it is the same in all."""
     return repr(values[0]) if all(_same(each, values[0]) for each in values) else ", ".join(map(repr, values))
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]

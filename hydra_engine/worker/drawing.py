@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hydra_engine.data import LayerDraws, RandomState, Stream, TaskGenerator, capture, install, installed, others_draw
+from hydra_engine.data import LayerDraws, RandomState, Stream, TaskGenerator, capture, install, installed
 from hydra_engine.devices import DeviceGenerator
 
 
@@ -38,10 +38,7 @@ class Drawing:
         if self._installed is not None:
             if exc[0] is None and (before := self.in_backward) is not None:  # checkpoints have put their states back
                 drew_on_device = self.generator is not None and self.generator.state() != self._after
-                now = capture()
-                drew_here = not torch.equal(now.torch, before.torch)
-                drew_outside = not now.same_outside_torch(before) and not others_draw()
-                self.drew_in_backward = drew_on_device or drew_here or drew_outside
+                self.drew_in_backward = drew_on_device or not torch.equal(capture().torch, before.torch)
             self._installed.__exit__(*exc)
 
     def forward(self) -> AbstractContextManager[TaskGenerator | None]:

@@ -218,9 +218,11 @@ class Spiller:
         """Fill an input's room, in any lane."""
         if shard.is_first and kind != BACKWARD and state.observed.index_limit is not None:
             check_indices(state.staging.entering(0, m), state.observed.index_limit, state.layout.names[0])
-        if arriving.micro.target is not None:
-            for k, classes in state.observed.classes.items():
-                check_classes(state.staging.given.targets[m].tensors[k], classes)
+        if arriving.micro.target is not None and state.observed.classes:
+            tensors = state.staging.given.targets[m].tensors
+            for place, classes in state.observed.classes.items():
+                if (place.training, place.num_tensors) == (kind != EVALUATE, len(tensors)):
+                    check_classes(tensors[place.number], classes)
         micro, copies = arriving
         if copies:
             self._load(state, copies, urgent=True)

@@ -226,7 +226,6 @@ class Looks(Chain):
         (Saves, "runs under saved_tensors_hooks"),
         (Counts, "changes calls with each call"),
         (CountsOutside, r"changes between.CALLS\[0\] with each call"),
-        (Skips, "draws random numbers from `random`"),
         (Clamps, "changes parameter a.weight"),
         (Looks, r"test_chains.py:\d+: return self.b\(h\) if h.sum\(\) > -1e9 else h asks for the value"),
     ],

@@ -133,3 +133,45 @@ def test_a_class_that_is_out_of_range_from_the_beginning_is_refused_in_the_plan(
 )
 def test_what_the_loss_leaves_out_or_changes_trains(loss):
     exact.run([classified(loss, classes=(2, 4), batch_with=9)]).raise_failures()
+
+
+class SelfSimilar(nn.Module):
+    """Has as many outputs as the batch has samples: candidates within the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(6, 12)
+
+    def forward(self, x):
+        out = self.embed(x)
+        return out @ out.T
+
+
+def shifted(out, target):
+    target -= 1  # the data counts from 1
+    return F.cross_entropy(out, target)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "sizes", "first"),
+    [
+        (nn.Sequential(SelfSimilar()), F.cross_entropy, (4, 8, 12), 0),
+        (nn.Sequential(nn.Linear(6, NUM_CLASSES)), lambda out, y: shifted(out, y.clone()), (4, 4), 1),
+    ],
+    ids=["candidates", "counts from 1"],
+)
+def test_classes_that_are_no_output_of_the_model_are_not_compared(model, loss, sizes, first):
+    batches = [(torch.randn(size, 6), torch.arange(first, first + size)) for size in sizes]
+    task = ModelTask(model, loss, batches, 0.1, name="a", partitioner=Presharded([1]))
+    exact.run([task]).raise_failures()
+
+
+def test_a_validation_may_have_another_target():
+    def loss(out, target):
+        return F.cross_entropy(out, target[1] if isinstance(target, tuple) else target)
+
+    batches = [(torch.randn(4, 6), torch.tensor([0, 1, 2, 4])) for _ in range(2)]
+    validation = [(x, (torch.full((4,), 100), y)) for x, y in batches]
+    model = nn.Sequential(nn.Linear(6, NUM_CLASSES))
+    task = ModelTask(model, loss, batches, 0.1, name="a", validation=validation, partitioner=Presharded([1]))
+    exact.run([task]).raise_failures()

@@ -21,7 +21,14 @@ from torch.utils.data import (
 
 from hydra_engine.checkpoints.nested import flatten, unflatten
 from hydra_engine.data.generators import generators_of, states_of
-from hydra_engine.data.position import LoaderPosition, epoch_start, position_of, restore, restore_between
+from hydra_engine.data.position import (
+    LoaderPosition,
+    epoch_start,
+    kept_iterators,
+    position_of,
+    restore,
+    restore_between,
+)
 from hydra_engine.data.streams import Stream, capture, installed
 from tests.covering import covering
 from tests.refused import names, refused
@@ -169,11 +176,12 @@ def interrupted(make, epoch, num_batches, draws=True):
     """The position in an epoch of a loop, as a checkpoint gives it back."""
     stream, loader = seeded_stream(), make()
     loop(loader, stream, epoch, draws)
-    start = epoch_start(loader, stream, is_first=epoch == 0)
+    held = kept_iterators(loader) if epoch else []
+    start = epoch_start(loader, stream)
     with installed(stream):
         iterator = iter(loader)
     read(iterator, stream, num_batches, draws)
-    position = position_of(loader, stream, start, num_batches)
+    position = position_of(loader, stream, start, num_batches, held)
     read(iterator, stream, 1)  # what happens after it is of no matter
     tree, tensors = flatten(position.to_state())
     return LoaderPosition.from_state(unflatten(tree, {name: each.clone() for name, each in tensors.items()}))
@@ -401,6 +409,27 @@ class Cycled:
         return itertools.islice(self.source.batches, 6)
 
 
+class InAList(Cycled):
+    """Holds it in a list."""
+
+    def __init__(self):
+        self.iterators = [self._all()]
+
+    def __iter__(self):
+        return itertools.islice(self.iterators[0], 6)
+
+
+class Prefetches:
+    """Keeps the iterator of the epoch in progress alone, as prefetchers do."""
+
+    def __iter__(self):
+        self.iterator = iter(DataLoader(Plain(), BATCH))
+        return self
+
+    def __next__(self):
+        return next(self.iterator)
+
+
 class Begins:
     """Holds an iterator of a class of its own, which begins again at each `iter`."""
 
@@ -421,7 +450,10 @@ class Begins:
         return iter(self.rows)
 
 
-@pytest.mark.parametrize(("make", "is_told"), [(MultiEpochs, True), (Cycled, True), (Begins, False)])
+@pytest.mark.parametrize(
+    ("make", "is_told"),
+    [(MultiEpochs, True), (Cycled, True), (InAList, True), (Prefetches, False), (Begins, False)],
+)
 def test_an_iterator_that_is_kept_over_epochs_is_told_from_the_second_one_on(make, is_told):
     expected = loop(make(), seeded_stream(), 1)[0][2:]
     found, message, _ = resumed(make, interrupted(make, 0, 2))
@@ -472,3 +504,33 @@ def test_what_a_place_depends_on_is_compared(first, second, says):
 def test_an_iterable_data_set_has_other_places_with_another_number_of_workers():
     first, second = (lambda k=k: DataLoader(Counting(), BATCH, num_workers=k) for k in (1, 2))
     names(resumed(second, interrupted(first, 0, 2))[1], says="num_workers: 2 1")
+
+
+class Counted(BatchSampler):
+    """Its length is found by drawing."""
+
+    def __init__(self):
+        self.generator = own_generator()
+        super().__init__(RandomSampler(DATA, generator=self.generator), BATCH, drop_last=False)
+
+    def __len__(self):
+        return sum(1 for _ in self)
+
+
+def test_nothing_is_drawn_to_know_where_a_loader_stands():
+    loader, stream = DataLoader(DATA, batch_sampler=Counted()), seeded_stream()
+    before = states_of(loader)
+    epoch_start(loader, stream)
+    assert torch.equal(before[0], states_of(loader)[0])
+
+
+class Wraps:
+    def __init__(self, batch_size):
+        self.loader = DataLoader(Plain(), batch_size)
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+def test_a_loader_within_another_is_compared():
+    names(resumed(lambda: Wraps(8), interrupted(lambda: Wraps(4), 0, 2))[1], says="batch_size: 8 4")

@@ -268,22 +268,3 @@ class TestStepStaging:
 class TestAvailableDram:
     def test_is_what_the_machine_has_left_or_less(self):
         assert 0 < dram.available_dram_bytes() <= psutil.virtual_memory().total
-
-    @pytest.mark.parametrize(
-        ("limit", "usage", "left"), [("1000", "400", 600), ("1000", "4000", 0), ("max", "1", None)]
-    )
-    def test_limit_of_the_cgroup_counts(self, monkeypatch, limit, usage, left):
-        class Files:
-            def __init__(self, path):
-                self.path = str(path)
-
-            def read_text(self):
-                if self.path.endswith("memory.max"):
-                    return limit
-                if self.path.endswith("memory.current"):
-                    return usage
-                raise FileNotFoundError(self.path)
-
-        monkeypatch.setattr(dram, "Path", Files)
-        available = dram.available_dram_bytes()
-        assert available == left if left is not None else available > 10**6

@@ -814,3 +814,12 @@ def test_parameters_keep_the_names_that_they_have_in_the_model(tmp_path):
     assert report.tasks["bert"].ema_state.keys() == model.state_dict().keys()
     [weights] = tmp_path.glob("files/*-weights.safetensors")
     assert safetensors.load_file(weights).keys() == set(names_here)
+
+
+@pytest.mark.net
+def test_layers_that_are_added_are_named_with_the_others_and_saved():
+    layers = sequential(new_model("BertModel"))
+    layers.append(nn.Linear(32, 3))
+    last = f"{len(layers) - 1}.weight"
+    assert last in dict(layers.named_parameters())
+    assert last in layers.state_dict()

@@ -1,5 +1,6 @@
 """A program that is changed between two runs: each setting takes effect, or a message has both values."""
 
+import threading
 from functools import partial
 
 import numpy as np
@@ -98,6 +99,43 @@ def test_an_unchanged_program_has_no_message(tmp_path):
 @pytest.mark.parametrize("lr", [np.float32(1e-2), torch.tensor(1e-2)], ids=["NumPy", "tensor"])
 def test_numbers_of_any_type_are_compared_by_value(tmp_path, lr):
     assert resumed(tmp_path, before={"lr": lr}, lr=lr)[1] == []
+
+
+def test_a_later_resume_is_compared_with_what_was_in_effect(tmp_path):
+    trained(tmp_path, task_of(callbacks=[Pause(3)]))
+    for step, lr in ((5, 1e-3), (7, 1e-3), (9, LR)):
+        report = trained(tmp_path, task_of(lr=lr, callbacks=[Pause(step)]), resume=True)
+        found = [each for each in report.messages if "lr:" in each]
+        assert len(found) == (lr != LR)
+        assert all("0.001 in the program, 0.01 in the checkpoint" in each for each in found)
+
+
+class Table(lr_scheduler.LRScheduler):
+    """Keeps its rates in an array, and something that cannot be copied elsewhere."""
+
+    def __init__(self, optimizer):
+        self.table, self.lock = np.linspace(1, 0.1, 17), threading.Lock()
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [base * self.table[self.last_epoch] for base in self.base_lrs]
+
+    def state_dict(self):
+        return {name: value for name, value in super().state_dict().items() if name != "lock"}
+
+
+def test_a_schedule_may_keep_arrays_and_what_cannot_be_copied(tmp_path):
+    _, messages, rates = resumed(tmp_path, before={"lr_scheduler": Table}, lr_scheduler=Table)
+    assert messages == []
+    assert rates == rates_of(Table, 16)[5:]
+
+
+@pytest.mark.parametrize("num_steps", [8, 32])
+def test_a_function_of_the_program_counts_at_once(tmp_path, num_steps):
+    first, second = (partial(lr_scheduler.LambdaLR, lr_lambda=lambda k, n=n: 1 / (1 + k / n)) for n in (16, num_steps))
+    _, messages, rates = resumed(tmp_path, before={"lr_scheduler": first}, lr_scheduler=second)
+    assert rates == rates_of(second, 16)[5:]
+    names(messages[0], task="t", says="lr_scheduler program checkpoint")
 
 
 def test_the_programs_options_count_where_it_asks_for_them(tmp_path):

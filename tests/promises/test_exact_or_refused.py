@@ -154,8 +154,8 @@ def test_exact_or_refused(name, where):
         model, stage, error, report = run(built | {"model": model}, ends, built.get("spread", num_devices))
     found = "refused" if error else "doubted" if "changed in a forward" in str(report.messages) else "exact"
     assert built.get("expect") in (None, found), error
-    if built.get("expect") == "doubted":
-        return
+    if built.get("expect") == "doubted" or (report is not None and " drew from " in str(report.messages)):
+        return  # another thread may have drawn
     if error is None:
         assert wanted is not None, "trained what plain PyTorch does not"
         assert report.tasks[NAME].losses == wanted[0]

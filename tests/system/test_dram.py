@@ -58,6 +58,7 @@ V1 = {
         (V2, 550),
         (V1, 550),
         (V2 | {"memory.stat": "anon 900\n"}, 100),
+        (V2 | {"memory.current": 4000}, 0),
         ({name: value for name, value in V2.items() if name != "memory.stat"}, 100),
         (V2 | {"memory.max": "max"}, None),
         ({}, None),
