@@ -116,7 +116,7 @@ class ModelTask:
         patience: end the task as finished after so many validations (epochs, by "loss") in which nothing was better.
         resume_options*: where the task goes on from a checkpoint, whose options of the optimizer and whose schedule
             count: those of the "checkpoint", as with torch's `load_state_dict`, with a line in `report.messages` for
-            each that the program gives otherwise; or those of the "program". A changed schedule is always the program's.
+            each that the program gives otherwise; or those of the "program". A changed schedule is the program's.
         hparams: a mapping that JSON takes, shown in tables: `Report.compare` and `Report.frame`.
         priority: units of tasks of a higher one go first, under every policy; any int.
         group*: of tasks that share the devices which `ModelOrchestrator(quotas=)` gives that group.
