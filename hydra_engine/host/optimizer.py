@@ -482,7 +482,7 @@ class TaskOptimizer:
                 f"a loss scale (precision 'float16'): the task {kinds[0]}, and {kinds[1]}; resume with the task that "
                 f"was saved"
             )
-        settings = schedule["settings"]
+        settings = schedule.get("settings", self._settings)  # which the first checkpoints have not
         self._check_kind(settings["optimizer"])
         found = list(differences(self._settings, settings))
         asks = is_fork or self._task.resume_options == "program"

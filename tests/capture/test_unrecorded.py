@@ -418,8 +418,8 @@ class Forks(Three):
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (Python, "draws random numbers from `random`"),
-        (NumPy, "draws random numbers from `numpy.random`"),
+        (Python, "give another output"),
+        (NumPy, "give another output"),
         (Seeds, "other random numbers than the forward itself"),
         (Forks, "other random numbers than the forward itself"),
     ],

@@ -174,7 +174,7 @@ def test_averages_and_a_loss_scale_are_taken_over(tmp_path):
     [
         (
             {"optimizer": partial(torch.optim.SGD, momentum=0.9)},
-            "torch.optim.sgd.SGD torch.optim.adam",
+            "SGD Adam",
         ),
         ({"optimizer": torch.optim.RAdam}, "RAdam"),  # which keeps states of the same names
         ({"optimizer": partial(torch.optim.AdamW, amsgrad=True)}, "'max_exp_avg_sq'"),
