@@ -405,7 +405,7 @@ class PlannedTask:
         self.has_left = False  # its memory is given back: it is trained, or will not be
         self.callbacks_drew: set[str] = set()  # which of `random` and `numpy.random` they drew from
         # About what they drew, weights that lose what they learn, and settings that do not count.
-        self.doubts: list[str] = [] if saved is None else saved.messages
+        self.doubts: list[str] = [] if saved is None else [*saved.messages]
         self.adaptation: Adaptation | None = None
         if task.adapts:
             try:
