@@ -2,8 +2,8 @@
 
 What a thread draws from torch's global generator is sent to the task's, operation by operation, so that loaders are
 read side by side, and layers run beside them. `random` and `numpy.random` cannot be redirected: a loader that was seen
-to draw from them is read alone, with the task's states installed. What one draws that was not seen to is noticed, and
-is an error with its name.
+to draw from them is read alone, with the task's states installed. What moves them elsewhere may be another thread: a
+message says so.
 """
 
 from __future__ import annotations

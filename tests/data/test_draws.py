@@ -1,4 +1,4 @@
-"""Loaders are read side by side, with the draws of the plain loop; what cannot be is an error with its task's name."""
+"""Loaders are read side by side, with the draws of the plain loop; what cannot be is a message with its task's name."""
 
 import queue
 import random
