@@ -1118,10 +1118,12 @@ DRAWS = {
 }
 for _start in (0, 10):
     RECIPES |= {
-        f"dataset_draws_from_{name}_after_{_start}": lambda draw=draw, start=_start: around(
-            nn.Dropout(0.2), loader=DataLoader(Drawing(draw, start), batch_size=4, shuffle=True)
+        f"dataset_draws_from_{name}_after_{_start}": lambda name=name, start=_start: around(
+            nn.Dropout(0.2),
+            loader=DataLoader(Drawing(DRAWS[name], start), batch_size=4, shuffle=True),
+            expect="doubted" if start and name != "torch" else "exact",
         )
-        for name, draw in DRAWS.items()
+        for name in DRAWS
     }
 
 
