@@ -11,6 +11,7 @@ from torch import nn
 
 from hydra_engine import Model, ModelTask
 from tests import exact, reference, zoo
+from tests.refused import names
 
 # The proof of chains: in `make test` are the tests that carry `net`.
 pytestmark = pytest.mark.rest
@@ -233,6 +234,13 @@ class Looks(Chain):
 def test_what_cannot_be_recorded_is_refused(make, named):
     with pytest.raises(ValueError, match=named):
         train(make())
+
+
+@pytest.mark.net
+def test_a_forward_that_draws_outside_of_torch_is_told():
+    """Another thread may have drawn."""
+    [message] = exact.run([ModelTask(Model(Skips()), F.mse_loss, batches(), 0.1, name="t", seed=7)]).messages
+    names(message, task="t", says="forward `random`")
 
 
 class Raises(nn.Module):
