@@ -17,12 +17,15 @@ from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.system.dram import return_free_memory
 from partitioners import Presharded
 
-WIDTH = 512
 NUM_STEPS = 5  # through before freed memory is given back for the first time
-DEVICE_BYTES = 5 * 2**20  # a hundredth of the state: an emulated device's memory is the process's, too
 SPLIT = {"precision": "bfloat16", "split_weights": True}
-# Settings, and layers of a quarter of a million parameters: at least 1 GiB of weights, gradients and states each.
+# Settings, layers, and the width of one: at least 1 GiB of weights, gradients and states each, or half of that.
+# The C library keeps freed blocks of up to 32 MiB: a layer's weights are 1 MiB, 16 MiB ("large") or 64 MiB ("huge").
 CASES = {
+    "large": ({"optimizer": torch.optim.AdamW, "ema_decay": 0.999}, 8, 2048),
+    "huge": ({"optimizer": torch.optim.AdamW}, 3, 4096),
+    "momentum": ({"optimizer": partial(torch.optim.SGD, momentum=0.9)}, 10, 2048),
+    "rmsprop": ({"optimizer": torch.optim.RMSprop}, 10, 2048),
     "half": ({"optimizer": partial(torch.optim.AdamW, fused=True), "ema_decay": 0.999}, 108),
     "adamw": ({"optimizer": partial(torch.optim.AdamW, fused=True), "ema_decay": 0.999}, 216),
     "bfloat16": ({"optimizer": partial(torch.optim.AdamW, fused=True), "precision": "bfloat16"}, 272),
@@ -45,12 +48,13 @@ class Watch(Callback):
 
 
 def main(case):
-    settings, num_layers = CASES[case]
-    layer = partial(nn.Linear, WIDTH, WIDTH, bias=False)
-    batch = (torch.ones(1, WIDTH), torch.ones(1, WIDTH))
+    settings, num_layers, width = (*CASES[case], 512)[:3]
+    device_bytes = 20 * width**2  # a hundredth of the state with 512: its memory is the process's, too
+    layer = partial(nn.Linear, width, width, bias=False)
+    batch = (torch.ones(1, width), torch.ones(1, width))
     # What torch allocates once for good: kernels, threads, the first optimizer.
     small = ModelTask([layer(), layer()], F.mse_loss, [batch] * 2, 1e-3, **settings)
-    trained(small)
+    trained(small, device_bytes)
     return_free_memory()
     before = psutil.Process(os.getpid()).memory_info().rss
     watch = Watch()
@@ -58,15 +62,16 @@ def main(case):
     partitioner = Presharded(list(range(1, num_layers + 1)))
     settings = {**settings, "partitioner": partitioner, "callbacks": [watch]}
     task = ModelTask(model, F.mse_loss, [batch] * NUM_STEPS, 1e-3, **settings)
-    plan = trained(task)
+    plan = trained(task, device_bytes)
     growth = watch.peak_bytes - before
-    size = num_layers * WIDTH**2
+    size = num_layers * width**2
     each = {"growth": round(growth / size, 3), "plan": round(plan.dram_bytes / size, 3)}
-    print(json.dumps({"growth": growth, "plan": plan.dram_bytes, "num_parameters": size, "bytes_per_parameter": each}))
+    sizes = {"growth": growth, "plan": plan.dram_bytes, "device": device_bytes, "num_parameters": size}
+    print(json.dumps({**sizes, "bytes_per_parameter": each}))
 
 
-def trained(task):
-    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice(DEVICE_BYTES)])
+def trained(task, device_bytes):
+    orchestra = ModelOrchestrator([task], devices=[EmulatedDevice(device_bytes)])
     orchestra.verbose = 0
     plan = orchestra.generate().tasks["task-0"]
     orchestra.train_models().raise_failures()

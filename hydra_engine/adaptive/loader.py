@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from hydra_engine.system import begin_workers
+
 _END = object()  # of a pass
 _KEYS = ("epoch", "generators", "given", "num_samples", "order", "passes")  # of a saved position
 
@@ -227,7 +229,8 @@ class AdaptiveDataLoader:
             # The pass drew its seed when it began; that torch draws one here must not move the user's generators.
             self._chunks.generator = (self.generator or torch.default_generator).clone_state()
         try:
-            chunks = iter(self._chunks)
+            with begin_workers(self):
+                chunks = iter(self._chunks)
         finally:
             self._chunks.generator = self.generator
         if self._indices is not None:

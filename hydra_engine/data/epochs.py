@@ -23,9 +23,14 @@ from hydra_engine.data.position import (
 )
 from hydra_engine.data.streams import RandomState, Stream
 from hydra_engine.schedule import EpochAhead
+from hydra_engine.system import begin_workers
 from hydra_engine.tasks import EMPTY_VALIDATION, ModelTask, Purpose
 
 _END = object()
+_WORKER_DIED = (
+    "a worker of the loader ended; one that reads weights of a model that is being trained does, since they are not in "
+    "its memory: give the data set a copy of the model (copy.deepcopy)"
+)
 
 
 class _Goal(NamedTuple):
@@ -46,13 +51,18 @@ class _Loader:
         self.calls = calls
 
     def opened(self, stream: Stream) -> Iterator[Any]:
-        with self._asking(stream):
+        with self._asking(stream), begin_workers(self.loader):
             return iter(self.loader)
 
     def pairs(self, iterator: Iterator[Any], stream: Stream) -> Iterator[Any]:
         while True:
             with self._asking(stream):
-                batch = next(iterator, _END)
+                try:
+                    batch = next(iterator, _END)
+                except RuntimeError as error:
+                    if "DataLoader worker" in str(error):  # torch has no other sign of it
+                        error.add_note(_WORKER_DIED)
+                    raise
                 if batch is not _END:
                     batch = self._unpack(batch)
             self.draws.note_threads(self.loader, iterator)

@@ -42,7 +42,7 @@ class PageLocked(HostMemory):
         self._unlocks: dict[int, Callable[[], None]] = {}  # by address
         self._has_told = False
 
-    def new(self, num_bytes: int) -> torch.UntypedStorage:
+    def new(self, num_bytes: int, *, is_written: bool = True) -> torch.UntypedStorage:
         if num_bytes == 0:
             return super().new(0)
         # Pages of its own: two locked regions must not share one. They are shared with processes that are forked off,

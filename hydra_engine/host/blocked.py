@@ -14,19 +14,21 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim import optimizer as base
 
 from hydra_engine.host.split import BLOCK, row_of
 from hydra_engine.native import NarrowUpdate, is_dense, native
+from hydra_engine.system import HostMemory
 
 # Elements of a block: 4 MiB of widened gradient, of 16 that pass by in an AdamW step, for the last cache; what a block
 # costs in Python is then below one in a hundred. See benchmarks/host_optimizer.
@@ -44,6 +46,7 @@ PLAIN = {type(None), bool, int, float, np.float64, np.int64}
 
 MOMENTS = torch.bfloat16
 NOTHING = torch.empty(0)
+ALIGNMENT = 64  # bytes, as of torch's own tensors
 _OF_THREAD = threading.local()
 
 Factors = Sequence["float | Tensor"]
@@ -101,6 +104,49 @@ def step_natively(
 ) -> Sequence[NarrowUpdate]:
     """Make the updates that one native call can make, with the bits of `step_narrow`; return the others."""
     return native().step(optimizer, updates, factors) if _is_elementwise(optimizer) else updates
+
+
+def make_states(optimizer: Optimizer, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
+    """Make the states that torch's Adam, AdamW and SGD make in a parameter's first step, for parameters without any.
+
+    That step is then one as any other, with the same bits: their averages begin at zero. SGD's momentum begins as the
+    first gradient, and minus zero, however much is kept of it, changes no gradient that is added to it.
+    dtype: of moments; None: the parameter's own.
+    """
+    if type(optimizer) not in (Adam, AdamW, SGD) or not _is_elementwise(optimizer):
+        return
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    for group in optimizer.param_groups:
+        mine = [p for p in parameters if groups.get(id(p)) is group and p.is_floating_point()]
+        is_adam = type(optimizer) is not SGD
+        if is_adam:
+            names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+        else:
+            names = ["momentum_buffer"] if group["momentum"] and not group["dampening"] else []
+        places = iter(new_private([parameter for parameter in mine for _ in names], dtype))
+        counts_in_double = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+        for parameter in mine if names else ():
+            moments = {name: next(places) for name in names}
+            if is_adam:
+                count = torch.tensor(0.0, dtype=torch.float64 if counts_in_double else torch.float32)
+                optimizer.state[parameter] = {"step": count, **moments}
+            else:
+                moments["momentum_buffer"].fill_(-0.0)
+                optimizer.state[parameter] = moments
+
+
+def new_private(like: Iterable[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Return zeros laid out as `torch.zeros_like` would, side by side in DRAM that the C library does not manage.
+
+    It keeps freed blocks of up to 32 MiB, and gives small pages.
+    """
+    layouts = [torch.empty_like(each, dtype=dtype, device="meta") for each in like]
+    starts = list(accumulate((-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in layouts), initial=0))
+    storage = HostMemory().new(starts[-1])
+    return [
+        torch.empty(0, dtype=each.dtype).set_(storage, start // each.itemsize, each.shape, each.stride())
+        for each, start in zip(layouts, starts, strict=False)
+    ]
 
 
 def part_of(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

@@ -155,8 +155,10 @@ class FrozenBlocks:
             planned = [slot for each in (layout, *self._layouts) for slot in _frozen(each)]
             crosses = any(slot.link_dtype == slot.dtype and self._group(slot.parameter) in new for slot in planned)
             masters_host = host if crosses else HostMemory()
-            storage = masters_host.new(sum(layout.aligned(slot.residue + slot.num_bytes) for slot in new.values()))
-            link = host.new(sum(layout.aligned(slot.link_bytes) for slot in uncast.values()))
+            storage = masters_host.new(
+                sum(layout.aligned(slot.residue + slot.num_bytes) for slot in new.values()), is_written=False
+            )
+            link = host.new(sum(layout.aligned(slot.link_bytes) for slot in uncast.values()), is_written=False)
             offset, freed = 0, Freed()
             for group, slot in new.items():  # one at a time: extra DRAM is that of one parameter
                 start = offset + slot.residue

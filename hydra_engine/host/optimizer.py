@@ -27,7 +27,17 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
 from hydra_engine.data import DrawsRefused, copied
-from hydra_engine.host.blocked import has_step_hooks, is_moment, part_of, step_narrow, step_natively, step_whole
+from hydra_engine.host.blocked import (
+    MOMENTS,
+    has_step_hooks,
+    is_moment,
+    make_states,
+    new_private,
+    part_of,
+    step_narrow,
+    step_natively,
+    step_whole,
+)
 from hydra_engine.host.hooks import call_hooks, has_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
@@ -35,7 +45,7 @@ from hydra_engine.host.pool import HostPool
 from hydra_engine.host.split import SplitMaster
 from hydra_engine.host.staging import NONE, Gradients, StepStaging
 from hydra_engine.native import NarrowUpdate, is_dense, native
-from hydra_engine.system import PrivateMemory
+from hydra_engine.system import Freed
 from hydra_engine.tasks import (
     SCHEDULE,
     Difference,
@@ -100,7 +110,8 @@ class Averages:
     def __init__(self, decay: float | None, slots: Sequence[Slot]) -> None:
         self.decay = decay
         self._slots = () if decay is None else tuple(slots)
-        self.tensors = {slot.index: torch.empty_like(slot.parameter) for slot in self._slots}
+        places = new_private([slot.parameter for slot in self._slots])
+        self.tensors = {slot.index: place for slot, place in zip(self._slots, places, strict=True)}
 
     @torch.no_grad()
     def move(self, slots: Iterable[Slot], pool: HostPool, *, is_first: bool) -> None:
@@ -125,9 +136,6 @@ class Averages:
                 raise ValueError(f"ema_decay: no average of {slot.name} was saved; resume without ema_decay")
             self.tensors[slot.index] = saved[slot.name]
 
-
-# States of at least so many bytes lie in private memory, whose large pages have 2 MiB.
-PLACED_BYTES = 2**22
 
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -196,7 +204,7 @@ class TaskOptimizer:
         self._committed = StepRecord()  # of the step before
         self._averages = Averages(task.ema_decay, self._slots)
         self._narrows_moments = task.moments == "bfloat16"
-        self._placed: set[int] = set()  # slots whose states lie in memory of ours
+        self._freed = Freed()
         # Called before parameters, by slot, their averages or states change; None: any. It may wait.
         self.secure: Callable[[Iterable[int] | None], None] = lambda _: None
 
@@ -380,11 +388,14 @@ class TaskOptimizer:
             return
         self.secure(shard.owned)
         slots, without = record.received(pool.owned(shard)), self._without(pool.owned(shard), record)
+        new = [slot for slot in slots if not self.optimizer.state.get(slot.parameter)]
+        make_states(self.optimizer, [slot.parameter for slot in new], MOMENTS if self._narrows_moments else None)
+        new = [slot for slot in new if not self.optimizer.state.get(slot.parameter)]
         self._update([slot for slot in slots if slot.index in record.hooked], pool, record, None, ())
         rest = [slot for slot in slots if slot.index not in record.hooked]
         self._update(rest, pool, record, record.loss_scale, without)
         if self._is_torchs:
-            self._place(slots)
+            self._place(new)
         else:  # which may hold its states elsewhere, too
             pool.bring_back([*slots, *without])
             pool.renew(without)
@@ -430,14 +441,13 @@ class TaskOptimizer:
             step_whole(step, updates, factors)
 
     def _place(self, slots: Iterable[Slot]) -> None:
-        """Move states that a step has made to private memory, one tensor at a time; small ones stay."""
-        for slot in (slot for slot in slots if slot.index not in self._placed):
-            self._placed.add(slot.index)
+        """Move states that a step of torch's has made, and that lie in the C library's memory, to private memory."""
+        for slot in slots:
             state = self.optimizer.state.get(slot.parameter, {})
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.nbytes >= PLACED_BYTES and is_dense(value):
-                    place = value.new_empty(0).set_(PrivateMemory().new(value.nbytes), 0, value.shape, value.stride())
-                    state[key] = place.copy_(value)
+            moments = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim() and is_dense(v)}
+            for (key, value), place in zip(moments.items(), new_private(moments.values()), strict=True):
+                state[key] = place.copy_(value)
+                self._freed.add(value.nbytes)
 
     def moving_tensors(self) -> Iterator[tuple[int, Tensor]]:
         """Averages and the state's tensors with their slots, all that an update of a slot changes but its weight."""

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from hydra_engine.data import copy_of, place_in_dram, residue
+from hydra_engine.host.blocked import new_private
 from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.layout import ModelLayout, Shard, SlabPiece, Slot
 from hydra_engine.host.split import SplitMaster, SplitWeight, discard_values, row_of
-from hydra_engine.system import Freed, HostMemory, PrivateMemory, is_alone, keep_small_pages, return_free_memory
+from hydra_engine.system import Freed, HostMemory, is_alone, keep_small_pages, return_free_memory
 from hydra_engine.tasks import Best
 
 # Shards whose gradients are in DRAM with early release: one is updated while the next one's arrive.
@@ -164,11 +165,11 @@ class HostPool:
         self._host = host = HostMemory() if host is None else host
         # Beside casts, masters cross no link unless a device steps the optimizer.
         crosses = self.layout.narrow is None or self.gradients.stays_on_device
-        self._masters_host = host if crosses else PrivateMemory()
+        self._masters_host = host if crosses else HostMemory()
         self._weights = self._masters_host.new(self.layout.num_bytes[True])
         self.gradients.open(shards, host)
         self._link = self._weights if self.layout.narrow is None else host.new(self.layout.link_bytes[True])
-        self._rests = PrivateMemory().new(self.split_bytes[1])
+        self._rests = HostMemory().new(self.split_bytes[1])
         # After all that may find no room: from here on others may use what this task brought.
         self._blocks, self._brought = self._frozen.acquire(self.layout, host)  # by slot
         freed = Freed()
@@ -336,7 +337,8 @@ class BestWeights:
         self.buffers: list[Tensor] = []
         self._pool = pool
         self._slots = {slot.index: slot for slot in pool.layout.trainable_slots()}
-        self._copies = {index: torch.empty_like(slot.parameter.data) for index, slot in self._slots.items()}
+        places = new_private(slot.parameter.data for slot in self._slots.values())
+        self._copies = dict(zip(self._slots, places, strict=True))
         self._unchanged: set[int] = set()  # slots whose parameters are still those of the best step
         self._lock = threading.Lock()
 

@@ -6,7 +6,7 @@ from hydra_engine.system.dram import (
     DRAM_REMEDY,
     Freed,
     HostMemory,
-    PrivateMemory,
+    begin_workers,
     discard,
     is_alone,
     is_out_of_dram,

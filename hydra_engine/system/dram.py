@@ -7,8 +7,10 @@ import ctypes
 import errno
 import mmap
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from weakref import WeakSet
 
 import psutil
 import torch
@@ -16,6 +18,9 @@ from torch import nn
 
 # Freed memory is given back to the system once it is this much, and until then it is in use twice.
 TRIM_BYTES = 2**28
+# What `HostMemory` has given that is written to, as long as somebody holds it.
+_WRITTEN: WeakSet[torch.UntypedStorage] = WeakSet()
+_MUTEX = threading.Lock()
 # Texts of torch's allocator, on Linux and elsewhere.
 _NO_DRAM = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 DRAM_REMEDY = (
@@ -57,17 +62,25 @@ def _cached_bytes(statistics: Path, prefix: str) -> int:
     return 0
 
 
-def new_storage(num_bytes: int) -> torch.UntypedStorage:
-    """Return DRAM, not initialised."""
-    return torch.UntypedStorage(num_bytes)  # type: ignore[no-untyped-call]
-
-
 class HostMemory:
-    """DRAM for weights, gradients and casts. A device that copies faster from memory of another kind has its own."""
+    """DRAM for weights, gradients and states. A device that copies faster from memory of another kind has its own.
 
-    def new(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return DRAM, not initialised; free once nobody holds it."""
-        return new_storage(num_bytes)
+    It is in large pages where the system gives them: a pass over many tensors then misses the processor's table of
+    pages less often, and first writes are faster. https://docs.kernel.org/admin-guide/mm/transhuge.html
+    """
+
+    def new(self, num_bytes: int, *, is_written: bool = True) -> torch.UntypedStorage:
+        """Return DRAM, all zeros; free once nobody holds it. is_written: again and again, see `begin_workers`."""
+        if sys.platform != "linux" or not num_bytes:
+            return torch.zeros(num_bytes, dtype=torch.uint8).untyped_storage()
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a system without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        if is_written:
+            with _MUTEX:
+                _WRITTEN.add(storage)
+        return storage
 
     def let_go(self, storage: torch.UntypedStorage) -> None:
         """Note that no device copies from it or to it any more, so that its pages can be given back one by one."""
@@ -77,21 +90,22 @@ class HostMemory:
         discard(storage, start, num_bytes)
 
 
-class PrivateMemory(HostMemory):
-    """DRAM that crosses no link: never page-locked, and in large pages where the system gives them.
+@contextlib.contextmanager
+def begin_workers(loader: object) -> Iterator[None]:
+    """Open a loader in the body, whose workers are forked without the DRAM that updates write to.
 
-    A pass over many tensors then misses the processor's table of pages less often, and first writes are faster.
-    https://docs.kernel.org/admin-guide/mm/transhuge.html
+    Two processes share a page until one of them writes to it, which then copies it: every weight, gradient and state
+    once an epoch, from large pages into small ones. Processes that anything else forks have all memory, as usual.
     """
-
-    def new(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return DRAM, all zeros; free once nobody holds it."""
-        if sys.platform != "linux" or not num_bytes:
-            return new_storage(num_bytes)
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a system without large pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    with _MUTEX:
+        written = list(_WRITTEN) if getattr(loader, "num_workers", 0) else []
+    try:
+        for storage in written:
+            _advise(storage, 0, storage.nbytes(), "MADV_DONTFORK")
+        yield
+    finally:
+        for storage in written:
+            _advise(storage, 0, storage.nbytes(), "MADV_DOFORK")
 
 
 def return_free_memory() -> None:

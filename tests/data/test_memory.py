@@ -1,10 +1,18 @@
-"""Copies keep every bit and every stride."""
+"""Copies keep every bit and every stride; and which memory the workers of a loader have."""
+
+import copy
+import sys
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
+from hydra_engine import ModelTask
 from hydra_engine.data.memory import copy_of, flat, memory_of, place_for, same_bits
 from partitioners.boundary import Boundary, extent, extent_bytes
+from tests import exact
 
 BASE = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).view(2, 3, 4, 5)
 
@@ -78,3 +86,32 @@ def test_copies_of_conjugated_and_negated_views_are_read_as_they_are():
         assert torch.equal(memory_of(copied), memory_of(tensor))
         assert same_bits(copied, tensor)
         assert copied.stride() == tensor.stride()
+
+
+class Scored(Dataset):
+    """A data set whose samples depend on a model's weights, frozen ones or not."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.ones(8) * self.model.weight.sum().item(), torch.ones(8)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems fork otherwise")
+@pytest.mark.parametrize("whose", ["in training", "copied", "frozen"])
+def test_worker_that_reads_weights_of_a_model_in_training_ends_with_a_note(whose):
+    model = nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 8))
+    model[0].requires_grad_(whose != "frozen")
+    layer = copy.deepcopy(model)[0] if whose == "copied" else model[0]
+    loader = DataLoader(Scored(layer), 2, num_workers=1)
+    orchestra = exact.silent([ModelTask(model, F.mse_loss, loader, 0.1, epochs=2)])
+    if whose == "in training":
+        with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
+            orchestra.train_models()
+        assert "copy.deepcopy" in caught.value.__notes__[0]
+    else:
+        orchestra.train_models().raise_failures()

@@ -1,5 +1,6 @@
 """The host optimizer around the contract: hyperparameters of a step, epochs, failures, and the plan's DRAM."""
 
+import math
 import mmap
 import sys
 from functools import partial
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 from hydra_engine import ModelTask
+from hydra_engine.host.blocked import make_states
 from partitioners import Presharded
 from tests import exact
 from tests.host.test_optimizer_contract import OPTIMIZERS, SCHEDULERS, ByShard, gradients_of, trainable
@@ -98,24 +100,65 @@ def test_plan_counts_every_byte_of_the_optimizers_state():
     assert {name: planned_bytes(*OPTIMIZERS[name]) - stateless for name in expected} == expected
 
 
-def test_large_states_of_torchs_optimizers_move_to_private_memory_once(monkeypatch):
-    monkeypatch.setattr("hydra_engine.host.optimizer.PLACED_BYTES", 64)
-    engine = ByShard(torch.optim.Adam, 0.1, [5])
-    plain = [nn.Parameter(parameter.detach().clone()) for parameter in trainable(engine.layers)]
-    optimizer = torch.optim.Adam(plain, 0.1)
+ADAMW = torch.optim.AdamW
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.Adam, {"weight_decay": 0.1}),
+        (torch.optim.Adam, {"fused": True, "maximize": True}),
+        (ADAMW, {"amsgrad": True, "foreach": False}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "maximize": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    ],
+)
+def test_states_that_are_made_before_the_first_step_are_those_that_torch_makes_in_it(kind, options):
+    special = [0.0, -0.0, 1.0, -1.0, 1e-40, math.inf]
+    values = torch.tensor([special, [special[0]] * 6, [special[1]] * 6])
+    pair = [[nn.Parameter(values.clone()), nn.Parameter(torch.tensor(-0.0))] for _ in range(2)]
+    optimizers = [kind(parameters, 0.1, **options) for parameters in pair]
+    make_states(optimizers[0], pair[0], None)
+    for _ in range(3):
+        for parameters, optimizer in zip(pair, optimizers, strict=True):
+            parameters[0].grad = torch.tensor(special).roll(1).expand(3, 6).clone()
+            parameters[1].grad = torch.tensor(-0.0)
+            optimizer.step()
+        for mine, plain in zip(*pair, strict=True):
+            states = [optimizer.state[p] for optimizer, p in zip(optimizers, (mine, plain), strict=True)]
+            assert [*states[0]] == [*states[1]]
+            for a, b in [(mine.data, plain.data), *zip(*(state.values() for state in states), strict=True)]:
+                assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+                assert a.view(torch.int32).equal(b.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+        (torch.optim.SGD, {}),
+        (torch.optim.RMSprop, {}),
+        (torch.optim.Adam, {"capturable": True}),
+        (type("Own", (torch.optim.Adam,), {}), {}),
+    ],
+)
+def test_other_states_are_left_to_the_first_step(kind, options):
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = kind([parameter], 0.1, **options)
+    make_states(optimizer, [parameter], None)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(("kind", "name"), [(torch.optim.Adam, "exp_avg"), (torch.optim.RMSprop, "square_avg")])
+def test_states_lie_side_by_side_in_memory_of_the_engines_own(kind, name):
+    engine = ByShard(kind, 0.1, [5])
     places = []
     for _ in range(3):
-        gradients = [torch.ones_like(parameter) for parameter in plain]
-        engine.step(gradients)
-        for parameter, gradient in zip(plain, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        optimizer.step()
+        engine.step([torch.ones_like(parameter) for parameter in trainable(engine.layers)])
         states = [engine.optimizer.optimizer.state[parameter] for parameter in trainable(engine.layers)]
-        places.append([state["exp_avg"].data_ptr() for state in states])
-        for state, parameter in zip(states, plain, strict=True):
-            assert all(torch.equal(state[key], value) for key, value in optimizer.state[parameter].items())
-    large = [k for k, parameter in enumerate(plain) if parameter.nbytes >= 64]
-    assert large
-    assert sys.platform != "linux" or all(places[0][k] % mmap.PAGESIZE == 0 for k in large)
+        places.append([(state[name].data_ptr(), state[name].untyped_storage().data_ptr()) for state in states])
     assert places[0] == places[1] == places[2]
+    assert sys.platform != "linux" or all(storage % mmap.PAGESIZE == 0 for _, storage in places[0])
+    assert all(place % 64 == 0 for place, _ in places[0])
     engine.pool.close()

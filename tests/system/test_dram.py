@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from hydra_engine.system import HostMemory, PrivateMemory
+from hydra_engine.system import HostMemory, begin_workers
 from hydra_engine.system.dram import available_dram_bytes
 
 
@@ -21,8 +22,8 @@ def flags_of(storage):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4096, 5 * 2**20 + 3])
-@pytest.mark.parametrize("memory", [HostMemory(), PrivateMemory()], ids=lambda memory: type(memory).__name__)
-def test_memory_has_the_bytes_that_were_asked_for(memory, num_bytes):
+def test_memory_has_the_bytes_that_were_asked_for(num_bytes):
+    memory = HostMemory()
     storage = memory.new(num_bytes)
     assert storage.nbytes() == num_bytes
     values = torch.empty(0, dtype=torch.uint8).set_(storage).fill_(7)
@@ -34,10 +35,28 @@ def test_memory_has_the_bytes_that_were_asked_for(memory, num_bytes):
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without large pages")
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems tell it otherwise")
-def test_private_memory_may_be_given_in_large_pages_and_is_not_locked():
-    flags = flags_of(PrivateMemory().new(8 * 2**20))
+def test_memory_of_the_host_may_be_given_in_large_pages_and_is_not_locked():
+    flags = flags_of(HostMemory().new(8 * 2**20))
     assert "hg" in flags
     assert "lo" not in flags
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems fork otherwise")
+@pytest.mark.parametrize(("num_workers", "is_hidden"), [(2, True), (0, False)])
+def test_workers_are_forked_without_the_memory_that_is_written_to(num_workers, is_hidden):
+    written, read = HostMemory().new(2**22), HostMemory().new(2**22, is_written=False)
+    with begin_workers(DataLoader([1, 2], num_workers=num_workers)):
+        found = [flags_of(storage) for storage in (written, read)]
+    assert ["dc" in flags for flags in found] == [is_hidden, False]
+    assert "dc" not in flags_of(written)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems fork otherwise")
+def test_processes_are_forked_with_all_memory_again_after_a_loader_that_raises():
+    written = HostMemory().new(2**22)
+    with pytest.raises(KeyError), begin_workers(DataLoader([1, 2], num_workers=1)):
+        raise KeyError
+    assert "dc" not in flags_of(written)
 
 
 V2 = {
