@@ -36,6 +36,7 @@ from hydra_engine.capture.tape import (
     name_of,
     replaced,
 )
+from hydra_engine.capture.whole import WholeModules
 from partitioners.reach import PLAIN, Shared
 
 # A number that the forward draws and compares: what holds for both ends of its range holds for it.
@@ -97,6 +98,7 @@ class Programs(Shared):
         self._lock = threading.RLock()
         self._named = dict(model.named_modules())
         self._kept: set[str] = set()
+        self._ran_on: dict[str, list[Tensor | None]] = {}  # values that kept modules ran on, for batches without
         self._known: dict[torch.dtype | None, list[_Known]] = {}  # what was recorded, by `narrow`
         # By `narrow`: one in whose attributes forwards leave something, and why nothing may depend on that.
         self._left: dict[torch.dtype | None, tuple[Shadow, Unknown]] = {}
@@ -234,7 +236,8 @@ class Programs(Shared):
     def _run(self, shadow: Shadow, form: Form, batch: _Batch, caches: Caches) -> _Recorded:
         """Run the shadow's forward, and record it."""
         batch.asked.clear()
-        tape = Tape(shadow, batch.here, frozenset(self._kept), batch.recorded)
+        whole = WholeModules(shadow, batch.tensors if batch.has_values else None, self._ran_on)
+        tape = Tape(shadow, batch.here, frozenset(self._kept), batch.recorded, whole.run)
         check_call(self.model, batch.inputs)
         args, kwargs = called_with(pytree.tree_map_only(Tensor, tape.input, batch.inputs))
         numbers = list(range(len(tape.values)))
@@ -388,7 +391,7 @@ class _Batch:
         self.inputs, self.tensors, self._usual = inputs, tensors, usual
         has_place = tensors and not tensors[0].is_meta
         self.here = tensors[0].device if has_place else torch.device("cpu")
-        self._has_values = not any(isinstance(each, FakeTensor) or each.is_meta for each in tensors)
+        self.has_values = not any(isinstance(each, FakeTensor) or each.is_meta for each in tensors)
         self.asked: list[tuple[Asked, Any]] = []
 
     def without_values(self) -> _Batch:
@@ -400,7 +403,7 @@ class _Batch:
         inputs = pytree.tree_map_only(Tensor, bare, self.inputs)
         tensors = [each for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor)]
         found = _Batch(inputs, tensors, [answer for _, answer in self.asked])
-        found.here, found._has_values = self.here, False
+        found.here, found.has_values = self.here, False
         return found
 
     def answer(self, asked: Asked) -> Any:
@@ -425,7 +428,7 @@ class _Batch:
     def _computed(self, asked: Asked, extreme: float) -> Any:
         asks = pytree.tree_leaves((asked.args, asked.kwargs))
         needs_values = any(call.reads for call in asked.calls) or any(isinstance(each, Value) for each in asks)
-        if needs_values and not self._has_values:
+        if needs_values and not self.has_values:
             return _ANY
         known: dict[int, Any] = dict(enumerate(self.tensors))
 
