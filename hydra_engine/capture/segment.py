@@ -86,20 +86,21 @@ class Segment(Holder):
         return f"layer {self.place.index} of {type(self.place.programs.model).__name__}"
 
 
-def layers_of(model: nn.Module, inputs: Any) -> list[Segment]:
+def layers_of(model: nn.Module, inputs: Any, *, evaluates: bool = False) -> list[Segment]:
     """Return the layers that a module with a forward of its own is made of, which share its parameters.
 
     inputs: what its forward takes: a tensor, a tuple of positional or a dict of keyword arguments. Its tensors may lie
-    on meta, and so may the model's. Raises ValueError with the line of the model that stands in the way, TypeError for
-    a model that cannot be copied.
+    on meta, and so may the model's. evaluates: the layers are for `eval()`, whatever the mode of the model is. Raises
+    ValueError with the line of the model that stands in the way, TypeError for a model that cannot be copied.
     """
     programs = Programs(model)
-    flags = programs.flags(None)
-    other = (not flags[0],) * len(flags)
-    with contextlib.suppress(ValueError):  # a mode that it cannot run in is refused where it is asked for
+    flags = programs.flags(False if evaluates else None)
+    other = programs.flags(not flags[0])
+    # Whatever the forward raises in the other mode (a detector without targets), it raises where that is asked for.
+    with contextlib.suppress(Exception):
         programs.foresee(inputs, other)
     program, _ = programs.find(inputs, flags)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(Exception):
         programs.find(inputs, other)
     last = len(program.pieces) - 1
     layers = [Segment(programs, k, last, piece.text) for k, piece in enumerate(program.pieces)]

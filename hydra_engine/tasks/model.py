@@ -112,11 +112,14 @@ class Model(nn.Sequential):
         named = (*super().named_parameters(), *super().named_buffers())
         return all(id(tensor) in known for _, tensor in named)
 
-    def convert(self, inputs: Any) -> None:
-        """Make layers of the module's own forward; `inputs`: an example of what it takes. Raises as the class does."""
+    def convert(self, inputs: Any, *, evaluates: bool = False) -> None:
+        """Make layers of the module's own forward, by an example of its inputs. Raises as the class does.
+
+        evaluates: they are for `eval()` only, so far: what the forward raises in the module's own mode is no matter.
+        """
         self.check_hooks()
         switch_off_checkpointing(self.source)
-        layers = layers_of(self.source, inputs)
+        layers = layers_of(self.source, inputs, evaluates=evaluates)
         self._modules.clear()
         self._modules.update((str(k), layer) for k, layer in enumerate(layers))
         self._set(is_converted=True, is_pending=False)
