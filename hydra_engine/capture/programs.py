@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.capture.cuts import Lives, choose_cuts
+from hydra_engine.capture.outputs import carried
 from hydra_engine.capture.piece import Piece
 from hydra_engine.capture.shadow import Caches, Shadow, bytes_of, on_meta, state_of
 from hydra_engine.capture.tape import (
@@ -44,8 +45,6 @@ _ENDS_OF_RANGE = (0.0, 1.0 - 2.0**-24)
 _RANDOM_NUMBERS = (torch.rand, torch.rand_like)
 # Classes of what may be in a batch beside tensors: their `repr` tells all that is in them. (Arrays are told by bytes.)
 _TOLD = (*PLAIN, np.ndarray, range, slice, Enum)
-# Entries of the outputs of language models.
-_CACHES = frozenset(("past_key_values", "cache_params"))
 # A module with more of the model's weights than this, and modules with weights in it, is not kept as one layer.
 MOST_KEPT = 0.8
 
@@ -245,7 +244,7 @@ class Programs(Shared):
         shadow.recorder = tape.module
         try:
             with caches.apart(), tape.recording():
-                out = without_caches(shadow.model(*args, **kwargs))
+                out = carried(shadow.model(*args, **kwargs))
             if tape.raised is not None:
                 raise tape.raised
             leaves, spec = pytree.tree_flatten(out)
@@ -283,11 +282,6 @@ class Programs(Shared):
                 raise ValueError(
                     "the model's own forward returns a parameter, a buffer or a constant as it is, limit: what it "
                     "computes; clone it"
-                )
-            elif not (leaf is None or isinstance(leaf, (bool, int, float, str))):
-                raise ValueError(
-                    f"the model's own forward returns a {type(leaf).__name__}, limit: tensors, numbers, and tuples, "
-                    f"lists and dicts of them; return what is in it, or leave it out (use_cache=False)"
                 )
         lives = Lives(calls, inputs, returned)
         if self._cuts is None:
@@ -495,13 +489,6 @@ def check_call(model: nn.Module, inputs: Any) -> None:
             f"are {given}: {error}; give its arguments as a tuple ({example}) or a dict with these names, in the batch "
             f"or by unpack= of the task"
         ) from None
-
-
-def without_caches(output: Any) -> Any:
-    """Return what a forward gave without what only generates text from it: no loss takes it, and it is large."""
-    if not isinstance(output, dict) or _CACHES.isdisjoint(output):
-        return output
-    return type(output)(**{key: value for key, value in output.items() if key not in _CACHES})
 
 
 def _form(leaf: Any) -> Any:

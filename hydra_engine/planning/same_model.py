@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hydra_engine.capture import called_with, saved_hooks, settings, state_of, without_caches
+from hydra_engine.capture import called_with, carried, saved_hooks, settings, state_of
 from hydra_engine.data import RandomState, Stream, capture, copy_of, identical, installed, seeded
 from hydra_engine.host import LayerFault, ModelLayout, Structure
 from hydra_engine.tasks import Model
@@ -302,7 +302,7 @@ def check_converted(
 
     def own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source.train(training if not training else source.training)
-        return without_caches(source(*args, **kwargs))
+        return carried(source(*args, **kwargs))
 
     def layers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = kwargs or (args if isinstance(inputs, tuple) else args[0])

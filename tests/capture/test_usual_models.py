@@ -1,5 +1,7 @@
 """Models as people write them: each trains to the bits of plain PyTorch, or is refused by what may be done about it."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,5 +108,87 @@ def test_what_the_forward_raises_in_training_is_no_matter_for_predictions():
 
 
 def test_a_mode_that_the_forward_raises_in_is_recorded_where_it_is_asked_for():
-    with pytest.raises(NotImplementedError, match="use .export"):
+    with pytest.raises(NotImplementedError, match="to infer"):
         list(exact.orchestrator([task_of(Two(), batches())]).predict(OnlyTrains(), [x for x, _ in batches()]))
+
+
+class Cache:
+    """Keys and values for generating text."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    cache: Cache | None = None
+
+
+class InTuple(Two):
+    def forward(self, x):
+        return super().forward(x), Cache(x)
+
+
+class InRecord(Two):
+    def forward(self, x):
+        return Output(super().forward(x), Cache(x))
+
+
+class InDict(Two):
+    def forward(self, x):
+        return {"logits": super().forward(x), "inner": {"model": self, "kind": torch.float32, "cache": Cache(x)}}
+
+
+def first(output, target):
+    return F.mse_loss(output[0], target)
+
+
+def logits(output, target):
+    return F.mse_loss(output["logits"] if isinstance(output, dict) else output.logits, target)
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(("make", "loss_fn"), [(InTuple, first), (InRecord, logits), (InDict, logits)])
+def test_what_the_loss_does_not_read_need_not_be_a_tensor(make, loss_fn):
+    assert_trains(make, loss_fn=loss_fn)
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(
+    ("make", "loss_fn", "place"),
+    [
+        (InTuple, lambda output, target: output[1].keys.mean(), r"output\[1\]"),
+        (InRecord, lambda output, target: output.cache.keys.mean(), "output.cache"),
+        (
+            InDict,
+            lambda output, target: next(output["inner"]["model"].parameters()).mean(),
+            r"output\['inner'\]\['model'\]",
+        ),
+    ],
+)
+def test_a_loss_that_reads_what_is_no_tensor_is_refused_with_its_place(make, loss_fn, place):
+    with pytest.raises(TypeError, match=rf"{place} of the model's own forward is a .*, which layers do not carry"):
+        exact.run([task_of(make(), batches(), loss_fn)]).raise_failures()
+
+
+def test_predictions_hold_records_in_parts_too():
+    module, data = InRecord(), [torch.randn(64, 6)]
+    with pytest.warns(UserWarning, match="computed in 3 parts"):
+        found = list(exact.orchestrator([task_of(Two(), batches())], memory="4KiB").predict(module, data))
+    torch.testing.assert_close(found[0].logits, module(data[0]).logits)
+    assert "is a Cache" in repr(found[0].cache)
+
+
+def test_a_language_model_as_it_comes_returns_its_cache_in_a_tuple():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=9, n_embd=4, n_layer=2, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0
+    )
+    ids = torch.arange(8).reshape(2, 4)
+    data = [({"input_ids": ids, "return_dict": False}, ids)] * 2
+    assert_trains(
+        lambda: transformers.GPT2LMHeadModel(config),
+        data,
+        lambda output, y: F.cross_entropy(output[0].flatten(0, 1), y.flatten()),
+    )
