@@ -6,7 +6,7 @@ import copy
 import inspect
 import itertools
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -91,12 +91,12 @@ class _Node:
 class Programs(Shared):
     """Records a model's forward, once for each form of inputs, and finds the program for a batch. From any thread."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Raises TypeError for a model that cannot be copied."""
+    def __init__(self, model: nn.Module, whole: Collection[str] = ()) -> None:
+        """`whole`: paths of modules to keep as one call. Raises TypeError for a model that cannot be copied."""
         self.model = model
         self._lock = threading.RLock()
         self._named = dict(model.named_modules())
-        self._kept: set[str] = set()
+        self._kept: set[str] = set(whole)
         self._ran_on: dict[str, list[Tensor | None]] = {}  # values that kept modules ran on, for batches without
         self._known: dict[torch.dtype | None, list[_Known]] = {}  # what was recorded, by `narrow`
         # By `narrow`: one in whose attributes forwards leave something, and why nothing may depend on that.
@@ -262,7 +262,7 @@ class Programs(Shared):
         module = self._named[path]
         is_split = any(next(child.parameters(), None) is not None for child in module.children())
         is_most = self._weights[path] > MOST_KEPT * self._weights[""]
-        if not path or (is_split and is_most) or self._cuts is not None:
+        if not path or (is_split and is_most) or (self._cuts is not None and not self._is_held_whole(path)):
             raise ValueError(
                 f"the model's own forward ({type(self.model).__name__}) cannot be made layers: {unknown.line} "
                 f"{unknown.why}; compute it with tensors alone (torch.where), take it from the batch, or put that part "
@@ -271,6 +271,11 @@ class Programs(Shared):
         self._kept.add(path)
         self._known.clear()  # they run otherwise now
         self._left.clear()
+
+    def _is_held_whole(self, path: str) -> bool:
+        """Return True if a layer holds the module, or one around it, and not only what is in it."""
+        names = {".".join(path.split(".")[:k]) for k in range(1, path.count(".") + 2)}
+        return self.is_settled and not all(map(names.isdisjoint, self.holdings))
 
     def _cut(self, tape: Tape, inputs: list[int], output: list[Any], spec: Any) -> Program:
         calls, returned = tape.calls, list[int]()
@@ -319,7 +324,7 @@ class Programs(Shared):
         sites = [places.get(site, -1) for site in self._cuts]
         if not self.is_settled and sorted({0, *sites}) == [0, *sites]:
             return sites  # its layers are yet to be made
-        lacking = ""
+        lacking = around = ""
         for wanted in (sites, [-1] * len(sites)):
             ends = [0]
             for k, site in enumerate(wanted):
@@ -330,10 +335,19 @@ class Programs(Shared):
             if not rest:
                 return ends[1:]
             lacking = f"{rest[0].line} uses {', '.join(sorted(rest[0].held)[:3])}"
+            frames = [call.frame.split(".") for call in (rest[0], *calls[ends[-1] - 1 : ends[-1]])]
+            shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*frames, strict=False))
+            around = ".".join(names[0] for names in shared)
+        remedy = (
+            f"keep {around} as one layer: Model(module, whole=[{around!r}])"
+            if around
+            else "put the modules that it chooses between into one module, and keep that as one layer: "
+            "Model(module, whole=[its name])"
+        )
         raise ValueError(
             f"the model's own forward runs otherwise for this batch than for the first one, limit: batches for which "
-            f"it uses its weights in the order of its layers: {lacking} where no layer has it; give "
-            f"Model(module, example=...) a batch that runs all of its modules, and the longest of loops"
+            f"it uses its weights in the order of its layers: {lacking} where no layer has it; {remedy}; or give "
+            f"example= a batch that runs all of its modules, and the longest of loops"
         )
 
     def _has(self, layer: int, call: Call) -> bool:

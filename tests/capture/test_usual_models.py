@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hydra_engine import ModelTask
+from hydra_engine import Model, ModelTask
 from hydra_engine.capture import called_with
 from tests import exact, zoo
 
@@ -24,7 +24,7 @@ def task_of(module, data, loss_fn=F.mse_loss):
     return ModelTask(module, loss_fn, data, 0.1, name="t", seed=7)
 
 
-def assert_trains(make, data=None, loss_fn=F.mse_loss):
+def assert_trains(make, data=None, loss_fn=F.mse_loss, **options):
     """Train the module as it comes; returns the report."""
     data, nets = data or batches(), []
     for _ in range(2):
@@ -39,7 +39,7 @@ def assert_trains(make, data=None, loss_fn=F.mse_loss):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    report = exact.run([task_of(nets[1], data, loss_fn)])
+    report = exact.run([task_of(Model(nets[1], **options), data, loss_fn)])
     report.raise_failures()
     assert report.tasks["t"].losses == losses
     exact.assert_same_state(zoo.state(nets[1]), zoo.state(nets[0]))
@@ -192,3 +192,112 @@ def test_a_language_model_as_it_comes_returns_its_cache_in_a_tuple():
         data,
         lambda output, y: F.cross_entropy(output[0].flatten(0, 1), y.flatten()),
     )
+
+
+def block():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+
+
+class ByTask(nn.Module):
+    """A body, and a head for each task; the first batch runs one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.heads = nn.Linear(6, 6), nn.ModuleDict({"a": nn.Linear(6, 6), "b": block()})
+
+    def forward(self, x, task):
+        return self.heads[task](self.body(x))
+
+
+class ByLanguage(nn.Module):
+    """Encoders and decoders by language around layers that all share."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoders = nn.ModuleDict({each: block() for each in "ab"})
+        self.shared = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        self.decoders = nn.ModuleDict({each: block() for each in "ab"})
+
+    def forward(self, x, languages):
+        return self.decoders[languages[1]](self.shared(self.encoders[languages[0]](x)))
+
+
+class Adapted(nn.Module):
+    """An adapter by task within each block, and one whose own branch is by a value that it computes."""
+
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            x = self.a(x)
+            return self.b(x) if x.sum() > 0 else x
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.adapters = block(), nn.ModuleDict({"a": nn.Linear(6, 6), "b": Adapted.Gate()})
+
+        def forward(self, x, task):
+            return self.adapters[task](self.linear(x)) + x
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x, task):
+        for each in self.blocks:
+            x = each(x, task)
+        return self.out(x)
+
+
+class Swaps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = block(), block()
+
+    def forward(self, x, swaps):
+        return self.a(self.b(x)) if swaps else self.b(self.a(x))
+
+
+class HasSwaps(Two):
+    def more(self):
+        self.inner = Swaps()
+
+    def forward(self, x, swaps):
+        return self.b(self.inner(self.a(x), swaps))
+
+
+def chosen(choices):
+    return [((x, choice), y) for (x, y), choice in zip(batches(len(choices)), choices, strict=True)]
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(
+    ("make", "choices"), [(ByTask, "abab"), (ByLanguage, ["ab", "ba", "aa", "bb"]), (Adapted, "abba")]
+)
+def test_batches_may_choose_between_branches(make, choices):
+    assert_trains(make, chosen(choices))
+
+
+@pytest.mark.net
+def test_modules_that_change_places_are_refused_and_train_as_one_layer():
+    data = chosen([False, True, False])
+    with pytest.raises(ValueError, match=r"keep inner as one layer: Model\(module, whole=\['inner'\]\)"):
+        exact.run([task_of(HasSwaps(), data)]).raise_failures()
+    assert_trains(HasSwaps, data, whole=["inner"])
+    with pytest.raises(ValueError, match="put the modules that it chooses between into one module"):
+        exact.run([task_of(Swaps(), data)]).raise_failures()
+
+
+def test_names_of_modules_to_keep_whole_are_checked():
+    for name in ("", "heads", "heads.c"):
+        with pytest.raises(ValueError, match=rf"whole: '{name}', expected a module with a forward, .*body, heads.a"):
+            Model(ByTask(), whole=[name])
+    with pytest.raises(ValueError, match="whole: '0', expected none where layers are given"):
+        Model(block(), whole=["0"])
+    with pytest.raises(ValueError, match="expected none for a Model"):
+        Model(Model(ByTask()), whole=["body"])
+    assert Model(Model(ByTask(), whole=["body"])).whole == ("body",)
