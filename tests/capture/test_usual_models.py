@@ -301,3 +301,85 @@ def test_names_of_modules_to_keep_whole_are_checked():
     with pytest.raises(ValueError, match="expected none for a Model"):
         Model(Model(ByTask()), whole=["body"])
     assert Model(Model(ByTask(), whole=["body"])).whole == ("body",)
+
+
+class Leaves(nn.Module):
+    """Leaves a part of the loss in an attribute, which is not there before."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.shape = nn.Linear(6, 6), None
+
+    def forward(self, x):
+        self.shape, y = x.shape, self.linear(x)
+        self.leave(y.square().mean())
+        return y
+
+    def leave(self, value):
+        self.aux_loss = value
+
+    def left(self):
+        return self.aux_loss
+
+
+class LeavesInNone(Leaves):
+    """The attribute is there before, and no number."""
+
+    aux_loss = None
+
+
+class LeavesInZero(Leaves):
+    """It is there before, as a number; a forward that decides by values makes one layer of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.aux_loss = torch.zeros(())
+
+    def leave(self, value):
+        self.aux_loss = value if value < 9 else 2 * value
+
+
+class LeavesInList(Leaves):
+    def leave(self, value):
+        self.losses = [value]
+
+    def left(self):
+        return sum(self.losses)
+
+
+class HasAuxiliary(Two):
+    part = Leaves
+
+    def more(self):
+        self.expert = self.part()
+
+    def forward(self, x):
+        return self.b(self.expert(self.a(x)))
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("part", [Leaves, LeavesInNone, LeavesInZero, LeavesInList])
+def test_a_part_of_the_loss_in_an_attribute_is_refused_by_its_name_and_module(part):
+    module = type("Net", (HasAuxiliary,), {"part": part})()
+    name = "losses" if part is LeavesInList else "aux_loss"
+    with pytest.raises(
+        ValueError, match=rf"in an attribute, {name} of expert \({part.__name__}\), and .*: return that too"
+    ):
+        exact.run([task_of(module, batches(), lambda y, x: F.mse_loss(y, x) + module.expert.left())]).raise_failures()
+
+
+class Returns(HasAuxiliary):
+    """Does what the refusal says."""
+
+    def forward(self, x):
+        return super().forward(x), self.expert.left()
+
+
+def test_a_part_of_the_loss_that_is_returned_too_is_exact():
+    assert_trains(Returns, loss_fn=lambda output, y: F.mse_loss(output[0], y) + output[1])
+
+
+def test_a_loss_that_reads_a_setting_of_a_model_that_leaves_something_is_exact():
+    module = HasAuxiliary()
+    module.expert(torch.ones(1, 6))
+    assert_trains(HasAuxiliary, loss_fn=lambda y, x: F.mse_loss(y, x) / module.a.in_features)
