@@ -2,7 +2,7 @@
 
 from hydra_engine.capture.outputs import carried
 from hydra_engine.capture.programs import called_with, check_call
-from hydra_engine.capture.segment import Segment, are_as_recorded, layers_for, layers_of
+from hydra_engine.capture.segment import Segment, are_as_recorded, kept_message, layers_for, layers_of
 from hydra_engine.capture.shadow import state_of
 from hydra_engine.capture.tape import saved_hooks, settings
 
@@ -12,6 +12,7 @@ __all__ = [
     "called_with",
     "carried",
     "check_call",
+    "kept_message",
     "layers_for",
     "layers_of",
     "saved_hooks",

@@ -45,7 +45,7 @@ _ENDS_OF_RANGE = (0.0, 1.0 - 2.0**-24)
 _RANDOM_NUMBERS = (torch.rand, torch.rand_like)
 # Classes of what may be in a batch beside tensors: their `repr` tells all that is in them. (Arrays are told by bytes.)
 _TOLD = (*PLAIN, np.ndarray, range, slice, Enum)
-# A module with more of the model's weights than this, and modules with weights in it, is not kept as one layer.
+# A module with more of the model's weights than this, and modules with weights in it, is not kept whole without a word.
 MOST_KEPT = 0.8
 
 
@@ -103,6 +103,7 @@ class Programs(Shared):
         self._left: dict[torch.dtype | None, tuple[Shadow, Unknown]] = {}
         self._roots: dict[Form, _Node] = {}
         self.by_name: dict[str, Program] = {}
+        self.kept_message = ""  # of a module that is one layer, and most of the model
         self._cuts: list[Site] | None = None
         self._sites: set[Site] | None = None  # at which the other mode may be cut as well, if it is known
         self._usual: list[Any] = []  # answers for the first batch: also where values are not to be had
@@ -259,14 +260,23 @@ class Programs(Shared):
         path = unknown.frame
         while path and path in self._kept:
             path = path.rpartition(".")[0]
-        module = self._named[path]
-        is_split = any(next(child.parameters(), None) is not None for child in module.children())
-        is_most = self._weights[path] > MOST_KEPT * self._weights[""]
-        if not path or (is_split and is_most) or (self._cuts is not None and not self._is_held_whole(path)):
+        if not path or (self._cuts is not None and not self._is_held_whole(path)):
+            remedy = (
+                f"keep {path} as one layer: Model(module, whole=[{path!r}])"
+                if path
+                else "put that part into a module of its own, which is then one layer"
+            )
             raise ValueError(
                 f"the model's own forward ({type(self.model).__name__}) cannot be made layers: {unknown.line} "
-                f"{unknown.why}; compute it with tensors alone (torch.where), take it from the batch, or put that part "
-                f"into a module of its own, which is then one layer"
+                f"{unknown.why}; compute it with tensors alone (torch.where), take it from the batch, or {remedy}"
+            )
+        module = self._named[path]
+        is_split = any(next(child.parameters(), None) is not None for child in module.children())
+        if is_split and self._weights[path] > MOST_KEPT * self._weights[""]:
+            self.kept_message = (
+                f"{path} ({type(module).__name__}), with {self._weights[path] / self._weights['']:.0%} of the model's "
+                f"weights, is one layer: {unknown.line} {unknown.why}; for more layers, put that part into a module of "
+                f"its own, or switch it off"
             )
         self._kept.add(path)
         self._known.clear()  # they run otherwise now

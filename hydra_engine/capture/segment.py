@@ -155,6 +155,12 @@ def are_as_recorded(layers: Iterable[nn.Module | None]) -> bool:
     return found is not None and found.are_of_now()
 
 
+def kept_message(layers: Iterable[nn.Module | None]) -> str:
+    """Say which module is one layer and most of the model, and why; "": there is none."""
+    found = next((layer.place.programs for layer in layers if isinstance(layer, Segment)), None)
+    return "" if found is None else found.kept_message
+
+
 def layers_for(layers: Iterable[nn.Module | None], model: nn.Module) -> bool:
     """Tell copies of a model's layers which copy of the model they are of. What was recorded is theirs as well.
 

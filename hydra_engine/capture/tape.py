@@ -528,13 +528,19 @@ class Tape(TorchFunctionMode):
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any(each.is_meta for each in _tensors((args, kwargs))):
             return func(*args, **kwargs)
-        return self._answer(self._asked(func, args, kwargs))
+        return self._answered(self._asked(func, args, kwargs))
+
+    def _answered(self, asked: Asked) -> Any:
+        try:
+            return self._answer(asked)
+        except Unknown as unknown:
+            raise Unknown(self._frames[-1].path, unknown.line, unknown.why) from None
 
     def _with_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """Return the result of a call whose sizes depend on values, on meta, if they are those of the batch."""
         if isinstance(func, Held):
             raise error
-        spec, leaves = self._answer(self._asked(partial(_sizes, func), args, kwargs, error))
+        spec, leaves = self._answered(self._asked(partial(_sizes, func), args, kwargs, error))
         made = [
             torch.empty_strided(*each[1:3], dtype=each[3], device=META) if isinstance(each, tuple) else each
             for each in leaves

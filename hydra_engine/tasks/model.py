@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hydra_engine.capture import are_as_recorded, layers_for, layers_of
+from hydra_engine.capture import are_as_recorded, kept_message, layers_for, layers_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # In names of classes whose forward is another one in eval(), with the attribute that may switch that off.
@@ -154,6 +154,11 @@ class Model(nn.Sequential):
     def is_outdated(self) -> bool:
         """True if layers were made of a forward that may read what was changed since: an attribute, say."""
         return self.is_converted and not self.is_pending and not are_as_recorded(self._modules.values())
+
+    @property
+    def kept_message(self) -> str:
+        """Says that most of the model is one layer, and which line made it so; "": it is not."""
+        return kept_message(self._modules.values())
 
     def check_hooks(self) -> None:
         """Raise ValueError for hooks on the model as a whole, or on the module that it comes from."""

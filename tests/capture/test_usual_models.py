@@ -1,6 +1,7 @@
 """Models as people write them: each trains to the bits of plain PyTorch, or is refused by what may be done about it."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from hydra_engine import Model, ModelTask
 from hydra_engine.capture import called_with
 from tests import exact, zoo
+from tests.any_model import harness
 
 # The check of a forward's code: in `make test` are the tests that carry `net`.
 pytestmark = pytest.mark.rest
@@ -43,7 +45,7 @@ def assert_trains(make, data=None, loss_fn=F.mse_loss, **options):
     report.raise_failures()
     assert report.tasks["t"].losses == losses
     exact.assert_same_state(zoo.state(nets[1]), zoo.state(nets[0]))
-    return report.tasks["t"]
+    return report
 
 
 class Two(nn.Module):
@@ -383,3 +385,113 @@ def test_a_loss_that_reads_a_setting_of_a_model_that_leaves_something_is_exact()
     module = HasAuxiliary()
     module.expert(torch.ones(1, 6))
     assert_trains(HasAuxiliary, loss_fn=lambda y, x: F.mse_loss(y, x) / module.a.in_features)
+
+
+class GateOfMost(nn.Module):
+    """Decides by a value that it computes, and has most of the weights, in modules of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = block(), block()
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.b(x) if x.sum() > 0 else x
+
+
+class Recurrent(nn.Module):
+    """Makes a tensor of a size that depends on values, in a module that is most of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.rnn = nn.Linear(6, 8), nn.LSTM(8, 6, batch_first=True)
+
+    def forward(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(self.embed(x)[None], torch.tensor([len(x)]), batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0][0]
+
+
+class DropsLayers(nn.Module):
+    """Leaves layers out by chance, in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x):
+        for each in self.layers:
+            if not (self.training and torch.rand([]) < 0.5):
+                x = each(x)
+        return x
+
+
+class Around(nn.Module):
+    part: type
+
+    def __init__(self):
+        super().__init__()
+        self.part_of_most, self.out = self.part(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.out(self.part_of_most(x * 2))
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(
+    ("part", "line"), [(GateOfMost, r"x.sum\(\) > 0"), (Recurrent, "pack_padded_sequence"), (DropsLayers, "torch.rand")]
+)
+def test_a_module_with_most_of_the_weights_is_one_layer_and_the_report_says_why(part, line):
+    report = assert_trains(type("Net", (Around,), {"part": part}), batches(6))
+    named = rf"part_of_most \({part.__name__}\), with \d\d% of .* is one layer: test_usual_models.py:\d+: .*{line}"
+    assert any(re.search(named, each) for each in report.messages)
+
+
+class DropsPath(nn.Module):
+    """A block that is left out by chance: stochastic depth."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        if self.training and torch.rand(1) < 0.5:
+            return x
+        return x + F.dropout(self.linear(x), 0.2, self.training)
+
+
+class DropsInPlace(DropsPath):
+    """Changes what it got, or not."""
+
+    def forward(self, x):
+        return F.relu_(x) if self.training and torch.rand(1).item() < 0.5 else self.linear(x)
+
+
+class Repeats(DropsPath):
+    def forward(self, x):
+        for _ in range(int(torch.randint(0, 3, (1,)))):
+            x = (x + self.linear(x)) / 3
+        return x
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("part", [DropsPath, DropsInPlace, Repeats])
+def test_a_block_that_decides_by_a_number_it_draws_is_one_layer(part):
+    class Net(Two):
+        def more(self):
+            self.blocks = nn.ModuleList(part() for _ in range(3))
+
+        def forward(self, x):
+            x = self.a(x)
+            for each in self.blocks:
+                x = x * 0.5 + each(x + 1)
+            return self.b(x)
+
+    case = harness.Case("Net", Net, batches, batches, F.mse_loss)
+    harness.check(case, harness.each_layer)
+    assert_trains(Net, batches(6))
+
+
+def test_a_number_that_the_model_itself_draws_and_decides_by_is_refused_with_its_line():
+    with pytest.raises(ValueError, match=r"test_usual_models.py:\d+: .*torch.rand.* put that part into a module"):
+        Model(DropsLayers(), example=batches()[0][0])
+    assert_trains(type("Net", (Around,), {"part": DropsLayers}))
