@@ -1,7 +1,8 @@
 """Makes layers of a module that has a forward of its own."""
 
-from hydra_engine.capture.programs import called_with, check_call, without_caches
-from hydra_engine.capture.segment import Segment, are_as_recorded, layers_for, layers_of
+from hydra_engine.capture.outputs import carried
+from hydra_engine.capture.programs import called_with, check_call
+from hydra_engine.capture.segment import Segment, are_as_recorded, kept_message, layers_for, layers_of
 from hydra_engine.capture.shadow import state_of
 from hydra_engine.capture.tape import saved_hooks, settings
 
@@ -9,11 +10,12 @@ __all__ = [
     "Segment",
     "are_as_recorded",
     "called_with",
+    "carried",
     "check_call",
+    "kept_message",
     "layers_for",
     "layers_of",
     "saved_hooks",
     "settings",
     "state_of",
-    "without_caches",
 ]

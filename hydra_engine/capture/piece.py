@@ -34,10 +34,10 @@ class Piece:
 
     def run(self, holder: nn.Module, here: torch.device, values: Sequence[Tensor]) -> tuple[Any, ...]:
         """Run the calls with the parameters and modules that a holder has by their names."""
-        return self._run(here, [_found(holder, path) for path in self.held], values)
+        return self._run(here, [found_in(holder, path) for path in self.held], values)
 
 
-def _found(holder: nn.Module, path: Sequence[str]) -> Any:
+def found_in(holder: nn.Module, path: Sequence[str]) -> Any:
     module = holder
     for name in path[:-1]:
         module = module._modules[name]  # type: ignore[assignment]

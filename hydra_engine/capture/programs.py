@@ -6,7 +6,7 @@ import copy
 import inspect
 import itertools
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.capture.cuts import Lives, choose_cuts
+from hydra_engine.capture.outputs import carried
 from hydra_engine.capture.piece import Piece
 from hydra_engine.capture.shadow import Caches, Shadow, bytes_of, on_meta, state_of
 from hydra_engine.capture.tape import (
@@ -36,6 +37,7 @@ from hydra_engine.capture.tape import (
     name_of,
     replaced,
 )
+from hydra_engine.capture.whole import WholeModules
 from partitioners.reach import PLAIN, Shared
 
 # A number that the forward draws and compares: what holds for both ends of its range holds for it.
@@ -43,9 +45,7 @@ _ENDS_OF_RANGE = (0.0, 1.0 - 2.0**-24)
 _RANDOM_NUMBERS = (torch.rand, torch.rand_like)
 # Classes of what may be in a batch beside tensors: their `repr` tells all that is in them. (Arrays are told by bytes.)
 _TOLD = (*PLAIN, np.ndarray, range, slice, Enum)
-# Entries of the outputs of language models.
-_CACHES = frozenset(("past_key_values", "cache_params"))
-# A module with more of the model's weights than this, and modules with weights in it, is not kept as one layer.
+# A module with more of the model's weights than this, and modules with weights in it, is not kept whole without a word.
 MOST_KEPT = 0.8
 
 
@@ -91,17 +91,19 @@ class _Node:
 class Programs(Shared):
     """Records a model's forward, once for each form of inputs, and finds the program for a batch. From any thread."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Raises TypeError for a model that cannot be copied."""
+    def __init__(self, model: nn.Module, whole: Collection[str] = ()) -> None:
+        """`whole`: paths of modules to keep as one call. Raises TypeError for a model that cannot be copied."""
         self.model = model
         self._lock = threading.RLock()
         self._named = dict(model.named_modules())
-        self._kept: set[str] = set()
+        self._kept: set[str] = set(whole)
+        self._ran_on: dict[str, list[Tensor | None]] = {}  # values that kept modules ran on, for batches without
         self._known: dict[torch.dtype | None, list[_Known]] = {}  # what was recorded, by `narrow`
         # By `narrow`: one in whose attributes forwards leave something, and why nothing may depend on that.
         self._left: dict[torch.dtype | None, tuple[Shadow, Unknown]] = {}
         self._roots: dict[Form, _Node] = {}
         self.by_name: dict[str, Program] = {}
+        self.kept_message = ""  # of a module that is one layer, and most of the model
         self._cuts: list[Site] | None = None
         self._sites: set[Site] | None = None  # at which the other mode may be cut as well, if it is known
         self._usual: list[Any] = []  # answers for the first batch: also where values are not to be had
@@ -234,7 +236,8 @@ class Programs(Shared):
     def _run(self, shadow: Shadow, form: Form, batch: _Batch, caches: Caches) -> _Recorded:
         """Run the shadow's forward, and record it."""
         batch.asked.clear()
-        tape = Tape(shadow, batch.here, frozenset(self._kept), batch.recorded)
+        whole = WholeModules(shadow, batch.tensors if batch.has_values else None, self._ran_on)
+        tape = Tape(shadow, batch.here, frozenset(self._kept), batch.recorded, whole.run)
         check_call(self.model, batch.inputs)
         args, kwargs = called_with(pytree.tree_map_only(Tensor, tape.input, batch.inputs))
         numbers = list(range(len(tape.values)))
@@ -242,7 +245,7 @@ class Programs(Shared):
         shadow.recorder = tape.module
         try:
             with caches.apart(), tape.recording():
-                out = without_caches(shadow.model(*args, **kwargs))
+                out = carried(shadow.model(*args, **kwargs))
             if tape.raised is not None:
                 raise tape.raised
             leaves, spec = pytree.tree_flatten(out)
@@ -257,18 +260,32 @@ class Programs(Shared):
         path = unknown.frame
         while path and path in self._kept:
             path = path.rpartition(".")[0]
-        module = self._named[path]
-        is_split = any(next(child.parameters(), None) is not None for child in module.children())
-        is_most = self._weights[path] > MOST_KEPT * self._weights[""]
-        if not path or (is_split and is_most) or self._cuts is not None:
+        if not path or (self._cuts is not None and not self._is_held_whole(path)):
+            remedy = (
+                f"keep {path} as one layer: Model(module, whole=[{path!r}])"
+                if path
+                else "put that part into a module of its own, which is then one layer"
+            )
             raise ValueError(
                 f"the model's own forward ({type(self.model).__name__}) cannot be made layers: {unknown.line} "
-                f"{unknown.why}; compute it with tensors alone (torch.where), take it from the batch, or put that part "
-                f"into a module of its own, which is then one layer"
+                f"{unknown.why}; compute it with tensors alone (torch.where), take it from the batch, or {remedy}"
+            )
+        module = self._named[path]
+        is_split = any(next(child.parameters(), None) is not None for child in module.children())
+        if is_split and self._weights[path] > MOST_KEPT * self._weights[""]:
+            self.kept_message = (
+                f"{path} ({type(module).__name__}), with {self._weights[path] / self._weights['']:.0%} of the model's "
+                f"weights, is one layer: {unknown.line} {unknown.why}; for more layers, put that part into a module of "
+                f"its own, or switch it off"
             )
         self._kept.add(path)
         self._known.clear()  # they run otherwise now
         self._left.clear()
+
+    def _is_held_whole(self, path: str) -> bool:
+        """Return True if a layer holds the module, or one around it, and not only what is in it."""
+        names = {".".join(path.split(".")[:k]) for k in range(1, path.count(".") + 2)}
+        return self.is_settled and not all(map(names.isdisjoint, self.holdings))
 
     def _cut(self, tape: Tape, inputs: list[int], output: list[Any], spec: Any) -> Program:
         calls, returned = tape.calls, list[int]()
@@ -280,11 +297,6 @@ class Programs(Shared):
                 raise ValueError(
                     "the model's own forward returns a parameter, a buffer or a constant as it is, limit: what it "
                     "computes; clone it"
-                )
-            elif not (leaf is None or isinstance(leaf, (bool, int, float, str))):
-                raise ValueError(
-                    f"the model's own forward returns a {type(leaf).__name__}, limit: tensors, numbers, and tuples, "
-                    f"lists and dicts of them; return what is in it, or leave it out (use_cache=False)"
                 )
         lives = Lives(calls, inputs, returned)
         if self._cuts is None:
@@ -322,7 +334,7 @@ class Programs(Shared):
         sites = [places.get(site, -1) for site in self._cuts]
         if not self.is_settled and sorted({0, *sites}) == [0, *sites]:
             return sites  # its layers are yet to be made
-        lacking = ""
+        lacking = around = ""
         for wanted in (sites, [-1] * len(sites)):
             ends = [0]
             for k, site in enumerate(wanted):
@@ -333,10 +345,19 @@ class Programs(Shared):
             if not rest:
                 return ends[1:]
             lacking = f"{rest[0].line} uses {', '.join(sorted(rest[0].held)[:3])}"
+            frames = [call.frame.split(".") for call in (rest[0], *calls[ends[-1] - 1 : ends[-1]])]
+            shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*frames, strict=False))
+            around = ".".join(names[0] for names in shared)
+        remedy = (
+            f"keep {around} as one layer: Model(module, whole=[{around!r}])"
+            if around
+            else "put the modules that it chooses between into one module, and keep that as one layer: "
+            "Model(module, whole=[its name])"
+        )
         raise ValueError(
             f"the model's own forward runs otherwise for this batch than for the first one, limit: batches for which "
-            f"it uses its weights in the order of its layers: {lacking} where no layer has it; give "
-            f"Model(module, example=...) a batch that runs all of its modules, and the longest of loops"
+            f"it uses its weights in the order of its layers: {lacking} where no layer has it; {remedy}; or give "
+            f"example= a batch that runs all of its modules, and the longest of loops"
         )
 
     def _has(self, layer: int, call: Call) -> bool:
@@ -388,7 +409,7 @@ class _Batch:
         self.inputs, self.tensors, self._usual = inputs, tensors, usual
         has_place = tensors and not tensors[0].is_meta
         self.here = tensors[0].device if has_place else torch.device("cpu")
-        self._has_values = not any(isinstance(each, FakeTensor) or each.is_meta for each in tensors)
+        self.has_values = not any(isinstance(each, FakeTensor) or each.is_meta for each in tensors)
         self.asked: list[tuple[Asked, Any]] = []
 
     def without_values(self) -> _Batch:
@@ -400,7 +421,7 @@ class _Batch:
         inputs = pytree.tree_map_only(Tensor, bare, self.inputs)
         tensors = [each for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor)]
         found = _Batch(inputs, tensors, [answer for _, answer in self.asked])
-        found.here, found._has_values = self.here, False
+        found.here, found.has_values = self.here, False
         return found
 
     def answer(self, asked: Asked) -> Any:
@@ -425,7 +446,7 @@ class _Batch:
     def _computed(self, asked: Asked, extreme: float) -> Any:
         asks = pytree.tree_leaves((asked.args, asked.kwargs))
         needs_values = any(call.reads for call in asked.calls) or any(isinstance(each, Value) for each in asks)
-        if needs_values and not self._has_values:
+        if needs_values and not self.has_values:
             return _ANY
         known: dict[int, Any] = dict(enumerate(self.tensors))
 
@@ -492,13 +513,6 @@ def check_call(model: nn.Module, inputs: Any) -> None:
             f"are {given}: {error}; give its arguments as a tuple ({example}) or a dict with these names, in the batch "
             f"or by unpack= of the task"
         ) from None
-
-
-def without_caches(output: Any) -> Any:
-    """Return what a forward gave without what only generates text from it: no loss takes it, and it is large."""
-    if not isinstance(output, dict) or _CACHES.isdisjoint(output):
-        return output
-    return type(output)(**{key: value for key, value in output.items() if key not in _CACHES})
 
 
 def _form(leaf: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,45 +86,79 @@ class Segment(Holder):
         return f"layer {self.place.index} of {type(self.place.programs.model).__name__}"
 
 
-def layers_of(model: nn.Module, inputs: Any) -> list[Segment]:
+def layers_of(model: nn.Module, inputs: Any, *, evaluates: bool = False, whole: Collection[str] = ()) -> list[Segment]:
     """Return the layers that a module with a forward of its own is made of, which share its parameters.
 
     inputs: what its forward takes: a tensor, a tuple of positional or a dict of keyword arguments. Its tensors may lie
-    on meta, and so may the model's. Raises ValueError with the line of the model that stands in the way, TypeError for
-    a model that cannot be copied.
+    on meta, and so may the model's. evaluates: the layers are for `eval()`, whatever the mode of the model is. whole:
+    paths of modules that are not cut. Raises ValueError with the line of the model that stands in the way, TypeError
+    for a model that cannot be copied.
     """
-    programs = Programs(model)
-    flags = programs.flags(None)
-    other = (not flags[0],) * len(flags)
-    with contextlib.suppress(ValueError):  # a mode that it cannot run in is refused where it is asked for
+    programs = Programs(model, whole)
+    flags = programs.flags(False if evaluates else None)
+    other = programs.flags(not flags[0])
+    # Whatever the forward raises in the other mode (a detector without targets), it raises where that is asked for.
+    with contextlib.suppress(Exception):
         programs.foresee(inputs, other)
     program, _ = programs.find(inputs, flags)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(Exception):
         programs.find(inputs, other)
     last = len(program.pieces) - 1
     layers = [Segment(programs, k, last, piece.text) for k, piece in enumerate(program.pieces)]
     for layer, names in zip(layers, programs.holdings, strict=True):
         for name in sorted(names, key=lambda each: each.count(".")):
             layer.add(model, name)
-    held = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if id(tensor) not in held:  # used by no forward so far; saved with the others
-            owner = name.rpartition(".")[0]
-            module = model.get_submodule(owner)
-            tensors = [id(each) for each in (*module.parameters(), *module.buffers())]
-            if owner and is_leaf(module) and held.isdisjoint(tensors):
-                name = owner  # for a batch that it is used for
-                held.update(tensors)
-            layers[-1].add(model, name)
-            programs.holdings[-1].add(name)
+    for k, name in _unused(model, layers, programs.holdings):
+        layers[k].add(model, name)
+        programs.holdings[k].add(name)
     programs.is_settled = True
     return layers
+
+
+def _unused(
+    model: nn.Module, layers: Sequence[nn.Module], holdings: Sequence[Collection[str]]
+) -> list[tuple[int, str]]:
+    """Return the modules, parameters and buffers that no forward has used so far, each with a layer for it.
+
+    It is the last one that has something of the same parent: the heads of several tasks are in one layer, and so are
+    branches that batches choose between. So a batch that uses them finds them where it uses those.
+    """
+    held = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
+    names = [(name, k) for k, each in enumerate(holdings) for name in each]
+    found: list[tuple[int, str]] = []
+
+    def look(path: str, module: nn.Module, place: int) -> None:
+        if any(path == name or path.startswith(f"{name}.") for name, _ in names):
+            return
+        inside = [k for name, k in names if name.startswith(f"{path}.") or not path]
+        place = max(inside, default=place)
+        tensors = [id(each) for each in (*module.parameters(), *module.buffers())]
+        if path and not inside and held.isdisjoint(tensors) and (tensors or is_leaf(module)):
+            held.update(tensors)
+            found.append((place, path))
+            return
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and id(tensor) not in held:
+                held.add(id(tensor))
+                found.append((place, f"{path}.{name}".lstrip(".")))
+        for name, child in module._modules.items():
+            if child is not None:
+                look(f"{path}.{name}".lstrip("."), child, place)
+
+    look("", model, len(layers) - 1)
+    return found
 
 
 def are_as_recorded(layers: Iterable[nn.Module | None]) -> bool:
     """Return True if layers would be made alike again: no attribute of their model was changed since."""
     found = next((layer.place.programs for layer in layers if isinstance(layer, Segment)), None)
     return found is not None and found.are_of_now()
+
+
+def kept_message(layers: Iterable[nn.Module | None]) -> str:
+    """Say which module is one layer and most of the model, and why; "": there is none."""
+    found = next((layer.place.programs for layer in layers if isinstance(layer, Segment)), None)
+    return "" if found is None else found.kept_message
 
 
 def layers_for(layers: Iterable[nn.Module | None], model: nn.Module) -> bool:

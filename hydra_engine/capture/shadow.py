@@ -42,6 +42,7 @@ class Shadow:
             memo[id(parameter)] = nn.Parameter(stand_in, parameter.requires_grad)
         for buffer in model.buffers():
             memo.setdefault(id(buffer), on_meta(buffer))
+        self._sources = {id(memo[id(each)]): each for each in (*model.parameters(), *model.buffers())}
         try:
             self.model = copy.deepcopy(model, memo)
         except Exception as error:
@@ -98,6 +99,31 @@ class Shadow:
         """Return the path of the module that a path to an attribute of it leads through."""
         inside = (path for path in self._paths if where.startswith(f"{path}."))
         return max(inside, key=len, default="")
+
+    @property
+    def has_weights(self) -> bool:
+        """True if the model that this is a copy of has values, and not on meta: all of them."""
+        own = (*self.model.parameters(), *self.model.buffers())
+        pairs = [(each, self._sources.get(id(each), each)) for each in own]
+        return all(not source.is_meta and source.shape == each.shape for each, source in pairs)
+
+    @contextmanager
+    def with_zeros(self, module: nn.Module) -> Iterator[None]:
+        """Give a module of this copy weights with values, all 0, while the body runs."""
+        with _holding(module, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype)):
+            yield
+
+    @contextmanager
+    def with_weights(self, module: nn.Module) -> Iterator[None]:
+        """Give all modules the model's weights while the body runs; `module` may write to its own, which are copies."""
+        own = set(map(id, module.parameters()))
+
+        def value(tensor: Tensor) -> Tensor:
+            made = self._sources[id(tensor)].detach().to("cpu", tensor.dtype)
+            return made if isinstance(tensor, nn.Parameter) and id(tensor) not in own else made.clone()
+
+        with _holding(self.model, value):
+            yield
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -190,16 +216,14 @@ def _are_same(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def with_zeros(module: nn.Module) -> Iterator[None]:
-    """Give a module of a shadow weights with values, all 0, while the body runs."""
+def _holding(module: nn.Module, value: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Put other tensors in place of a module's parameters and buffers while the body runs."""
     holders: list[dict[str, Any]] = [held for each in module.modules() for held in (each._parameters, each._buffers)]
-    before = [(holder, name, tensor) for holder in holders for name, tensor in holder.items()]
+    before = [(holder, name, tensor) for holder in holders for name, tensor in holder.items() if tensor is not None]
     try:
         for holder, name, tensor in before:
-            if tensor is not None:
-                zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                holder[name] = nn.Parameter(zeros, tensor.requires_grad) if is_parameter else zeros
+            made = value(tensor)
+            holder[name] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
         yield
     finally:
         for holder, name, tensor in before:

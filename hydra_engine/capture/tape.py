@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
-from hydra_engine.capture.shadow import Shadow, on_meta, with_zeros
+from hydra_engine.capture.shadow import Shadow, on_meta
 from partitioners.precision import is_norm
 
 META = torch.device("meta")
@@ -270,11 +270,17 @@ class Tape(TorchFunctionMode):
     """Records a run of a model's forward."""
 
     def __init__(
-        self, shadow: Shadow, here: torch.device, kept: frozenset[str], answer: Callable[[Asked], Any]
+        self,
+        shadow: Shadow,
+        here: torch.device,
+        kept: frozenset[str],
+        answer: Callable[[Asked], Any],
+        run_kept: Callable[[Tape, nn.Module, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
     ) -> None:
         """Make one for a copy of the model on meta, which runs its modules.
 
-        kept: paths of modules to call as a whole. answer: tells what Python asks for, or raises `Unknown`.
+        kept: paths of modules to call as a whole, which `run_kept` runs to return what they give, on meta. answer:
+        tells what Python asks for, or raises `Unknown`.
         """
         super().__init__()
         self.here = here
@@ -282,6 +288,7 @@ class Tape(TorchFunctionMode):
         self.values = Values(shadow.model)
         self._answer = answer
         self._kept = kept
+        self._run_kept = run_kept
         self._frames: list[_Frame] = [_Frame("", "")]
         self._occurrences: dict[str, int] = {}
         self._originals = shadow.originals
@@ -495,7 +502,7 @@ class Tape(TorchFunctionMode):
         with self._in_frame(path, name):
             self._is_whole = True
             try:
-                found = _with_zeros(module, call, moved, options) if own else call(*moved, **options)
+                found = self._run_kept(self, module, name, call, moved, options) if own else call(*moved, **options)
             except Unknown:
                 raise
             except Exception as error:
@@ -521,13 +528,19 @@ class Tape(TorchFunctionMode):
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any(each.is_meta for each in _tensors((args, kwargs))):
             return func(*args, **kwargs)
-        return self._answer(self._asked(func, args, kwargs))
+        return self._answered(self._asked(func, args, kwargs))
+
+    def _answered(self, asked: Asked) -> Any:
+        try:
+            return self._answer(asked)
+        except Unknown as unknown:
+            raise Unknown(self._frames[-1].path, unknown.line, unknown.why) from None
 
     def _with_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """Return the result of a call whose sizes depend on values, on meta, if they are those of the batch."""
         if isinstance(func, Held):
             raise error
-        spec, leaves = self._answer(self._asked(partial(_sizes, func), args, kwargs, error))
+        spec, leaves = self._answered(self._asked(partial(_sizes, func), args, kwargs, error))
         made = [
             torch.empty_strided(*each[1:3], dtype=each[3], device=META) if isinstance(each, tuple) else each
             for each in leaves
@@ -678,22 +691,3 @@ def _moves_averages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _is_machinery(module: str) -> bool:
     return module.partition(".")[0] in ("torch", "contextlib", "functools") or module.startswith("hydra_engine.capture")
-
-
-def _with_zeros(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a module of the shadow, on meta or, where values are asked for, on zeros; what it gives, on meta."""
-    try:
-        return call(*args, **kwargs)
-    except Exception:  # it asks for values
-        pass
-    with with_zeros(module), torch.random.fork_rng(devices=[]):
-        zeros = replaced((args, kwargs), _zeros)
-        found = call(*zeros[0], **zeros[1])
-    return pytree.tree_map_only(Tensor, _on_meta, found)
-
-
-def _zeros(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-    made = torch.zeros(leaf.shape, dtype=leaf.dtype)
-    return made.requires_grad_() if leaf.requires_grad else made

@@ -440,7 +440,9 @@ class PlannedTask:
         if task.model.is_pending or is_unlike:
             # By the first batch, which the reader keeps for the first step.
             with _noting(name, "as its model was made into layers by its first batch"):
-                task.model.convert(self._inputs())
+                task.model.convert(self._inputs(), evaluates=task.purpose is not Purpose.TRAIN)
+        if task.model.kept_message:
+            self.doubts.append(f"{name}: {task.model.kept_message}")
         self.layout = layout_of(task, alignment_bytes)
         if task.moments != "float32":
             self.doubts.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hydra_engine.capture import called_with, saved_hooks, settings, state_of, without_caches
+from hydra_engine.capture import called_with, carried, saved_hooks, settings, state_of
 from hydra_engine.data import RandomState, Stream, capture, copy_of, identical, installed, seeded
 from hydra_engine.host import LayerFault, ModelLayout, Structure
 from hydra_engine.tasks import Model
@@ -289,7 +289,15 @@ def check_converted(
             with torch.no_grad(), installed(stream):
                 found = forward(args, kwargs)
                 results = pytree.tree_leaves(found)
-                return results if loss is None else [*results, *pytree.tree_leaves(loss(found))], capture()
+                if loss is None:
+                    return results, capture()
+                results, drawn = [*results, *pytree.tree_leaves(loss(found))], capture()
+            if forward is own and (read := _read_of(source, attributes, partial(loss, found), state)):
+                raise LayerFault(
+                    f"loss_fn reads what the model's own forward leaves in an attribute, {' and '.join(read)}, and "
+                    f"layers leave it in copies of the model: return that too, and let loss_fn take it from the output"
+                )
+            return results, drawn
         finally:
             for module, before in attributes:
                 vars(module).clear()
@@ -302,7 +310,7 @@ def check_converted(
 
     def own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source.train(training if not training else source.training)
-        return without_caches(source(*args, **kwargs))
+        return carried(source(*args, **kwargs))
 
     def layers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = kwargs or (args if isinstance(inputs, tuple) else args[0])
@@ -334,6 +342,46 @@ def check_converted(
             f"{len(expected)}{REMEDY}"
         )
     return drawn.moved_outside_torch(state)
+
+
+def _read_of(
+    source: nn.Module,
+    attributes: Sequence[tuple[nn.Module, Mapping[str, Any]]],
+    loss: Callable[[], Any],
+    state: RandomState,
+) -> list[str]:
+    """Return which attributes that a forward has just set decide a loss: it is another one, or fails, without them.
+
+    attributes: of the modules before the forward.
+    """
+    names = {id(module): path for path, module in source.named_modules()}
+    changed = [
+        (module, name, before)
+        for module, before in attributes
+        for name, value in vars(module).items()
+        if id(module) in names and name != "training" and value is not before.get(name, _Token)
+    ]
+
+    def told(without: Sequence[tuple[nn.Module, str, Mapping[str, Any]]]) -> str | None:
+        now = [(module, name, vars(module)[name]) for module, name, _ in without]
+        try:
+            for module, name, before in without:
+                vars(module).pop(name)
+                vars(module).update({name: before[name]} if name in before else {})
+            with torch.no_grad(), installed(Stream(state)):
+                return repr(pytree.tree_map_only(Tensor, Tensor.tolist, loss()))
+        except Exception:
+            return None
+        finally:
+            for module, name, value in now:
+                vars(module)[name] = value
+
+    # One that differs from call to call anyway tells nothing.
+    if not changed or (expected := told([])) == told(changed) or told([]) != expected:
+        return []
+    read = [each for each in changed if told([each]) != expected]
+    found = [f"{name} of {names[id(each)] or 'the model'} ({type(each).__name__})" for each, name, _ in read or changed]
+    return list(dict.fromkeys(found))  # layers hold some of the modules, too
 
 
 def _difference(a: Any, b: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hydra_engine.capture import are_as_recorded, layers_for, layers_of
+from hydra_engine.capture import are_as_recorded, kept_message, layers_for, layers_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # In names of classes whose forward is another one in eval(), with the attribute that may switch that off.
@@ -35,6 +35,9 @@ class Model(nn.Sequential):
     first batch of the task serves; where the module's children run in order, each on what the one before returned,
     these are then its layers.
 
+    whole: names of modules that become no more than one layer each, as in `named_modules()`: of one, say, that uses its
+    children in another order for other batches.
+
     The parameters are the module's own, with the names that they have there, also in `state_dict()`. Raises ValueError
     with the line of the forward that stands in the way of making layers, and TypeError for what is no module.
     """
@@ -43,22 +46,35 @@ class Model(nn.Sequential):
     is_converted: bool  # the layers were made of a forward of the module's own
     is_by_hand: bool  # they hold the module's own modules, and do together what it does
     is_pending: bool  # it has no layers yet
+    whole: tuple[str, ...]  # modules that are not cut
 
-    def __init__(self, x: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module], example: Any = None) -> None:
+    def __init__(
+        self,
+        x: nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module],
+        example: Any = None,
+        *,
+        whole: Iterable[str] = (),
+    ) -> None:
         super().__init__()
         source = x if isinstance(x, nn.Module) else None
-        self._set(source=source, is_converted=False, is_by_hand=False, is_pending=False)
+        self._set(source=source, is_converted=False, is_by_hand=False, is_pending=False, whole=tuple(whole))
         if isinstance(x, Model) and x.has_names_of_source:
+            if self.whole and self.whole != x.whole:
+                raise ValueError(
+                    f"whole: {list(self.whole)}, expected none for a Model; give the module it was made of"
+                )
             x.check_hooks()
             self._modules.update(x._modules)
             self._set(source=x.source, is_converted=x.is_converted, is_by_hand=x.is_by_hand, is_pending=x.is_pending)
+            self._set(whole=x.whole)
             return
         self.check_hooks()
+        self._check_whole()
         if isinstance(x, nn.Module) and _has_own_forward(x):
             if example is not None:
                 self.convert(example)
                 return
-            if not _may_be_chain(x):
+            if self.whole or not _may_be_chain(x):
                 self._set(is_converted=True, is_pending=True)
                 return
         # Not named_children(), which leaves out the second place of a module that runs twice.
@@ -112,19 +128,37 @@ class Model(nn.Sequential):
         named = (*super().named_parameters(), *super().named_buffers())
         return all(id(tensor) in known for _, tensor in named)
 
-    def convert(self, inputs: Any) -> None:
-        """Make layers of the module's own forward; `inputs`: an example of what it takes. Raises as the class does."""
+    def convert(self, inputs: Any, *, evaluates: bool = False) -> None:
+        """Make layers of the module's own forward, by an example of its inputs. Raises as the class does.
+
+        evaluates: they are for `eval()` only, so far: what the forward raises in the module's own mode is no matter.
+        """
         self.check_hooks()
         switch_off_checkpointing(self.source)
-        layers = layers_of(self.source, inputs)
+        layers = layers_of(self.source, inputs, evaluates=evaluates, whole=self.whole)
         self._modules.clear()
         self._modules.update((str(k), layer) for k, layer in enumerate(layers))
         self._set(is_converted=True, is_pending=False)
+
+    def _check_whole(self) -> None:
+        """Raise ValueError for names in `whole` of what is not a module that a forward of the model's own calls."""
+        has_own = self.source is not None and _has_own_forward(self.source)
+        known = [name for name, each in self.source.named_modules() if name and _can_be_called(each)] if has_own else []
+        for name in self.whole:
+            if name not in known:
+                named = f"a module with a forward, as in named_modules() ({', '.join(known[:6])}, ...)"
+                limit = named if has_own else "none where layers are given, which are whole"
+                raise ValueError(f"whole: {name!r}, expected {limit}")
 
     @property
     def is_outdated(self) -> bool:
         """True if layers were made of a forward that may read what was changed since: an attribute, say."""
         return self.is_converted and not self.is_pending and not are_as_recorded(self._modules.values())
+
+    @property
+    def kept_message(self) -> str:
+        """Says that most of the model is one layer, and which line made it so; "": it is not."""
+        return kept_message(self._modules.values())
 
     def check_hooks(self) -> None:
         """Raise ValueError for hooks on the model as a whole, or on the module that it comes from."""

@@ -146,6 +146,80 @@ def test_a_module_with_a_branch_is_one_layer():
     assert len(layers) == 4
 
 
+class Packed(nn.LSTM):
+    """Asks for lengths, which are none of them 0."""
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(super().forward(packed)[0], batch_first=True)[0]
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.rnn, self.out = nn.Embedding(9, 4), Packed(4, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, ids, lengths):
+        return self.out(self.rnn(self.embed(ids), lengths)).mean(1)
+
+
+class Chosen(nn.Module):
+    """Draws by probabilities that the batch gives, whose sum is not 0."""
+
+    def forward(self, h, probabilities):
+        return h * torch.distributions.Categorical(probabilities).sample()[:, None]
+
+
+class Choosing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.choice, self.b = nn.Linear(4, 3), Chosen(), nn.Linear(3, 2)
+
+    def forward(self, x, probabilities):
+        return self.b(self.choice(self.a(x), probabilities + 1))
+
+
+class Sampled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, mean, scale):
+        return self.linear(torch.distributions.Normal(mean, scale * self.linear.weight.norm()).rsample())
+
+
+class Variational(nn.Module):
+    """Draws by a scale that it computes, which is larger than 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.scale, self.sample, self.out = *(nn.Linear(4, 3) for _ in range(2)), Sampled(), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.out(self.sample(self.mean(x), self.scale(x).exp()))
+
+
+@pytest.mark.parametrize(
+    ("make", "batches"),
+    [
+        (Tagger, [(torch.ones(3, t, dtype=torch.long), torch.tensor([t, 2, 1])) for t in (4, 6)]),
+        (Choosing, [(torch.ones(n, 4), torch.rand(n, 5)) for n in (3, 2)]),
+        (Variational, [torch.ones(3, 4), torch.ones(2, 4)]),
+    ],
+)
+def test_a_module_that_asks_for_values_is_recorded_on_those_of_the_batch(make, batches):
+    assert_same(make(), *batches)
+
+
+def test_a_batch_without_values_is_recorded_on_those_of_the_first():
+    ids, lengths = torch.ones(4, 3, dtype=torch.long), torch.tensor([3, 2, 1, 3])
+    programs = Model(Tagger(), example=(ids, lengths))[0].place.programs
+    program, _ = programs.find((ids[:2].to("meta"), lengths[:2].to("meta")), programs.flags(None))
+    assert any(["rnn"] in piece.held for piece in program.pieces)
+    with pytest.raises(ValueError, match=r"module rnn of the model \(Packed\).*does not run on zeros .*give Model"):
+        Model(Tagger(), example=(ids.to("meta"), lengths.to("meta")))
+
+
 def test_a_branch_of_the_model_itself_is_refused_with_its_line():
     with refused(says="test_layers.py: self.b(x) x.sum()"):
         Model(Gate(), example=torch.ones(2, 4))

@@ -1,0 +1,75 @@
+"""What a model's own forward returns, as layers can give it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from partitioners.reach import PLAIN
+
+# Entries of the outputs of language models.
+_CACHES = frozenset(("past_key_values", "cache_params"))
+
+
+class NotCarried:
+    """Stands for an object in an output that is neither a tensor nor plain: a cache, say. To use it is an error."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, where: str, value: object) -> None:
+        self._text = (
+            f"output{where} of the model's own forward is a {type(value).__name__}, which layers do not carry, limit: "
+            f"tensors, numbers, strings, and tuples, lists, dicts and dataclasses of them; let the forward return the "
+            f"tensors in it that are needed"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NotCarried) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __repr__(self) -> str:
+        return f"<{self._text}>"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what copies and tests ask for
+            raise AttributeError(name)
+        raise TypeError(self._text)
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise TypeError(self._text)
+
+    __getitem__ = __iter__ = __len__ = __call__ = __bool__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
+
+
+def carried(output: Any) -> Any:
+    """Return what a forward gave, with `NotCarried` in place of what layers cannot give.
+
+    What only generates text from it is left out of dicts: no loss takes it, and it is large.
+    """
+    if isinstance(output, dict) and not _CACHES.isdisjoint(output):
+        output = type(output)(**{key: value for key, value in output.items() if key not in _CACHES})
+    while kinds := {type(each) for each in pytree.tree_leaves(output) if _is_record(each)}:
+        for kind in kinds:
+            pytree.register_dataclass(kind)
+
+    def of(path: Any, leaf: Any) -> Any:
+        is_plain = isinstance(leaf, PLAIN) and not isinstance(leaf, torch.device)
+        return leaf if is_plain or isinstance(leaf, (Tensor, NotCarried)) else NotCarried(pytree.keystr(path), leaf)
+
+    return pytree.tree_map_with_path(of, output)
+
+
+def _is_record(leaf: Any) -> bool:
+    """Return True for an object of a dataclass that is made of its fields alone."""
+    kind = type(leaf)
+    return (
+        dataclasses.is_dataclass(kind)
+        and "__slots__" not in vars(kind)
+        and all(each.init and each.name in vars(leaf) for each in dataclasses.fields(kind))
+    )

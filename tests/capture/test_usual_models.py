@@ -1,0 +1,497 @@
+"""Models as people write them: each trains to the bits of plain PyTorch, or is refused by what may be done about it."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hydra_engine import Model, ModelTask
+from hydra_engine.capture import called_with
+from tests import exact, zoo
+from tests.any_model import harness
+
+# The check of a forward's code: in `make test` are the tests that carry `net`.
+pytestmark = pytest.mark.rest
+
+
+def batches(count=3):
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(4, 6, generator=generator), torch.randn(4, 6, generator=generator)) for _ in range(count)]
+
+
+def task_of(module, data, loss_fn=F.mse_loss):
+    return ModelTask(module, loss_fn, data, 0.1, name="t", seed=7)
+
+
+def assert_trains(make, data=None, loss_fn=F.mse_loss, **options):
+    """Train the module as it comes; returns the report."""
+    data, nets = data or batches(), []
+    for _ in range(2):
+        torch.manual_seed(3)
+        nets.append(make())
+    optimizer, losses = torch.optim.SGD(nets[0].parameters(), lr=0.1), []
+    torch.manual_seed(7)
+    for inputs, target in data:
+        args, kwargs = called_with(inputs)
+        loss = loss_fn(nets[0](*args, **kwargs), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    report = exact.run([task_of(Model(nets[1], **options), data, loss_fn)])
+    report.raise_failures()
+    assert report.tasks["t"].losses == losses
+    exact.assert_same_state(zoo.state(nets[1]), zoo.state(nets[0]))
+    return report
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.more()
+
+    def more(self):
+        pass
+
+    def forward(self, x):
+        return self.b(self.a(x).relu())
+
+
+class OnlyTrains(Two):
+    def forward(self, x):
+        if not self.training:
+            raise NotImplementedError("use .export() to infer")
+        return super().forward(x)
+
+
+class Detector(Two):
+    """Takes targets in training and gives a loss; without them, it gives what it finds in each sample."""
+
+    def forward(self, x, targets=None):
+        assert self.training == (targets is not None)
+        found = super().forward(x)
+        return {"loss": F.mse_loss(found, targets)} if self.training else [{"boxes": each} for each in found]
+
+
+class Exports(Two):
+    """Looks up in evaluation what is there after an export only."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 if self.training else self.scales["exported"])
+
+
+def the_loss(output, target):
+    return output["loss"]
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(
+    ("make", "pack", "loss_fn"),
+    [
+        (OnlyTrains, lambda x, y: (x, y), F.mse_loss),
+        (Detector, lambda x, y: ((x, y), y), the_loss),
+        (Exports, lambda x, y: (x, y), F.mse_loss),
+    ],
+)
+def test_what_the_forward_raises_in_eval_is_no_matter_for_training(make, pack, loss_fn):
+    assert_trains(make, [pack(*batch) for batch in batches()], loss_fn)
+
+
+def test_what_the_forward_raises_in_training_is_no_matter_for_predictions():
+    module, data = Detector(), [x for x, _ in batches()]
+    found = list(exact.orchestrator([task_of(Two(), batches())]).predict(module, data))
+    module.eval()
+    for outputs, x in zip(found, data, strict=True):
+        assert all(torch.equal(a["boxes"], b["boxes"]) for a, b in zip(outputs, module(x), strict=True))
+
+
+def test_a_mode_that_the_forward_raises_in_is_recorded_where_it_is_asked_for():
+    with pytest.raises(NotImplementedError, match="to infer"):
+        list(exact.orchestrator([task_of(Two(), batches())]).predict(OnlyTrains(), [x for x, _ in batches()]))
+
+
+class Cache:
+    """Keys and values for generating text."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    cache: Cache | None = None
+
+
+class InTuple(Two):
+    def forward(self, x):
+        return super().forward(x), Cache(x)
+
+
+class InRecord(Two):
+    def forward(self, x):
+        return Output(super().forward(x), Cache(x))
+
+
+class InDict(Two):
+    def forward(self, x):
+        return {"logits": super().forward(x), "inner": {"model": self, "kind": torch.float32, "cache": Cache(x)}}
+
+
+def first(output, target):
+    return F.mse_loss(output[0], target)
+
+
+def logits(output, target):
+    return F.mse_loss(output["logits"] if isinstance(output, dict) else output.logits, target)
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(("make", "loss_fn"), [(InTuple, first), (InRecord, logits), (InDict, logits)])
+def test_what_the_loss_does_not_read_need_not_be_a_tensor(make, loss_fn):
+    assert_trains(make, loss_fn=loss_fn)
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(
+    ("make", "loss_fn", "place"),
+    [
+        (InTuple, lambda output, target: output[1].keys.mean(), r"output\[1\]"),
+        (InRecord, lambda output, target: output.cache.keys.mean(), "output.cache"),
+        (
+            InDict,
+            lambda output, target: next(output["inner"]["model"].parameters()).mean(),
+            r"output\['inner'\]\['model'\]",
+        ),
+    ],
+)
+def test_a_loss_that_reads_what_is_no_tensor_is_refused_with_its_place(make, loss_fn, place):
+    with pytest.raises(TypeError, match=rf"{place} of the model's own forward is a .*, which layers do not carry"):
+        exact.run([task_of(make(), batches(), loss_fn)]).raise_failures()
+
+
+def test_predictions_hold_records_in_parts_too():
+    module, data = InRecord(), [torch.randn(64, 6)]
+    with pytest.warns(UserWarning, match="computed in 3 parts"):
+        found = list(exact.orchestrator([task_of(Two(), batches())], memory="4KiB").predict(module, data))
+    torch.testing.assert_close(found[0].logits, module(data[0]).logits)
+    assert "is a Cache" in repr(found[0].cache)
+
+
+def test_a_language_model_as_it_comes_returns_its_cache_in_a_tuple():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=9, n_embd=4, n_layer=2, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=0
+    )
+    ids = torch.arange(8).reshape(2, 4)
+    data = [({"input_ids": ids, "return_dict": False}, ids)] * 2
+    assert_trains(
+        lambda: transformers.GPT2LMHeadModel(config),
+        data,
+        lambda output, y: F.cross_entropy(output[0].flatten(0, 1), y.flatten()),
+    )
+
+
+def block():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+
+
+class ByTask(nn.Module):
+    """A body, and a head for each task; the first batch runs one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.heads = nn.Linear(6, 6), nn.ModuleDict({"a": nn.Linear(6, 6), "b": block()})
+
+    def forward(self, x, task):
+        return self.heads[task](self.body(x))
+
+
+class ByLanguage(nn.Module):
+    """Encoders and decoders by language around layers that all share."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoders = nn.ModuleDict({each: block() for each in "ab"})
+        self.shared = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        self.decoders = nn.ModuleDict({each: block() for each in "ab"})
+
+    def forward(self, x, languages):
+        return self.decoders[languages[1]](self.shared(self.encoders[languages[0]](x)))
+
+
+class Adapted(nn.Module):
+    """An adapter by task within each block, and one whose own branch is by a value that it computes."""
+
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            x = self.a(x)
+            return self.b(x) if x.sum() > 0 else x
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.adapters = block(), nn.ModuleDict({"a": nn.Linear(6, 6), "b": Adapted.Gate()})
+
+        def forward(self, x, task):
+            return self.adapters[task](self.linear(x)) + x
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x, task):
+        for each in self.blocks:
+            x = each(x, task)
+        return self.out(x)
+
+
+class Swaps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = block(), block()
+
+    def forward(self, x, swaps):
+        return self.a(self.b(x)) if swaps else self.b(self.a(x))
+
+
+class HasSwaps(Two):
+    def more(self):
+        self.inner = Swaps()
+
+    def forward(self, x, swaps):
+        return self.b(self.inner(self.a(x), swaps))
+
+
+def chosen(choices):
+    return [((x, choice), y) for (x, y), choice in zip(batches(len(choices)), choices, strict=True)]
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(
+    ("make", "choices"), [(ByTask, "abab"), (ByLanguage, ["ab", "ba", "aa", "bb"]), (Adapted, "abba")]
+)
+def test_batches_may_choose_between_branches(make, choices):
+    assert_trains(make, chosen(choices))
+
+
+@pytest.mark.net
+def test_modules_that_change_places_are_refused_and_train_as_one_layer():
+    data = chosen([False, True, False])
+    with pytest.raises(ValueError, match=r"keep inner as one layer: Model\(module, whole=\['inner'\]\)"):
+        exact.run([task_of(HasSwaps(), data)]).raise_failures()
+    assert_trains(HasSwaps, data, whole=["inner"])
+    with pytest.raises(ValueError, match="put the modules that it chooses between into one module"):
+        exact.run([task_of(Swaps(), data)]).raise_failures()
+
+
+def test_names_of_modules_to_keep_whole_are_checked():
+    for name in ("", "heads", "heads.c"):
+        with pytest.raises(ValueError, match=rf"whole: '{name}', expected a module with a forward, .*body, heads.a"):
+            Model(ByTask(), whole=[name])
+    with pytest.raises(ValueError, match="whole: '0', expected none where layers are given"):
+        Model(block(), whole=["0"])
+    with pytest.raises(ValueError, match="expected none for a Model"):
+        Model(Model(ByTask()), whole=["body"])
+    assert Model(Model(ByTask(), whole=["body"])).whole == ("body",)
+
+
+class Leaves(nn.Module):
+    """Leaves a part of the loss in an attribute, which is not there before."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.shape = nn.Linear(6, 6), None
+
+    def forward(self, x):
+        self.shape, y = x.shape, self.linear(x)
+        self.leave(y.square().mean())
+        return y
+
+    def leave(self, value):
+        self.aux_loss = value
+
+    def left(self):
+        return self.aux_loss
+
+
+class LeavesInNone(Leaves):
+    """The attribute is there before, and no number."""
+
+    aux_loss = None
+
+
+class LeavesInZero(Leaves):
+    """It is there before, as a number; a forward that decides by values makes one layer of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.aux_loss = torch.zeros(())
+
+    def leave(self, value):
+        self.aux_loss = value if value < 9 else 2 * value
+
+
+class LeavesInList(Leaves):
+    def leave(self, value):
+        self.losses = [value]
+
+    def left(self):
+        return sum(self.losses)
+
+
+class HasAuxiliary(Two):
+    part = Leaves
+
+    def more(self):
+        self.expert = self.part()
+
+    def forward(self, x):
+        return self.b(self.expert(self.a(x)))
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("part", [Leaves, LeavesInNone, LeavesInZero, LeavesInList])
+def test_a_part_of_the_loss_in_an_attribute_is_refused_by_its_name_and_module(part):
+    module = type("Net", (HasAuxiliary,), {"part": part})()
+    name = "losses" if part is LeavesInList else "aux_loss"
+    with pytest.raises(
+        ValueError, match=rf"in an attribute, {name} of expert \({part.__name__}\), and .*: return that too"
+    ):
+        exact.run([task_of(module, batches(), lambda y, x: F.mse_loss(y, x) + module.expert.left())]).raise_failures()
+
+
+class Returns(HasAuxiliary):
+    """Does what the refusal says."""
+
+    def forward(self, x):
+        return super().forward(x), self.expert.left()
+
+
+def test_a_part_of_the_loss_that_is_returned_too_is_exact():
+    assert_trains(Returns, loss_fn=lambda output, y: F.mse_loss(output[0], y) + output[1])
+
+
+def test_a_loss_that_reads_a_setting_of_a_model_that_leaves_something_is_exact():
+    module = HasAuxiliary()
+    module.expert(torch.ones(1, 6))
+    assert_trains(HasAuxiliary, loss_fn=lambda y, x: F.mse_loss(y, x) / module.a.in_features)
+
+
+class GateOfMost(nn.Module):
+    """Decides by a value that it computes, and has most of the weights, in modules of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = block(), block()
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.b(x) if x.sum() > 0 else x
+
+
+class Recurrent(nn.Module):
+    """Makes a tensor of a size that depends on values, in a module that is most of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.rnn = nn.Linear(6, 8), nn.LSTM(8, 6, batch_first=True)
+
+    def forward(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(self.embed(x)[None], torch.tensor([len(x)]), batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0][0]
+
+
+class DropsLayers(nn.Module):
+    """Leaves layers out by chance, in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x):
+        for each in self.layers:
+            if not (self.training and torch.rand([]) < 0.5):
+                x = each(x)
+        return x
+
+
+class Around(nn.Module):
+    part: type
+
+    def __init__(self):
+        super().__init__()
+        self.part_of_most, self.out = self.part(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.out(self.part_of_most(x * 2))
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(
+    ("part", "line"), [(GateOfMost, r"x.sum\(\) > 0"), (Recurrent, "pack_padded_sequence"), (DropsLayers, "torch.rand")]
+)
+def test_a_module_with_most_of_the_weights_is_one_layer_and_the_report_says_why(part, line):
+    report = assert_trains(type("Net", (Around,), {"part": part}), batches(6))
+    named = rf"part_of_most \({part.__name__}\), with \d\d% of .* is one layer: test_usual_models.py:\d+: .*{line}"
+    assert any(re.search(named, each) for each in report.messages)
+
+
+class DropsPath(nn.Module):
+    """A block that is left out by chance: stochastic depth."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        if self.training and torch.rand(1) < 0.5:
+            return x
+        return x + F.dropout(self.linear(x), 0.2, self.training)
+
+
+class DropsInPlace(DropsPath):
+    """Changes what it got, or not."""
+
+    def forward(self, x):
+        return F.relu_(x) if self.training and torch.rand(1).item() < 0.5 else self.linear(x)
+
+
+class Repeats(DropsPath):
+    def forward(self, x):
+        for _ in range(int(torch.randint(0, 3, (1,)))):
+            x = (x + self.linear(x)) / 3
+        return x
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("part", [DropsPath, DropsInPlace, Repeats])
+def test_a_block_that_decides_by_a_number_it_draws_is_one_layer(part):
+    class Net(Two):
+        def more(self):
+            self.blocks = nn.ModuleList(part() for _ in range(3))
+
+        def forward(self, x):
+            x = self.a(x)
+            for each in self.blocks:
+                x = x * 0.5 + each(x + 1)
+            return self.b(x)
+
+    case = harness.Case("Net", Net, batches, batches, F.mse_loss)
+    harness.check(case, harness.each_layer)
+    assert_trains(Net, batches(6))
+
+
+def test_a_number_that_the_model_itself_draws_and_decides_by_is_refused_with_its_line():
+    with pytest.raises(ValueError, match=r"test_usual_models.py:\d+: .*torch.rand.* put that part into a module"):
+        Model(DropsLayers(), example=batches()[0][0])
+    assert_trains(type("Net", (Around,), {"part": DropsLayers}))
