@@ -63,7 +63,7 @@ def open_study(
         if direction not in DIRECTIONS:
             raise ValueError(f"direction: {direction!r}, known: {', '.join(map(repr, DIRECTIONS))}")
     if isinstance(study, optuna.Study):
-        _check_directions(study, directions, "and leave it out for those of the study")
+        _check_directions(study, directions, "or leave it out")
     elif study is None or isinstance(study, str):
         study, storage = _named_study(optuna, study or default_url, directions or ["minimize"] * num_values)
     else:
