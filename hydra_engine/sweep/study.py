@@ -152,6 +152,20 @@ class _Stop:
         return getattr, (self._study, "stop")  # a copy of the study has Optuna's own
 
 
+class _Progress:
+    """Counts a sweep's trials, for people: a storage that does not answer is not asked for that."""
+
+    def __init__(self, study: Any, num_over: int, num_in_all: int) -> None:
+        self.num_over = num_over
+        self.num_in_all = num_in_all
+        self.values: list[float] = []  # of completed trials; none of several objectives
+        self._best: Callable[[list[float]], float] = max if study.directions[0].name == "MAXIMIZE" else min
+
+    def __str__(self) -> str:
+        best = f", best {self._best(self.values):.4g}" if self.values else ""
+        return f"{self.num_over}/{self.num_in_all} done{best}"
+
+
 class Trials:
     """A sweep's trials in a study. From any thread: one call at a time, so that a decision sees all reports before it.
 
@@ -214,12 +228,10 @@ class Trials:
         if isinstance(rungs, Population) and any(rung_of(each) > 0 for each in mine):
             self._stop()  # it has begun to decide, and nobody can join it any more
         self._untold: dict[int, Any] = {}  # given out by `next`, by number
-        # For people, and so kept here: a storage that does not answer is no reason to end.
-        self._num_over = len(mine) - len(self._waiting) - len(self._at_rung)
-        self._num_in_all = num_trials + len(mine) - self.num_known
-        complete = (each for each in mine if each.state == state.COMPLETE)
-        self._values: list[float] = [each.value for each in complete] if self.has_pruning else []
-        self._better = max if study.directions[0].name == "MAXIMIZE" else min
+        num_over = len(mine) - len(self._waiting) - len(self._at_rung)
+        complete = [each for each in mine if each.state == state.COMPLETE]
+        self._progress = _Progress(study, num_over, num_trials + len(mine) - self.num_known)
+        self._progress.values = [each.value for each in complete] if self.has_pruning else []
 
     def _mine(self) -> list[Any]:
         marked = ((each, each.user_attrs.get(MARK)) for each in self.study.get_trials(deepcopy=False))
@@ -267,10 +279,9 @@ class Trials:
 
     @property
     def progress(self) -> str:
-        """How many trials are over, and the best value, in words: "3/12 done, best 0.41"."""
+        """Number of trials that are over, and the best value: "3/12 done, best 0.41"."""
         with self._lock:
-            best = f", best {self._better(self._values):.4g}" if self._values else ""
-            return f"{self._num_over}/{self._num_in_all} done{best}"
+            return str(self._progress)
 
     @property
     def _is_complete(self) -> bool:
@@ -347,7 +358,7 @@ class Trials:
             self._look_at_clock()
             if self._rungs is None:
                 return []
-            maximize = self._better is max
+            maximize = self.study.directions[0].name == "MAXIMIZE"
             decision = self._rungs.decide(
                 self._mine(), is_complete=self._is_complete, maximize=maximize, seed=self._seed
             )
@@ -372,7 +383,7 @@ class Trials:
             user_attrs={MARK: {"sweep": self._sweep_id}, RUNG: mark(birth.rung, waits=False), **birth.user_attrs},
         )
         self.study.add_trial(trial)
-        self._num_in_all += 1
+        self._progress.num_in_all += 1
         [number] = [each.number for each in self._mine() if each.user_attrs.get(PARENT) == birth.user_attrs[PARENT]]
         return self._opened(next(iter(self._at_rung.values())).storage, number)
 
@@ -396,9 +407,9 @@ class Trials:
                 _answered(partial(trial.set_user_attr, key, value))
             # One that was told, and the answer lost, is skipped.
             _answered(partial(self.study.tell, trial, values, state=state, skip_if_finished=True))
-            self._num_over += 1
+            self._progress.num_over += 1
             if self.has_pruning:
-                self._values += values or []
+                self._progress.values += values or []
 
     def interrupt(self, error: BaseException, *, go_on: bool) -> list[Any]:
         """Note that an error has ended the sweep. Return the trials that go on as it is run again; else they failed."""
