@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import shlex
 import sys
 import traceback
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from hydra_engine._version import __version__
@@ -51,6 +53,17 @@ def count(text: str, field: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
         raise Mistake(f"{field}: {text!r}, limit: a whole number >= 1; pass such a number")
     return int(text)
+
+
+def seconds(text: str, field: str) -> float:
+    """Return the seconds that an option gives."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found <= TIMEOUT_MAX:
+        raise Mistake(f"{field}: {text!r}, limit: seconds, 0 to {TIMEOUT_MAX:g}; pass for example 30")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -260,6 +273,7 @@ def _add_probe(add: _Add) -> None:
 def _add_sweep(add: _Add) -> None:
     add("function", metavar="PACKAGE.MODULE:FUNCTION", help="takes an Optuna trial, and returns a ModelTask")
     add("--trials", default="12", metavar="N", help="in all (12)")
+    add("--timeout", metavar="SECONDS", help="after which no new trial begins (no limit)")
     add("--parallel", metavar="N", help="the most models in DRAM at once (two per device)")
     add("--devices", nargs="+", metavar="NAME|SIZE", help="GPUs by name, or sizes of emulated devices (every GPU)")
     add("--dram", metavar="SIZE", help="the most that all models take together (what the machine has)")

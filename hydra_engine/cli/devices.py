@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 from importlib import import_module
-from threading import TIMEOUT_MAX
 
-from hydra_engine.cli.command import Mistake, mistakes
+from hydra_engine.cli.command import Mistake, mistakes, seconds
 from hydra_engine.control import ask
 
 
@@ -23,20 +21,10 @@ def run(options: argparse.Namespace) -> None:
         raise Mistake(f"NAME: {name!r} with {what}, limit: list takes none, add and remove take one; `--help`")
     if options.grace is not None and what != "remove":
         raise Mistake(f"--grace: {options.grace!r} with {what}, limit: with remove; leave it out")
-    order = {"do": what, "name": name, "grace_s": None if options.grace is None else _seconds(options.grace)}
+    order = {"do": what, "name": name, "grace_s": None if options.grace is None else seconds(options.grace, "--grace")}
     with mistakes(OSError, ValueError):
         answer = ask(options.run, {key: value for key, value in order.items() if value is not None})
     places = answer["devices"]
     shown = places if name is None else {answer["name"]: places.get(answer["name"], "out")}
     for device, place in shown.items():
         print(f"{device}: {place}")
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds <= TIMEOUT_MAX:
-        raise Mistake(f"--grace: {text!r}, limit: seconds, 0 to {TIMEOUT_MAX:g}; pass for example 30")
-    return seconds

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from hydra_engine.cli.command import Mistake, count, mistakes
+from hydra_engine.cli.command import Mistake, count, mistakes, seconds
 from hydra_engine.cli.sample import function_of, here_importable
 from hydra_engine.devices import DeviceSpec, EmulatedDevice, resolve_devices
 from hydra_engine.errors import CheckpointError
@@ -27,6 +27,7 @@ def run(options: argparse.Namespace) -> None:
                 build_task,
                 study=options.study,
                 num_trials=count(options.trials, "--trials"),
+                timeout=None if options.timeout is None else seconds(options.timeout, "--timeout"),
                 parallel=None if options.parallel is None else count(options.parallel, "--parallel"),
                 devices=devices,
                 dram=options.dram,

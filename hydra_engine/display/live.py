@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TextIO
 
-from hydra_engine.display.progress import History, RunProgress, log_line
+from hydra_engine.display.progress import History, RunProgress, last_log_lines, log_line
 from hydra_engine.display.rows import LINES, PLAIN, Painter, as_html, rows, text
 from hydra_engine.display.terminal import Terminal, can_redraw
 from hydra_engine.system import warn
@@ -117,10 +117,10 @@ class LogScreen(Screen):
         self._print(log_line(run, history))
 
     def close(self, run: RunProgress, history: History) -> None:
-        self._print(log_line(run, history, None))
+        self._print(*last_log_lines(run, history))
 
-    def _print(self, line: str) -> None:
-        self._stream.write(_shown(line, self._encoding) + "\n")
+    def _print(self, *lines: str) -> None:
+        self._stream.write("".join(_shown(line, self._encoding) + "\n" for line in lines))
         self._stream.flush()
 
 

@@ -12,13 +12,16 @@ from typing import NamedTuple
 
 from hydra_engine.pictures import printable
 from hydra_engine.schedule import Unit
+from hydra_engine.system import LINE
 from partitioners import format_bytes
 
 DOTS = "..."  # where a text is cut: what every terminal can show
 # Rates are those of the last WINDOW_S seconds, or of the last two steps where these took longer.
 WINDOW_S = 30.0
 AT_REST_S = 10.0  # who has not computed for so long gives its row to a task that has
-MOST_LOGGED = 8  # tasks in a line of a log, but for the last one
+MOST_LOGGED = 8  # tasks in a line of a log, but for the last ones
+BETWEEN = " | "  # tasks in a line of a log
+LEAST_NAME = 8  # columns of a task's name
 
 
 class Doing(Enum):
@@ -202,13 +205,18 @@ class History:
         return loaded, stored, min(1.0, busy)
 
     def chosen(self, tasks: Sequence[TaskProgress], most: int) -> list[TaskProgress]:
-        """Return the tasks that have one of `most` rows, in their order.
+        """Return the tasks that have one of `most` rows, in their order. Who has a row keeps it: see `ranked`."""
+        if len(tasks) <= most:
+            return list(tasks)
+        self._shown = [task.name for task in self.ranked(tasks)[: max(0, most)]]
+        return [task for task in tasks if task.name in self._shown]
+
+    def ranked(self, tasks: Sequence[TaskProgress]) -> list[TaskProgress]:
+        """Return the tasks, first those that are to have a row.
 
         Those that compute come first, then those that wait, then those that ended last. Who has a row keeps it as long
         as it computes every few seconds: rows would else change with every unit.
         """
-        if len(tasks) <= most:
-            return list(tasks)
         ends = {name: k for k, name in enumerate(self._over)}
         shown = set(self._shown)
 
@@ -219,9 +227,7 @@ class History:
                 return (0 if task.name in shown else 1), 0
             return (2 if task.name in shown else 3), 0
 
-        names = {task.name for task in sorted(tasks, key=rank)[: max(0, most)]}
-        self._shown = list(names)
-        return [task for task in tasks if task.name in names]
+        return sorted(tasks, key=rank)
 
 
 def counted(tasks: Iterable[TaskProgress]) -> str:
@@ -233,26 +239,53 @@ def counted(tasks: Iterable[TaskProgress]) -> str:
     return ", ".join(f"{numbers[word]} {word}" for word in order if numbers[word])
 
 
-def log_line(run: RunProgress, history: History, most: int | None = MOST_LOGGED) -> str:
-    """One line of a log; `most`: tasks in it, None for all."""
-    tasks = list(run.tasks) if most is None else history.chosen(run.tasks, most)
-    names = {task.name for task in tasks}
-    others = [task for task in run.tasks if task.name not in names]
-    told = [_describe(task, history) for task in tasks]
-    told += [f"and {len(others)} more: {counted(others)}"] if others else []
-    return f"{run.now_s:6.1f} s  " + " | ".join(told)
+def log_line(run: RunProgress, history: History) -> str:
+    """Return one line of a log, of at most `LINE` columns: as many tasks as fit, and how many others there are."""
+    begin, ranked = _time(run), [task.name for task in history.ranked(run.tasks)]
+    for most in range(MOST_LOGGED, 0, -1):
+        names = set(ranked[:most])
+        others = [task for task in run.tasks if task.name not in names]
+        count = f"{BETWEEN}and {len(others)} more" if others else ""
+        room = LINE - width(begin + count)
+        line = begin + BETWEEN.join(_describe(task, history, room) for task in run.tasks if task.name in names) + count
+        if width(line) <= LINE:
+            break
+    history.chosen(run.tasks, most)
+    doing = f": {counted(others)}" if others else ""
+    return cut(line + doing if width(line + doing) <= LINE else line, LINE)
 
 
-def _describe(task: TaskProgress, history: History) -> str:
+def last_log_lines(run: RunProgress, history: History) -> list[str]:
+    """Return all tasks in lines of a log, of at most `LINE` columns each."""
+    lines = [begin := _time(run)]
+    for task in run.tasks:
+        told = _describe(task, history, LINE - width(begin))
+        if lines == [begin]:
+            lines = [begin + told]
+        elif width(lines[-1] + BETWEEN + told) <= LINE:
+            lines[-1] += BETWEEN + told
+        else:
+            lines.append(" " * width(begin) + told)
+    return [cut(line, LINE) for line in lines]
+
+
+def _time(run: RunProgress) -> str:
+    return f"{run.now_s:6.1f} s  "
+
+
+def _describe(task: TaskProgress, history: History, columns: int) -> str:
+    """Return a task's figures, in so many columns if that can be: its name is cut first."""
     of = "" if task.num_steps is None else f"/{task.num_steps}"
-    told = [f"{printable(task.name)} {task.steps}{of}"]
+    told = [f"{task.steps}{of}"]
     told += [f"loss {number(task.loss)}"] if task.loss is not None else []
     told += [f"validation {number(task.validation)}"] if task.validation is not None else []
     told += [task.batch] if task.batch else []
     per_s, left_s = history.steps_per_s(task), history.left_s(task)
     told += [rate(per_s)] if per_s else []
     told += [f"{duration(left_s)} left"] if left_s is not None else []
-    return " ".join([*told, task.doing.value] if task.doing.is_over else told)
+    told += [task.doing.value] if task.doing.is_over else []
+    figures = " ".join(told)
+    return f"{cut(task.name, max(LEAST_NAME, columns - width(figures) - 1))} {figures}"
 
 
 def number(value: float | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TextIO, TypeAlias
 
 from hydra_engine.display.progress import (
+    LEAST_NAME,
     AtWork,
     DeviceProgress,
     Doing,
@@ -26,7 +27,7 @@ from partitioners import format_bytes
 
 Row: TypeAlias = "list[tuple[str, str]]"  # texts, each with its style in rich's words
 
-LEAST_NAME, LEAST_BAR, MOST_BAR = 8, 6, 40  # columns
+LEAST_BAR, MOST_BAR = 6, 40  # columns
 NARROW, WIDE = 40, 100  # below and from so many columns on, there is less room and more
 EXPENDABLE = ("validation", "left", "rate", "loss", "doing", "%")  # columns left out first where there is no room
 RIGHT = frozenset({"%", "loss", "validation", "rate", "left", "steps", "memory", "load", "store", "busy"})

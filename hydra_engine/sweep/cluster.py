@@ -34,7 +34,7 @@ from hydra_engine.sweep.folder import NODE
 from hydra_engine.sweep.live import name_of
 from hydra_engine.sweep.search import Search, SearchSettings
 from hydra_engine.sweep.study import Trials, is_of_space, load_optuna
-from hydra_engine.system import say
+from hydra_engine.system import say_progress
 
 # A head that does not take a connection is given up after this.
 CONNECT_TIMEOUT_S = 5.0
@@ -100,17 +100,30 @@ class Request(NamedTuple):
     args: tuple[Any, ...]
 
 
-class NodeTrial:
-    """An Optuna trial that the caller has: what it is asked for, and what is set, goes there."""
+class NodeObject:
+    """An object of Optuna's that the caller has: what it is asked for, and what is called, goes there."""
 
-    def __init__(self, number: int, ask: Callable[..., Any]) -> None:
-        self.number = number
+    def __init__(self, kind: type, ask: Callable[..., Any]) -> None:
+        """`ask`: with the name of an attribute, and the arguments of one that is a method."""
+        self._kind = kind
         self._ask = ask
 
     def __getattr__(self, name: str) -> Any:
-        if not callable(getattr(load_optuna().trial.Trial, name)):
-            return self._ask("of_trial", self.number, name)
-        return lambda *args, **kwargs: self._ask("of_trial", self.number, name, args, kwargs)
+        if name.startswith("_"):  # also what copying and pickling look for
+            raise AttributeError(f"{type(self).__name__} has no {name}: it is with the caller")
+        if not callable(getattr(self._kind, name, None)):
+            return self._ask(name)
+        return lambda *args, **kwargs: self._ask(name, args, kwargs)
+
+
+class NodeTrial(NodeObject):
+    """An Optuna trial that the caller has."""
+
+    def __init__(self, number: int, ask: Callable[..., Any]) -> None:
+        optuna = load_optuna()
+        super().__init__(optuna.trial.Trial, partial(ask, "of_trial", number))
+        self.number = number
+        self.study = NodeObject(optuna.Study, partial(ask, "of_study"))
 
 
 class NodeTrials:
@@ -119,6 +132,10 @@ class NodeTrials:
     def __init__(self, ask: Callable[..., Any]) -> None:
         self._ask = ask
         self.has_pruning = ask("has_pruning")
+
+    @property
+    def progress(self) -> Any:
+        return self._ask("progress")
 
     def next(self) -> NodeTrial | None:
         number = self._ask("next")
@@ -207,8 +224,10 @@ class Handout:
 
     def answer(self, node: str, method: str, *args: Any) -> Any:
         """Do what a node has asked for; raises what Optuna or its storage raises."""
-        if method == "has_pruning":
-            return self._trials.has_pruning
+        if method in ("has_pruning", "progress"):
+            return getattr(self._trials, method)
+        if method == "of_study":
+            return _asked(self._trials.study, *args)
         if method == "next":
             self.climb()
             trial = self._trials.next()
@@ -218,7 +237,7 @@ class Handout:
             return trial.number
         number, *rest = args
         if method == "of_trial":
-            return _of_trial(self._given[number], *rest)
+            return _asked(self._given[number], *rest)
         result = getattr(self._trials, method)(self._given[number], *rest)
         self.num_well += method in ("complete", "prune") or (method == "prunes" and result)
         if method == "fail":
@@ -230,7 +249,7 @@ class Handout:
     def climb(self) -> None:
         for trial in self._trials.climb():
             self.num_well += 1
-            say(f"trial {trial.number}: pruned at its rung")
+            say_progress(f"{self._trials.progress}; trial {trial.number}: pruned at its rung")
 
     def give_back(self, node: str) -> list[int]:
         """Let the trials of a node that is gone be the next ones, and return their numbers."""
@@ -247,8 +266,8 @@ class Handout:
         return numbers
 
 
-def _of_trial(trial: Any, name: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-    found = getattr(trial, name)
+def _asked(thing: Any, name: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    found = getattr(thing, name)
     return found(*args, **(kwargs or {})) if callable(found) else found
 
 
@@ -401,4 +420,4 @@ class ClusterSearch:
 
     def _tell(self, text: str) -> None:
         if self._verbose:
-            say(text)
+            say_progress(text)

@@ -11,10 +11,12 @@ import torch
 
 from hydra_engine.errors import CallbackTimeout, PauseTask, StopTask
 from hydra_engine.sweep.objective import Objective
-from hydra_engine.sweep.study import Trials
+from hydra_engine.sweep.study import Trials, load_optuna
 from hydra_engine.tasks import Callback, ModelTask, TaskReport, begin_epochs
 
 Put: TypeAlias = "Callable[[LiveTrial, TaskReport | None], None]"
+
+HOOKS = ("on_epoch_begin", "on_step", "on_validation", "on_epoch", "on_task_end", "on_task_pause")
 
 
 def name_of(trial: Any) -> str:
@@ -31,13 +33,12 @@ class LiveTrial:
         self.task = task
         self.name = task.name = name_of(trial)
         task.hparams = task.hparams or dict(trial.params)
-        # Where no other callback has something to do before an epoch, batches may be read ahead over its beginning.
-        first, last = (_FirstOfEpoch, _LastOfEpoch) if begin_epochs(task.callbacks) else (_First, _Last)
-        task.callbacks = (first(self, put), *task.callbacks, last(self, put, trials, objective))
+        users = [_followed(each, self, trials) for each in task.callbacks]
+        task.callbacks = (*users, _Last(self, put, trials, objective))
         self.is_planned = False
         self.is_pruned = False  # and the study was told
-        self.is_in_callbacks = False  # of the user's; they have ended the task where it ends there
-        self.report: TaskReport | None = None  # once callbacks were called
+        self.is_ended_by_callback = False  # a user's one has raised
+        self.report: TaskReport | None = None  # once the user's callbacks were called
         self.ended_s: float | None = None  # when callbacks were told its end or its pause, by time.monotonic()
 
     @property
@@ -60,39 +61,30 @@ class LiveTrial:
         del self.task
 
 
-@dataclass(eq=False)
-class _First(Callback):
-    """Called before the user's callbacks."""
+def _followed(callback: Callback, live: LiveTrial, trials: Trials) -> Callback:
+    """Return a callback that calls the user's, and prunes the trial where that raises `optuna.TrialPruned`."""
 
-    live: LiveTrial
-    put: Put
-    has_begun: bool = False
+    def hook(name: str) -> Callable[..., None]:
+        def call(_: Callback, report: TaskReport, *arguments: Any) -> None:
+            live.report = report
+            if name in ("on_task_end", "on_task_pause") and live.ended_s is None:
+                live.ended_s = time.monotonic()
+            try:
+                getattr(callback, name)(report, *arguments)
+            except BaseException as error:
+                live.is_ended_by_callback = True
+                if not isinstance(error, load_optuna().TrialPruned):
+                    raise
+                trials.prune(live.trial)
+                live.is_pruned = True
+                raise StopTask("it is pruned") from error
 
-    def on_step(self, report: TaskReport) -> None:
-        if not self.has_begun:
-            self.has_begun = True
-            self.put(self.live, None)
-        self._enter(report)
+        return call
 
-    def on_validation(self, report: TaskReport) -> None:
-        self._enter(report)
-
-    def on_epoch(self, report: TaskReport, epoch: int) -> None:
-        self._enter(report)
-
-    def on_task_end(self, report: TaskReport) -> None:
-        self.live.ended_s = time.monotonic()
-
-    def on_task_pause(self, report: TaskReport) -> None:
-        self.live.ended_s = time.monotonic()
-
-    def _enter(self, report: TaskReport) -> None:
-        self.live.report, self.live.is_in_callbacks = report, True
-
-
-class _FirstOfEpoch(_First):
-    def on_epoch_begin(self, report: TaskReport, epoch: int) -> None:
-        self._enter(report)
+    # Where it has nothing to do before an epoch, batches may be read ahead over its beginning.
+    names = [name for name in HOOKS if name != "on_epoch_begin" or begin_epochs([callback])]
+    followed: Callback = type(type(callback).__name__, (Callback,), {name: hook(name) for name in names})()
+    return followed
 
 
 @dataclass(eq=False)
@@ -103,15 +95,17 @@ class _Last(Callback):
     put: Put
     trials: Trials
     objective: Objective
+    has_begun: bool = False
 
     def __post_init__(self) -> None:
         self.reported = self.trials.reported(self.live.trial)
 
     def on_step(self, report: TaskReport) -> None:
-        self.live.is_in_callbacks = False
+        if not self.has_begun:
+            self.has_begun = True
+            self.put(self.live, None)
 
     def on_validation(self, report: TaskReport) -> None:
-        self.live.is_in_callbacks = False
         values, step = self.objective.last(report), len(report.validation_losses) - 1
         # After a resume, validations may come again whose report was answered already.
         is_new = self.trials.has_pruning and step not in self.reported
@@ -121,16 +115,8 @@ class _Last(Callback):
         if self.trials.is_at_rung(self.live.trial, step + 1):
             raise PauseTask
 
-    def on_epoch(self, report: TaskReport, epoch: int) -> None:
-        self.live.is_in_callbacks = False
-
     def on_task_end(self, report: TaskReport) -> None:
         self.put(self.live, report)
 
     def on_task_pause(self, report: TaskReport) -> None:
         self.put(self.live, report)
-
-
-class _LastOfEpoch(_Last):
-    def on_epoch_begin(self, report: TaskReport, epoch: int) -> None:
-        self.live.is_in_callbacks = False

@@ -35,8 +35,8 @@ from hydra_engine.sweep.live import LiveTrial, name_of
 from hydra_engine.sweep.objective import Objective
 from hydra_engine.sweep.policy import SweepPolicy, frozen
 from hydra_engine.sweep.population import Population
-from hydra_engine.sweep.study import Trials, is_of_space, load_optuna
-from hydra_engine.system import dram, say
+from hydra_engine.sweep.study import Trials, fixed_trial, is_of_space, load_optuna
+from hydra_engine.system import dram, say_progress
 from hydra_engine.tasks import FAILED, FINISHED, PAUSED, ModelTask, Report, TaskReport
 
 # After an interrupt, a trial that is being built or planned is waited for no longer; its thread is left behind.
@@ -76,8 +76,7 @@ class SearchSettings:
         if self.population is not None:
             self.population.check(task, name_of(trial), list(trial.params))
             if is_first:
-                fixed = load_optuna().trial.FixedTrial
-                self.population.check_settings(task, trial, lambda params: self.build(fixed(params, trial.number)))
+                self.population.check_settings(task, trial, lambda params: self.build(fixed_trial(trial, params)))
 
     def orchestra(self, task: ModelTask, devices: Sequence[DeviceSpec], checkpoints: Path | None) -> ModelOrchestrator:
         """Make the orchestrator of a call, with its first task. It stays: what has become of its devices is known."""
@@ -141,6 +140,11 @@ class _Outcomes:
         self.tell(trial, f"completed, {self.figures(values)}", report)
 
     def failed(self, trial: Any, error: BaseException, text: str | None = None) -> None:
+        """Tell that a trial was ended by an error: it has failed, or is pruned, by `optuna.TrialPruned`."""
+        if isinstance(error, load_optuna().TrialPruned):
+            self._trials.prune(trial)
+            self.pruned(trial, "pruned, as it raised TrialPruned")
+            return
         self._first_failure = self._first_failure or error
         said = str(error).strip()
         line = f"{type(error).__name__}: {said.splitlines()[0]}" if said else type(error).__name__
@@ -153,7 +157,9 @@ class _Outcomes:
     def tell(self, trial: Any, outcome: str, report: TaskReport | None = None) -> None:
         if self._verbose:
             steps = "" if report is None else f" after {report.steps} steps"
-            say(f"trial {trial.number}: {outcome}{steps}, {trial.params}")
+            values = {name: f"{each:.4g}" if isinstance(each, float) else each for name, each in trial.params.items()}
+            params = ", ".join(f"{name}={value}" for name, value in values.items())
+            say_progress(f"{self._trials.progress}; trial {trial.number}: {outcome}{steps}", params)
 
 
 class _Models:
@@ -275,10 +281,6 @@ class Search:
         try:
             task = self._settings.build(trial)
         except Exception as error:
-            if isinstance(error, load_optuna().TrialPruned):
-                self._trials.prune(trial)
-                self._outcomes.pruned(trial, "pruned, by build_task")
-                return None
             self._failed(trial, error)
             if is_of_space(error):
                 raise
@@ -463,7 +465,7 @@ class Search:
                 text = f"{live.name}: a callback paused it, limit: rungs; in a sweep, raise StopTask to end a trial"
                 self._failed(trial, RuntimeError(text))
             return
-        is_ended = report.status in (FINISHED, FAILED) or report.error is not None or live.is_in_callbacks
+        is_ended = report.status in (FINISHED, FAILED) or report.error is not None or live.is_ended_by_callback
         if not (live.is_pruned or is_ended or is_last):
             return
         values = self._settings.objective.outcome(live.task, report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydra_engine.sweep.population import PARENT, Population
@@ -53,13 +55,15 @@ def open_study(
 
     With it, the storage, where it was opened here.
 
-    directions: of a study that is made here. Raises TypeError, ValueError, and ConnectionError within seconds for a
-    storage that cannot be reached.
+    directions: of a study that is made here; one that is there already must have the same. Raises TypeError,
+    ValueError, and ConnectionError within seconds for a storage that cannot be reached.
     """
     optuna, storage = load_optuna(), None
+    for direction in directions or ():
+        if direction not in DIRECTIONS:
+            raise ValueError(f"direction: {direction!r}, known: {', '.join(map(repr, DIRECTIONS))}")
     if isinstance(study, optuna.Study):
-        if directions is not None:
-            raise ValueError(f"direction: {directions!r} beside a study, which has its own; leave it out")
+        _check_directions(study, directions, "or leave it out")
     elif study is None or isinstance(study, str):
         study, storage = _named_study(optuna, study or default_url, directions or ["minimize"] * num_values)
     else:
@@ -72,10 +76,16 @@ def open_study(
     return study, storage
 
 
+def _check_directions(study: Any, directions: Sequence[str] | None, remedy: str) -> None:
+    found = [direction.name.lower() for direction in study.directions]
+    if directions is not None and found != list(directions):
+        raise StudyMismatch(
+            f"direction: {list(directions)}, limit: {found}, of the study {study.study_name!r} that is there already; "
+            f"give that, {remedy}"
+        )
+
+
 def _named_study(optuna: Any, url: str | None, directions: Sequence[str]) -> tuple[Any, Any]:
-    for direction in directions:
-        if direction not in DIRECTIONS:
-            raise ValueError(f"direction: {direction!r}, known: {', '.join(map(repr, DIRECTIONS))}")
     if url is None:
         return optuna.create_study(study_name=STUDY_NAME, directions=list(directions)), None
 
@@ -96,12 +106,7 @@ def _named_study(optuna: Any, url: str | None, directions: Sequence[str]) -> tup
             f"study: {shown!r} cannot be opened: {said}; give sqlite:///FILE in a folder that exists, or the URL of a "
             f"server that answers, with its driver installed"
         ) from error
-    found = [direction.name.lower() for direction in study.directions]
-    if found != list(directions):
-        raise StudyMismatch(
-            f"direction: {list(directions)}, limit: {found}, of the study {STUDY_NAME!r} that is in {shown!r} already; "
-            f"give that, or another storage"
-        )
+    _check_directions(study, directions, f"or another storage than {shown!r}")
     return study, storage
 
 
@@ -133,11 +138,45 @@ def _answered(job: Callable[[], T]) -> T:
             time.sleep(PAUSE_S)
 
 
+class _Stop:
+    """Stands for `Study.stop` while a sweep runs: Optuna's own refuses calls from outside of `study.optimize`."""
+
+    def __init__(self, study: Any) -> None:
+        self._study = study
+        self.is_called = False
+
+    def __call__(self) -> None:
+        self.is_called = True
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._study, "stop")  # a copy of the study has Optuna's own
+
+
+class _Progress:
+    """Counts a sweep's trials, for people: a storage that does not answer is not asked for that."""
+
+    def __init__(self, study: Any, num_over: int, num_in_all: int) -> None:
+        self.num_over = num_over
+        self.num_in_all = num_in_all
+        self.values: list[float] = []  # of completed trials; none of several objectives
+        self._best: Callable[[list[float]], float] = max if study.directions[0].name == "MAXIMIZE" else min
+
+    def __str__(self) -> str:
+        best = f", best {self._best(self.values):.4g}" if self.values else ""
+        return f"{self.num_over}/{self.num_in_all} done{best}"
+
+
 class Trials:
     """A sweep's trials in a study. From any thread: one call at a time, so that a decision sees all reports before it.
 
     A trial is in the study from the moment it is asked for, and is told once. One that was running when its process was
     killed is opened again, under its own number, with the values that it was given.
+
+    Until `close`, `study.stop()` may be called from any thread: trials that were begun go on, and no new ones begin.
+
+    Attributes:
+        study: that they are in.
+        num_known: trials of this sweep that were asked for, and not born of others.
     """
 
     def __init__(
@@ -148,27 +187,30 @@ class Trials:
         storage: Any = None,
         rungs: Rungs | Population | None = None,
         seed: int = 0,
+        timeout_s: float | None = None,
     ) -> None:
         """`sweep_id`: whose trials they are. num_trials: that the sweep has in all, those of earlier calls too.
 
-        storage: the study's, where it was opened here. seed: of a population's decisions.
+        storage: the study's, where it was opened here. seed: of a population's decisions. timeout_s: from now on, after
+        which no new trial begins.
         """
         self._optuna = load_optuna()
-        self._study: optuna.Study = study
+        self.study: optuna.Study = study
+        vars(study)["stop"] = self._stop = _Stop(study)
+        self._until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._sweep_id = sweep_id
         self._num_trials = num_trials
         self._rungs = rungs
         self._seed = seed
         self._lock = threading.RLock()
         state = self._optuna.trial.TrialState
-        mine = self._mine()
+        mine = [each for each in self._mine() if each.state != state.WAITING]
         begun = [each for each in mine if each.state == state.RUNNING]
         self._waiting = [
             self._optuna.trial.Trial(study, each.user_attrs[MARK]["trial_id"])
             for each in begun
             if "trial_id" in each.user_attrs[MARK]
         ]
-        # Trials of this sweep that were asked for, and not born of others.
         self.num_known = sum("trial_id" in each.user_attrs[MARK] and PARENT not in each.user_attrs for each in mine)
         # Killed between `ask` and the second mark, so nothing was asked of it yet.
         for each in (each for each in begun if "trial_id" not in each.user_attrs[MARK]):
@@ -183,18 +225,22 @@ class Trials:
         if rungs is not None:
             self._at_rung = {each.number: each for each in self._waiting if waits(each)}
             self._waiting = [each for each in self._waiting if not waits(each)]
-        # The sampler has no more to try; or a population has begun to decide, and nobody can join it any more.
-        self._is_stopped = isinstance(rungs, Population) and any(rung_of(each) > 0 for each in mine)
+        if isinstance(rungs, Population) and any(rung_of(each) > 0 for each in mine):
+            self._stop()  # it has begun to decide, and nobody can join it any more
         self._untold: dict[int, Any] = {}  # given out by `next`, by number
+        num_over = len(mine) - len(self._waiting) - len(self._at_rung)
+        complete = [each for each in mine if each.state == state.COMPLETE]
+        self._progress = _Progress(study, num_over, num_trials + len(mine) - self.num_known)
+        self._progress.values = [each.value for each in complete] if self.has_pruning else []
 
     def _mine(self) -> list[Any]:
-        marked = ((each, each.user_attrs.get(MARK)) for each in self._study.get_trials(deepcopy=False))
+        marked = ((each, each.user_attrs.get(MARK)) for each in self.study.get_trials(deepcopy=False))
         return [each for each, mark in marked if isinstance(mark, dict) and mark.get("sweep") == self._sweep_id]
 
     @property
     def has_pruning(self) -> bool:
         """True if trials report values while they train; Optuna has no pruning of several objectives."""
-        return len(self._study.directions) == 1
+        return len(self.study.directions) == 1
 
     def next(self) -> Any | None:
         """Return the next trial to train: one that was running or put back, or else a new one; None: no more."""
@@ -205,14 +251,14 @@ class Trials:
                     trial.set_user_attr(INTERRUPTED, False)
                 self._untold[trial.number] = trial
                 return trial
-            if self.num_known >= self._num_trials or self._is_stopped:
+            if self._is_complete:
                 return None
             waiting = self._optuna.trial.TrialState.WAITING
-            if not self._study.get_trials(deepcopy=False, states=(waiting,)):
+            if not self.study.get_trials(deepcopy=False, states=(waiting,)):
                 # Marked before it is asked for: a kill in between leaves no trial of which nobody knows.
                 mark = {MARK: {"sweep": self._sweep_id}}
-                self._study.add_trial(self._optuna.trial.create_trial(state=waiting, user_attrs=mark))
-            trial = self._study.ask()
+                self.study.add_trial(self._optuna.trial.create_trial(state=waiting, user_attrs=mark))
+            trial = self.study.ask()
             trial.set_user_attr(
                 MARK, {"sweep": self._sweep_id, "trial_id": self._trial_id(trial.storage, trial.number)}
             )
@@ -228,15 +274,37 @@ class Trials:
     @property
     def has_more(self) -> bool:
         """True if `next` has a trial."""
-        return self.num_waiting > 0 or (self.num_known < self._num_trials and not self._is_stopped)
+        self._look_at_clock()
+        return self.num_waiting > 0 or not self._is_complete
+
+    @property
+    def progress(self) -> str:
+        """Number of trials that are over, and the best value: "3/12 done, best 0.41"."""
+        with self._lock:
+            return str(self._progress)
+
+    @property
+    def _is_complete(self) -> bool:
+        """True if no new trial is to be asked for: all were, or the study is stopped."""
+        return self.num_known >= self._num_trials or self._stop.is_called
+
+    def _look_at_clock(self) -> None:
+        """Stop the study once its time is over; not in `next`, so that `climb` before it knows of that."""
+        if time.monotonic() >= self._until_s:
+            self._stop()
+
+    def close(self) -> None:
+        """Give the study its own `stop` back."""
+        if vars(self.study).get("stop") is self._stop:
+            del vars(self.study)["stop"]
 
     def _trial_id(self, storage: Any, number: int) -> int:
-        study_id = storage.get_study_id_from_name(self._study.study_name)
+        study_id = storage.get_study_id_from_name(self.study.study_name)
         return int(storage.get_trial_id_from_study_id_trial_number(study_id, number))
 
     def _opened(self, storage: Any, number: int) -> Any:
         trial_id = self._trial_id(storage, number)
-        trial = self._optuna.trial.Trial(self._study, trial_id)
+        trial = self._optuna.trial.Trial(self.study, trial_id)
         trial.set_user_attr(MARK, {"sweep": self._sweep_id, "trial_id": trial_id})
         return trial
 
@@ -248,7 +316,7 @@ class Trials:
     def reported(self, trial: Any) -> set[int]:
         """Return the steps that a trial has reported, before its process was killed, or that are its parent's."""
         with self._lock:
-            found = next(each for each in self._study.get_trials(deepcopy=False) if each.number == trial.number)
+            found = next(each for each in self.study.get_trials(deepcopy=False) if each.number == trial.number)
             return {*found.intermediate_values, *range(_born_after(found))}
 
     def parent(self, trial: Any) -> int | None:
@@ -287,11 +355,13 @@ class Trials:
         Trials that are born there come before those that go on, whose forks they are.
         """
         with self._lock:
+            self._look_at_clock()
             if self._rungs is None:
                 return []
-            maximize = self._study.directions[0].name == "MAXIMIZE"
-            is_complete = self.num_known >= self._num_trials or self._is_stopped
-            decision = self._rungs.decide(self._mine(), is_complete=is_complete, maximize=maximize, seed=self._seed)
+            maximize = self.study.directions[0].name == "MAXIMIZE"
+            decision = self._rungs.decide(
+                self._mine(), is_complete=self._is_complete, maximize=maximize, seed=self._seed
+            )
             # Births first, and then who goes on, before others are pruned: who decides again after a kill finds the
             # same ones.
             self._waiting += [self._born(birth) for birth in decision.births]
@@ -312,7 +382,8 @@ class Trials:
             distributions=birth.distributions,
             user_attrs={MARK: {"sweep": self._sweep_id}, RUNG: mark(birth.rung, waits=False), **birth.user_attrs},
         )
-        self._study.add_trial(trial)
+        self.study.add_trial(trial)
+        self._progress.num_in_all += 1
         [number] = [each.number for each in self._mine() if each.user_attrs.get(PARENT) == birth.user_attrs[PARENT]]
         return self._opened(next(iter(self._at_rung.values())).storage, number)
 
@@ -334,13 +405,11 @@ class Trials:
             self._untold.pop(trial.number, None)
             for key, value in (attributes or {}).items():
                 _answered(partial(trial.set_user_attr, key, value))
-            try:  # one that was told, and the answer lost, is skipped
-                _answered(partial(self._study.tell, trial, values, state=state, skip_if_finished=True))
-            except RuntimeError as error:
-                # A grid that is exhausted stops `optimize`, which nobody runs here; the trial is told all the same.
-                if "Study.stop" not in str(error):
-                    raise
-                self._is_stopped = True
+            # One that was told, and the answer lost, is skipped.
+            _answered(partial(self.study.tell, trial, values, state=state, skip_if_finished=True))
+            self._progress.num_over += 1
+            if self.has_pruning:
+                self._progress.values += values or []
 
     def interrupt(self, error: BaseException, *, go_on: bool) -> list[Any]:
         """Note that an error has ended the sweep. Return the trials that go on as it is run again; else they failed."""
@@ -357,11 +426,20 @@ class Trials:
         return found
 
 
+def fixed_trial(trial: Any, params: dict[str, Any] | None = None) -> Any:
+    """Return a trial that gives `build_task` a trial's values again, or others; it can stop no study."""
+    fixed = load_optuna().trial.FixedTrial(trial.params if params is None else params, number=trial.number)
+    fixed.study = SimpleNamespace(stop=lambda: None)
+    return fixed
+
+
 def is_of_space(error: BaseException) -> bool:
     """Return True if Optuna itself has refused what a trial asked for, such as a range without values.
 
     Where that was on another machine, from which no traceback comes, the error says so as its attribute `is_of_space`.
     """
+    if isinstance(error, load_optuna().TrialPruned):  # of a function in Optuna that prunes
+        return False
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

@@ -21,7 +21,7 @@ from hydra_engine.sweep.policy import SweepPolicy
 from hydra_engine.sweep.population import Population
 from hydra_engine.sweep.rungs import Rungs
 from hydra_engine.sweep.search import MODELS_PER_DEVICE, Search, SearchSettings
-from hydra_engine.sweep.study import Trials, load_optuna, open_study
+from hydra_engine.sweep.study import Trials, fixed_trial, load_optuna, open_study
 from hydra_engine.system import dram as host_dram
 from hydra_engine.system import process as restart
 from hydra_engine.system import warn
@@ -39,11 +39,14 @@ class Sweep:
         build_task: (trial) -> ModelTask, in Optuna's define-by-run style: it asks the trial for values, and makes a new
             model, and a task with `validation=` and without `name=`. It is called with torch's random stream seeded for
             the trial (`seed`), so a trial's model and results depend on its number and its values alone. What it raises
-            fails the trial, and `optuna.TrialPruned` prunes it. It runs beside training: where it draws from `random`
-            or `numpy.random`, give it generators of its own.
+            fails the trial, and `optuna.TrialPruned` prunes it; so it does where a callback raises it. It runs beside
+            training: where it draws from `random` or `numpy.random`, give it generators of its own.
         study: an `optuna.Study`, with the sampler, pruner, directions and storage of your choice; or the URL of a
             storage, in which the study is named "sweep"; or None: SQLite in `checkpoint_dir`, or memory without one.
         num_trials: trials in all. Those of an earlier call with the same `checkpoint_dir` count.
+        timeout: seconds from the beginning of a call after which no new trial begins, as of `study.optimize`; trials
+            that were begun go on to their end. None: no limit. `trial.study.stop()`, in `build_task` or in a callback,
+            does the same at once. The next call goes on up to `num_trials`.
         parallel: the most models that are in DRAM at once; default: two per device. Fewer, while DRAM has no room.
         devices: as of `ModelOrchestrator`.
         policy: as of `ModelOrchestrator`. None: "in-step" where trials that train together share frozen weights, else
@@ -55,7 +58,8 @@ class Sweep:
         metric: the figure of the last validation, or of the best one where the task has `keep_best`, that is a trial's
             value: "validation_loss", or a name in the task's `metrics`; for several objectives a list, one name per
             direction. None: the validation loss.
-        direction: "minimize" or "maximize", or a list, of a study that is made here; needed for a metric.
+        direction: "minimize" or "maximize", or a list, of a study that is made here, or of one that is there already,
+            which must have the same; needed for a metric, where no `optuna.Study` is given.
         seed: of the trials' random streams.
         rungs: `Rungs(min_resource=1, reduction_factor=3)`: synchronous successive halving, instead of the study's
             pruner. A trial waits at a rung in `checkpoint_dir`, and not in DRAM, until all trials have come there.
@@ -89,6 +93,7 @@ class Sweep:
         *,
         study: optuna.Study | str | None = None,
         num_trials: int = 12,
+        timeout: float | None = None,
         parallel: int | None = None,
         dram: int | str | None = None,
         devices: Sequence[DeviceSpec | str] | None = None,
@@ -114,6 +119,10 @@ class Sweep:
         for field, number in (("num_trials", num_trials), ("parallel", parallel), ("seed", seed)):
             if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
                 raise TypeError(f"{field}: {number!r} is a {type(number).__name__}; give an int")
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float))):
+            raise TypeError(f"timeout: {timeout!r} is a {type(timeout).__name__}; give seconds, or None for no limit")
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout: {timeout!r}, limit: at least 0 seconds; None is no limit")
         if num_trials < 1:
             raise ValueError(f"num_trials: {num_trials}, limit: at least 1")
         if parallel is not None and parallel < 1:
@@ -161,6 +170,7 @@ class Sweep:
         self._study = study
         self._opened: tuple[optuna.Study, Any] | None = None  # and its storage, where it was opened here
         self._num_trials = num_trials
+        self._timeout_s = timeout
         self._checkpoint_dir = checkpoint_dir
         self._sweep_id = uuid.uuid4().hex  # without a folder that has one
         self.verbose = 1
@@ -184,17 +194,20 @@ class Sweep:
                 self._opened = open_study(self._study, url, self._directions, len(settings.objective.names))
             study, storage = self._opened
             sweep_id = self._sweep_id if folder is None else folder.sweep_id
-            trials = Trials(study, sweep_id, self._num_trials, storage, self._rungs, settings.seed)
-            if folder is not None:
-                folder.check_is_of(trials.num_known)
-            checkpoints = None if folder is None else folder.checkpoints
-            search: Search | ClusterSearch
-            if self._cluster is None:
-                search = Search(settings, trials, checkpoints, self.verbose)
-            else:
-                search = ClusterSearch(self._cluster, settings, trials, checkpoints, self.verbose)
-            search.run()
-            search.check()
+            made = Trials(
+                study, sweep_id, self._num_trials, storage, self._rungs, settings.seed, timeout_s=self._timeout_s
+            )
+            with closing(made) as trials:
+                if folder is not None:
+                    folder.check_is_of(trials.num_known)
+                checkpoints = None if folder is None else folder.checkpoints
+                search: Search | ClusterSearch
+                if self._cluster is None:
+                    search = Search(settings, trials, checkpoints, self.verbose)
+                else:
+                    search = ClusterSearch(self._cluster, settings, trials, checkpoints, self.verbose)
+                search.run()
+                search.check()
         return study
 
     @property
@@ -217,7 +230,7 @@ class Sweep:
             over = None if found is None else found.data["tasks"].get(name, {}).get("over")
             if over not in (FINISHED, STOPPED):
                 raise ValueError(f"model: {name} is not in {folder.path} as one that is over; give one that is")
-            task = self._settings.build(load_optuna().trial.FixedTrial(trial.params, number=trial.number))
+            task = self._settings.build(fixed_trial(trial))
             task.name = name
             orchestra = ModelOrchestrator([task], devices=self._settings.devices, checkpoint_dir=place)
             orchestra.verbose = 0

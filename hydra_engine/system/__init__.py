@@ -25,5 +25,5 @@ from hydra_engine.system.files import (
     fingerprint,
 )
 from hydra_engine.system.locks import Beside, FolderLock, Hold, RevocableLock, TakenAway
-from hydra_engine.system.messages import say, warn
+from hydra_engine.system.messages import LINE, say, say_progress, warn
 from hydra_engine.system.process import is_interactive

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from contextlib import suppress
 from typing import TextIO
+
+LINE = 100  # characters of a line of progress, at most: a log's reader may have no more
+LEAST_REST = 10  # characters, with less of which a line ends before the rest
 
 
 def say(text: str) -> None:
     """Print to stdout, if it takes that: it may be a closed pipe, on a full disk, of few signs, or not there at all."""
     _print(sys.stdout, text)
+
+
+def say_progress(text: str, rest: str = "") -> None:
+    """Print a line of progress; a text that is longer goes on in an indented one, a rest is cut."""
+    *lines, last = textwrap.wrap(text, LINE, subsequent_indent="    ") or [""]
+    room = LINE - len(last) - len(", ")
+    if rest and room >= LEAST_REST:
+        last += f", {textwrap.shorten(rest, room, placeholder='...')}"
+    say("\n".join([*lines, last]))
 
 
 def warn(text: str) -> None:

@@ -34,6 +34,7 @@ from hydra_engine.tasks.report_file import load, save, write_text
 from hydra_engine.tasks.step_report import StepReport, ValidationReport
 from hydra_engine.trace import MAX_SPANS, MemoryUse, Span
 from partitioners import format_bytes
+from partitioners.profile import noted
 
 # The lane of a span that says that a step began again.
 AGAIN = "again"
@@ -228,9 +229,14 @@ class TaskReport:
     stop_reason: str | None = None
 
     @property
+    def reason(self) -> str | None:
+        """Why it ended before its last batch: the first line of what was raised, or `stop_reason`."""
+        return self.stop_reason if self.exception is None else _first_line(self.exception)
+
+    @property
     def remarks(self) -> list[str]:
         """Lines on what a reader of the figures has to know: an early end, losses that are no numbers, other plans."""
-        found = [] if self.stop_reason is None else [f"{self.status} after step {self.steps}: {self.stop_reason}"]
+        found = [] if self.reason is None else [f"{self.status} after step {self.steps}: {self.reason}"]
         skipped = set(self.skipped_steps)
         bad = [step for step, loss in enumerate(self.losses) if not (math.isfinite(loss) or step in skipped)]
         if bad:
@@ -378,11 +384,17 @@ class Report:
         return sorted((placed for units in steps.values() for placed in units.values()), key=lambda each: each.end_s)
 
     def raise_failures(self) -> None:
-        """Raise the first failed task's exception, if any."""
-        for task in self.tasks.values():
-            if task.status == FAILED:
-                assert task.exception is not None
-                raise task.exception
+        """Raise the first failed task's exception, if any, with a note that names each other one and its reason."""
+        failed = [task for task in self.tasks.values() if task.status == FAILED]
+        if not failed:
+            return
+        error = failed[0].exception
+        assert error is not None
+        others = "".join(f"\n{printable(task.name)}: {task.reason}" for task in failed[1:])
+        note = f"{_plural(len(failed) - 1, 'other task')} failed, too:{others}"
+        if others and note not in "\n".join([str(error), *getattr(error, "__notes__", ())]):  # it may be raised again
+            noted(error, note)
+        raise error
 
     def compare(self, by: str = VALIDATION_LOSS, *, best: str = MIN) -> str:
         """A table of the tasks, those with the best value of a figure first; NaN is no value.
@@ -471,9 +483,8 @@ class Report:
             ]
         for task in self.tasks.values():
             if task.status != FINISHED:
-                why = task.stop_reason if task.exception is None else _first_line(task.exception)
                 ended = f"{task.name} {task.status} after {_plural(task.steps, 'step')}"
-                lines.append(f"{ended}: {why}" if why else ended)
+                lines.append(f"{ended}: {task.reason}" if task.reason else ended)
         return "\n".join([*lines, *self.messages])
 
     def plot(self, path: str | os.PathLike[str], *, start_s: float | None = None, end_s: float | None = None) -> None:
@@ -611,5 +622,6 @@ def _plural(number: int, noun: str) -> str:
 
 def _first_line(error: BaseException) -> str:
     """Return an exception's type and the first line of its text."""
-    text = str(error) if isinstance(error, SavedError) else f"{type(error).__name__}: {error}"
-    return text.partition("\n")[0]
+    kind = "" if isinstance(error, SavedError) else type(error).__name__
+    said = str(error).strip().partition("\n")[0]
+    return f"{kind}: {said}" if kind and said else kind or said

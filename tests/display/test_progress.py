@@ -1,6 +1,7 @@
 """What follows from several looks at a run, in numbers and in lines of a log."""
 
 import math
+import re
 
 import pytest
 
@@ -15,9 +16,11 @@ from hydra_engine.display.progress import (
     counted,
     cut,
     duration,
+    last_log_lines,
     log_line,
     number,
     rate,
+    width,
 )
 
 
@@ -93,7 +96,39 @@ def test_a_log_line_has_every_figure_of_a_task_and_counts_those_that_it_leaves_o
     history = seen((0.0, [task("a\nb", 0)]), (2.0, tasks))
     told = "a?b 4/10 loss 1.250 validation 2.000 batch 8 2.0/s 0:03 left"
     assert log_line(RunProgress(2.0, tasks, []), history) == f"   2.0 s  {told} | c 3 failed"
-    assert log_line(RunProgress(2.0, tasks, []), history, 1) == f"   2.0 s  {told} | and 1 more: 1 failed"
+    tasks.append(task("d" * 20, 1, None, Doing.PAUSED))
+    assert log_line(RunProgress(2.0, tasks, []), history) == f"   2.0 s  {told} | and 2 more"
+    tasks[0], told = task("a\nb", 4, loss=1.25), "a?b 4/10 loss 1.250 2.0/s 0:03 left"
+    tasks[2] = task("d" * 60, 1, None, Doing.PAUSED)
+    assert log_line(RunProgress(2.0, tasks, []), history) == f"   2.0 s  {told} | and 2 more: 1 paused, 1 failed"
+
+
+@pytest.mark.parametrize("num_tasks", [0, 1, 2, 9, 70])
+@pytest.mark.parametrize("name", ["a", "学習率" * 20], ids=["short", "wide"])
+def test_a_line_of_a_log_has_at_most_100_columns_and_the_last_ones_have_all_tasks(num_tasks, name):
+    tasks = [task(f"{k}{name}", 4, loss=1.25, validation=2.5, batch="batch 4096") for k in range(num_tasks)]
+    run = RunProgress(2.0, tasks, [])
+    history = seen((0.0, [each._replace(steps=0) for each in tasks]), (2.0, tasks))
+    line, last = log_line(run, history), last_log_lines(run, history)
+    assert all(width(each) <= 100 for each in (line, *last))
+    assert line.count(" 4/10") + int((re.findall(r"and (\d+) more", line) or [0])[0]) == num_tasks
+    assert "".join(last).count(" 4/10") == num_tasks
+
+
+def test_a_name_that_is_too_long_for_a_line_of_a_log_is_cut_and_the_figures_are_not():
+    tasks = [task("n" * 200, 4, loss=1.25)]
+    line = log_line(RunProgress(2.0, tasks, []), seen((0.0, [task("n" * 200, 0)]), (2.0, tasks)))
+    assert line == f"   2.0 s  {'n' * 55}... 4/10 loss 1.250 2.0/s 0:03 left"
+    assert len(line) == 100
+
+
+def test_who_is_in_the_lines_of_a_log_stays_there_while_it_computes():
+    tasks = [task(name, 1, loss=1.25, validation=2.5) for name in "abc"]
+    history = seen((0.0, [task(each.name, 0) for each in tasks]), (2.0, tasks))
+    assert " a 1/10" in log_line(RunProgress(2.0, tasks, []), history)
+    tasks.insert(0, task("new", 1, loss=1.25))
+    history.add(RunProgress(4.0, tasks, []))
+    assert " a 1/10" in log_line(RunProgress(4.0, tasks, []), history)
 
 
 def test_tasks_are_counted_by_what_they_do():

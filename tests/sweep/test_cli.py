@@ -18,7 +18,8 @@ def test_a_sweep(tmp_path, capsys):
     study = optuna.load_study(study_name="sweep", storage=url)
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in sorted(lines[:3])] == ["trial 0", "trial 1", "trial 2"]
+    assert sorted(line.split("; ")[1].split(":")[0] for line in lines[:3]) == ["trial 0", "trial 1", "trial 2"]
+    assert [line.split(",")[0] for line in lines[:3]] == ["1/3 done", "2/3 done", "3/3 done"]
     best = study.best_trial
     assert lines[4].split() == ["best", "trial", "values", "parameters"]
     assert lines[6].split()[:2] == [str(best.number), f"{best.value:.6g}"]
@@ -48,6 +49,7 @@ def test_trials_that_wait_on_disk(tmp_path, options, states):
         (["no_such_module:build"], "module: 'no_such_module'"),
         ([f"{BUILD}er"], "function: 'builder' 'tests.sweep.space'"),
         ([BUILD, "--parallel", "0"], "--parallel: '0'"),
+        ([BUILD, "--timeout", "soon"], "--timeout: 'soon'"),
         ([BUILD, "--devices", "3lots"], "--devices: '3lots'"),
         ([BUILD, "--population", "lr", "--interval", "no"], "--interval: 'no'"),
         ([BUILD, "--population", "lr", "lr"], "settings: ['lr', 'lr']"),

@@ -7,6 +7,8 @@ import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,11 +35,11 @@ def new_study(seed=1):
     )
 
 
-def settings_of(build_task=build):
+def settings_of(build_task=build, parallel=2):
     return SearchSettings(
         build_task=build_task,
         objective=Objective.parse(None),
-        parallel=2,
+        parallel=parallel,
         dram_bytes=None,
         devices=[EmulatedDevice("1MiB")],
         policy="sharded-lrtf",
@@ -46,7 +48,7 @@ def settings_of(build_task=build):
     )
 
 
-def train_as(node, handout, build_task=build, checkpoints=None):
+def train_as(node, handout, build_task=build, checkpoints=None, parallel=2):
     """What a node does, with a caller in this process; each request takes a turn, as in the caller's thread."""
     turn = threading.Lock()
 
@@ -54,7 +56,7 @@ def train_as(node, handout, build_task=build, checkpoints=None):
         with turn:
             return handout.answer(node, method, *args)
 
-    search = Search(settings_of(build_task), NodeTrials(ask), checkpoints, 0, node)
+    search = Search(settings_of(build_task, parallel), NodeTrials(ask), checkpoints, 0, node)
     search.run()
     search.check()
 
@@ -90,6 +92,54 @@ def test_a_trial_of_a_node_asks_the_callers():
     assert trial.user_attrs["note"] == "here" == study.trials[0].user_attrs["note"]
     with refused(AttributeError, says="suggest_all"):
         trial.suggest_all("width")
+
+
+@pytest.mark.parametrize("is_callback", [False, True])
+def test_a_trial_of_a_node_stops_the_callers_study(is_callback):
+    class Stop(Callback):
+        def on_step(self, report):
+            self.study.stop()
+
+    def build_and_stop(trial):
+        assert trial.study.study_name == "own"
+        callback = Stop()
+        callback.study = trial.study
+        if trial.number == 1 and not is_callback:
+            trial.study.stop()
+        return build(trial, *([callback] if trial.number == 1 and is_callback else []))
+
+    study = new_study()
+    with closing(Trials(study, "mine", 6)) as trials:
+        handout = Handout(trials)
+        train_as("node-a", handout, build_and_stop, parallel=1)
+        assert handout.answer("node-b", "next") is None
+        assert not trials.has_more
+    assert_once_each(study, 2)
+
+
+def test_no_node_gets_a_new_trial_after_the_timeout(monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr("hydra_engine.sweep.study.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    trials = Trials(new_study(), "mine", 3, timeout_s=5.0)
+    handout = Handout(trials)
+    assert handout.answer("a", "next") == 0
+    now_s[0] = 5.0
+    assert handout.answer("a", "next") is None
+    handout.give_back("a")
+    assert handout.answer("b", "next") == 0  # it has begun
+    assert not trials.has_more
+
+
+def test_a_callback_on_a_node_prunes_its_trial():
+    class Prune(Callback):
+        def on_validation(self, report):
+            raise optuna.TrialPruned
+
+    study = new_study()
+    handout = Handout(Trials(study, "mine", 2))
+    train_as("node-a", handout, lambda trial: build(trial, *([Prune()] if trial.number == 0 else [])))
+    assert [trial.state.name for trial in study.trials] == ["PRUNED", "COMPLETE"]
+    assert handout.num_well == 2
 
 
 def vanishing(trial):

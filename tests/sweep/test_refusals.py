@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from functools import partial
 
 import pytest
 from torch import nn
@@ -12,7 +13,7 @@ from hydra_engine.errors import CheckpointError
 from hydra_engine.sweep import Rungs, Sweep, study
 from hydra_engine.sweep.folder import SweepFolder
 from tests.refused import refused
-from tests.sweep.space import batches, build
+from tests.sweep.space import accuracy, batches, build
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -30,6 +31,10 @@ def run(build_task=build, **options):
         ({"build_task": 3}, TypeError, "build_task: 3"),
         ({"num_trials": 0}, ValueError, "num_trials: 0"),
         ({"num_trials": 1.5}, TypeError, "num_trials: 1.5"),
+        ({"timeout": "10min"}, TypeError, "timeout: '10min'"),
+        ({"timeout": True}, TypeError, "timeout: True"),
+        ({"timeout": -1}, ValueError, "timeout: -1"),
+        ({"timeout": float("nan")}, ValueError, "timeout: nan"),
         ({"policy": "best"}, ValueError, "policy: 'best'"),
         ({"checkpoint_every": "often"}, ValueError, "checkpoint_every: 'often'"),
         ({"parallel": 0}, ValueError, "parallel: 0"),
@@ -117,10 +122,28 @@ def test_a_study_of_other_directions(tmp_path):
     optuna.create_study(storage=url, study_name="sweep", direction="maximize")
     with refused(says="direction: ['minimize'] ['maximize']"):
         run(study=url)
-    with refused(says="direction: study"):
-        run(study=optuna.create_study(), direction="minimize")
+    own = optuna.create_study(study_name="own", directions=["minimize", "maximize"])
+    with refused(study.StudyMismatch, says="direction: ['maximize', 'own'"):
+        run(study=own, metric=["validation_loss", "accuracy"], direction=["maximize"] * 2)
+    with refused(study.StudyMismatch, says="direction: ['maximize'] ['minimize']"):
+        run(study=optuna.create_study(), direction="maximize")
+    with refused(says="direction: 'down' 'maximize'"):
+        run(study=optuna.create_study(), direction="down")
     with refused(says="metric: 1 2"):
         run(study=optuna.create_study(directions=["minimize"] * 2))
+
+
+def test_the_direction_that_a_study_has_is_accepted(tmp_path):
+    build_two = partial(build, metrics={"accuracy": accuracy})
+    for direction in ("minimize", "maximize"):
+        own = optuna.create_study(direction=direction)
+        assert run(study=own, direction=direction, num_trials=1) is own
+    url, name = f"sqlite:///{tmp_path / 'sweep.db'}", "sweep"
+    optuna.create_study(storage=url, study_name=name, direction="maximize")
+    assert len(run(study=url, direction="maximize", num_trials=1).trials) == 1
+    own = optuna.create_study(directions=["minimize", "maximize"])
+    both = ["minimize", "maximize"]
+    assert len(run(build_two, study=own, metric=["validation_loss", "accuracy"], direction=both).trials) == 2
 
 
 def test_a_folder_in_use(tmp_path):

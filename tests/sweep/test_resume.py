@@ -80,7 +80,9 @@ def test_interrupted_it_goes_on_from_the_checkpoint(tmp_path, capsys):
     assert 1 in interrupted
     assert [trial.number for trial in before.trials if trial.user_attrs.get("interrupted")] == interrupted
     lines = capsys.readouterr().out.splitlines()
-    assert [int(line.split()[1][:-1]) for line in lines if "interrupted, goes on" in line] == interrupted
+    assert [
+        int(line.split("trial ")[1].split(":")[0]) for line in lines if "interrupted, goes on" in line
+    ] == interrupted
     steps = {}
     study = sweep_in(tmp_path, lambda trial: build(trial, First(trial.number, steps)), num_trials=3).run()
     assert steps[1] > STEPS

@@ -52,6 +52,23 @@ def ranked(study):
     return losses, first, sorted(first, key=lambda number: losses[number][1])[: NUM_TRIALS // 4]
 
 
+@pytest.mark.parametrize("is_timeout", [False, True])
+def test_of_a_study_that_is_ended_before_a_rung_is_full_those_that_came_there_are_ranked(
+    tmp_path, monkeypatch, is_timeout
+):
+    now_s = [0.0]
+    monkeypatch.setattr("hydra_engine.sweep.study.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    def build_and_end(trial):
+        if trial.number == NUM_TRIALS - 1 and is_timeout:
+            now_s[0] = 100.0
+        elif trial.number == NUM_TRIALS - 1:
+            trial.study.stop()
+        return build(trial)
+
+    assert_halved(sweep_in(tmp_path, build_and_end, num_trials=NUM_TRIALS + 3, timeout=100).run())
+
+
 @pytest.mark.rest
 def test_a_trial_that_goes_on_past_its_rung_rests_at_its_next_validation(tmp_path):
     """So does one that was killed as it paused with early release, which commits one more step."""

@@ -1,9 +1,13 @@
 """Trials of a sweep train as if alone, and the study says what became of them."""
 
 import _thread
+import copy
 import gc
+import math
+import pickle
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -542,7 +546,208 @@ def test_a_line_says_what_became_of_each_trial(capsys):
     study = sweep.run()
     [line] = capsys.readouterr().out.splitlines()
     value = study.trials[0].value
-    assert line == f"trial 0: completed, validation_loss {value:.6g} after 12 steps, {study.trials[0].params}"
+    begin = f"1/1 done, best {value:.4g}; trial 0: completed, validation_loss {value:.6g} after 12 steps, width="
+    assert line.startswith(begin)
+    assert len(line) <= 100
+
+
+@pytest.mark.parametrize("direction", ["minimize", "maximize"])
+def test_the_lines_of_a_sweep_count_trials_and_have_the_best_value(direction, capsys):
+    """Of all that are over, failed and pruned ones too, and those of an earlier call."""
+    study = study_of(direction=direction)
+
+    def build_some(trial):
+        if trial.number == 1:
+            raise OSError("no such file: " + "a/long/path" * 20)
+        if trial.number == 2:
+            raise optuna.TrialPruned
+        return build_tiny(trial)
+
+    for num_trials in (4, 5):
+        sweep = sweep_of(build_some, study=study, num_trials=num_trials, parallel=1, direction=direction)
+        sweep._sweep_id, sweep.verbose = "mine", 1
+        sweep.run()
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 100 for line in lines)
+    assert "".join(line.strip() for line in lines if line[0] == " ").endswith("a/long/path")
+    heads = [line for line in lines if line[0] != " "]
+    values = [trial.value for trial in study.trials]
+    better = max if direction == "maximize" else min
+    best = [better(value for value in values[: k + 1] if value is not None) for k in range(5)]
+    in_all = [4, 4, 4, 4, 5]
+    assert [line.split(";")[0] for line in heads] == [f"{k + 1}/{in_all[k]} done, best {best[k]:.4g}" for k in range(5)]
+
+
+def tiny_sweep(build_task=None, *, study=None, **options):
+    return sweep_of(build_task or build_tiny, study=study or study_of(), **{"num_trials": 6, **options})
+
+
+class Each:
+    """A loader whose batches a function yields."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __iter__(self):
+        return self.function()
+
+
+class At(Callback):
+    """Does something once, at a hook."""
+
+    def __init__(self, hook, job):
+        setattr(self, hook, lambda report, *_: job())
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [None, "on_step", *(pytest.param(hook, marks=pytest.mark.rest) for hook in ("on_epoch_begin", "on_task_end"))],
+)
+def test_a_trial_stops_the_study_as_in_optuna(hook):
+    """In `build_task`, or in a callback: it ends in order, no other begins, and the next call goes on."""
+
+    def build_and_stop(trial):
+        if trial.number == 2 and hook is None:
+            trial.study.stop()
+        return build_tiny(trial, *([At(hook, trial.study.stop)] if trial.number == 2 and hook else []))
+
+    def objective(trial):
+        if trial.number == 2:
+            trial.study.stop()
+        return trial.suggest_float("lr", 1e-3, 1.0)
+
+    expected = study_of()
+    expected.optimize(objective, n_trials=6)
+    sweep = tiny_sweep(build_and_stop, parallel=1)
+    study = sweep.run()
+    assert states(study) == states(expected) == [COMPLETE] * 3
+    assert "stop" not in vars(study)
+    assert states(sweep.run()) == [COMPLETE] * 6
+    with pytest.raises(RuntimeError, match="stop"):
+        study.stop()  # Optuna's own again
+
+
+def test_trials_that_train_as_the_study_is_stopped_are_trained_to_their_end():
+    have_begun = threading.Barrier(2)
+
+    def build_two(trial):
+        def stop():
+            have_begun.wait(60)
+            trial.study.stop()
+
+        return build(trial, *([At("on_task_end", stop)] if trial.number < 2 else []))
+
+    study = sweep_of(build_two, study=study_of(), num_trials=9).run()
+    assert states(study) == [COMPLETE] * 2
+    assert [trial.user_attrs["steps"] for trial in study.trials] == [EPOCHS * STEPS] * 2
+
+
+def test_a_study_may_be_copied_while_a_sweep_runs():
+    """With Optuna's own `stop`."""
+    copies = []
+
+    def build_and_copy(trial):
+        copies.extend((pickle.loads(pickle.dumps(trial.study)), copy.deepcopy(trial.study)))
+        return build_tiny(trial)
+
+    tiny_sweep(build_and_copy, num_trials=1).run()
+    for each in copies:
+        each.optimize(lambda trial: trial.study.stop(), n_trials=5)
+        assert len(each.trials) == 2
+
+
+@pytest.mark.parametrize(("timeout", "num_trials"), [(0, 0), (25, 3), (math.inf, 6)])
+def test_no_trial_begins_after_the_timeout(timeout, num_trials, monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr("hydra_engine.sweep.study.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    def build_slowly(trial):
+        now_s[0] += 10
+        return build_tiny(trial)
+
+    study = tiny_sweep(build_slowly, parallel=1, timeout=timeout).run()
+    assert states(study) == [COMPLETE] * num_trials
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_validation",
+        "on_epoch_begin",
+        *(pytest.param(hook, marks=pytest.mark.rest) for hook in ("on_step", "on_epoch", "on_task_end")),
+    ],
+)
+def test_a_callback_prunes_its_trial_as_optunas_own_do(hook, tmp_path):
+    """It has ended in order: its report says stopped, and its model comes back."""
+    reports = []
+
+    class Prune(Callback):
+        pass
+
+    def prune(_, report, *arguments):
+        reports.append(report)
+        raise optuna.TrialPruned("not promising")
+
+    setattr(Prune, hook, prune)
+
+    def build_pruned(trial):
+        return build(trial, *([Prune()] if trial.number == 1 else []))
+
+    sweep = sweep_of(build_pruned, study=study_of(), num_trials=3, checkpoint_dir=tmp_path)
+    study = sweep.run()
+    assert states(study) == [COMPLETE, PRUNED, COMPLETE]
+    assert "error" not in study.trials[1].user_attrs
+    assert sweep.run() is study
+    assert len(study.trials) == 3
+    if hook == "on_task_end":
+        assert reports[0].status == "finished"
+    else:
+        assert (reports[0].status, reports[0].exception) == ("stopped", None)
+        names(reports[0].stop_reason, says=f"{hook} pruned")
+    if hook != "on_epoch_begin":
+        steps = {"on_step": 1, "on_task_end": EPOCHS * STEPS}.get(hook, STEPS)
+        expected = plain(study.trials[1], max_steps=steps)[1].parameters()
+        assert all(map(torch.equal, sweep.model(study.trials[1]).parameters(), expected))
+
+
+def test_a_trial_that_a_callback_prunes_gives_way_to_the_next():
+    def prune():
+        raise optuna.TrialPruned
+
+    assert beside_two(At("on_step", prune)).state == PRUNED
+
+
+@pytest.mark.parametrize("what", ["metric", "loss", "loader"])
+def test_whatever_of_a_trial_raises_trial_pruned_prunes_it(what):
+    def prune(*_):
+        raise optuna.TrialPruned
+
+    def loader():
+        yield from batches(1)
+        prune()
+
+    def build_pruned(trial):
+        task = build_tiny(trial)
+        if trial.number == 1 and what == "metric":
+            task.metrics = {"mine": prune}
+        elif trial.number == 1:
+            loss, train = (prune, batches(1)) if what == "loss" else (F.cross_entropy, Each(loader))
+            task = ModelTask(task.model, loss, train, validation=batches(1))
+        return task
+
+    study = tiny_sweep(build_pruned, num_trials=3).run()
+    assert states(study) == [COMPLETE, PRUNED, COMPLETE]
+
+
+def test_a_trial_is_built_again_where_build_task_has_stopped_the_study(tmp_path):
+    def build_and_stop(trial):
+        trial.study.stop()
+        return build(trial)
+
+    sweep = sweep_of(build_and_stop, checkpoint_dir=tmp_path)
+    study = sweep.run()
+    assert states(study) == [COMPLETE]
+    assert all(map(torch.equal, sweep.model(study.trials[0]).parameters(), plain(study.trials[0])[1].parameters()))
 
 
 def test_out_of_dram_alone_is_a_failed_trial(monkeypatch):

@@ -1,6 +1,7 @@
 """Plans and reports print as tables, and a failure in them is raised as it was."""
 
 import sys
+import traceback
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import DeviceReport, ModelTask, Plan, Report, TaskPlan, TaskReport
+from hydra_engine.errors import SavedError
 from hydra_engine.tasks.report import table
 from tests import exact
 from tests.refused import names, refused
@@ -42,6 +44,8 @@ task  status    steps  loss            validation
 ----  --------  -----  --------------  --------------
 a     finished  3      2.500 -> 1.250  0.500 -> 0.250
 b     failed    0      -               -
+
+b: failed after step 0: ValueError: boom
 
 device      busy  loaded   stored  peak of budget
 ----------  ----  -------  ------  ---------------
@@ -80,6 +84,34 @@ def test_the_first_failure_is_raised_and_nothing_where_nothing_failed():
     with pytest.raises(ValueError, match="first") as raised:
         report_of(*others, *failed).raise_failures()
     assert raised.value is errors[0]
+
+
+def test_a_report_names_each_failed_task_with_the_first_line_of_its_reason():
+    """Also of an error without a text, of one whose text begins with an empty line, and of one read from a file."""
+    errors = [
+        ValueError("boom\nand more"),
+        AssertionError(),
+        OSError("\n no such file\n"),
+        SavedError("KeyError", "'x'\n"),
+    ]
+    failed = [TaskReport(name=str(k), seed=0, status="failed", exception=error) for k, error in enumerate(errors)]
+    lines = str(report_of(*failed)).splitlines()
+    reasons = ["ValueError: boom", "AssertionError", "OSError: no such file", "KeyError: 'x'"]
+    assert lines[7:11] == [f"{k}: failed after step 0: {reason}" for k, reason in enumerate(reasons)]
+
+
+@pytest.mark.parametrize("num_failed", [1, 2, 3])
+def test_the_failure_that_is_raised_names_all_others_once(num_failed):
+    errors = [ValueError("first"), KeyError("second"), OSError("third\nline")][:num_failed]
+    failed = [TaskReport(name=f"t{k}", seed=0, status="failed", exception=error) for k, error in enumerate(errors)]
+    report = report_of(TaskReport(name="good", seed=0, status="finished"), *failed)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="first") as raised:
+            report.raise_failures()
+    text = "".join(traceback.format_exception_only(raised.value))
+    others = ["t1: KeyError: 'second'", "t2: OSError: third"][: num_failed - 1]
+    head = [f"{len(others)} other task{'s' * (len(others) > 1)} failed, too:"] if others else []
+    assert text.splitlines() == ["ValueError: first", *head, *others]
 
 
 def test_columns_of_a_table_are_aligned():
