@@ -304,7 +304,7 @@ class World:
         del self.wanted[device]
         return self.send(DeviceReturned(device))
 
-    def read(self, task, *, new_shapes=False):
+    def read(self, task, *, has_to_fit=False):
         """The reader is through with what was asked for."""
         task.reading = False
         what = task.batches.pop(0) if task.batches else None
@@ -314,9 +314,9 @@ class World:
         if what is None:
             task.ended = True
             return self.send(DataEnded(task.name))
-        task.ready, task.is_new = (task.num_read[what], what), new_shapes
+        task.ready, task.is_new = (task.num_read[what], what), has_to_fit
         task.num_read[what] += 1
-        return self.send(BatchReady(task.name, *task.ready, new_shapes, task.num_micro_batches))
+        return self.send(BatchReady(task.name, *task.ready, has_to_fit, task.num_micro_batches))
 
     def part(self, unit):
         return self.tasks[unit.task].parts[unit.part]
@@ -700,7 +700,7 @@ class World:
                 if part.storing and self.may_lose and not part.broken:
                     yield "lose" if part.storing[0][1] else "lose late", lambda task=task, k=k: self.lose(task, k)
             if task.reading:
-                yield "read anew", lambda task=task: self.read(task, new_shapes=True)
+                yield "read anew", lambda task=task: self.read(task, has_to_fit=True)
             if task.fitting:
                 yield "fit", lambda error=None, task=task: self.fit(task, error, random.Random(task.step).randint(1, 5))
             if task.committing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -16,13 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.capture.cuts import Lives, choose_cuts
 from hydra_engine.capture.outputs import carried
 from hydra_engine.capture.piece import Piece
-from hydra_engine.capture.shadow import Caches, Shadow, bytes_of, on_meta, state_of
+from hydra_engine.capture.shadow import Caches, Shadow, on_meta, state_of
+from hydra_engine.capture.sizes import AnySize, Recorded, stand_ins
 from hydra_engine.capture.tape import (
     HERE,
     Asked,
@@ -34,7 +37,6 @@ from hydra_engine.capture.tape import (
     Unknown,
     Value,
     is_leaf,
-    name_of,
     replaced,
 )
 from hydra_engine.capture.whole import WholeModules
@@ -49,6 +51,19 @@ _TOLD = (*PLAIN, np.ndarray, range, slice, Enum)
 MOST_KEPT = 0.8
 
 
+# Once a forward was recorded for so many sizes, it is for all sizes. That takes as long as some 20 recordings.
+NUM_RECORDED = 8
+
+
+class _OfTensor(NamedTuple):
+    """All of a tensor that decides what a forward runs, but for values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
 class Form(NamedTuple):
     """All that decides what a forward runs, but for values."""
 
@@ -57,6 +72,17 @@ class Form(NamedTuple):
     flags: tuple[bool, ...]  # of each module: is it in training mode?
     place: str
     narrow: torch.dtype | None  # what parameters are cast to
+
+    def without_sizes(self) -> tuple[Form, Sequence[Sequence[int]]]:
+        """Return the form of batches with other sizes, and the shapes of tensors, if these are contiguous."""
+        tensors = [each for each in self.leaves if isinstance(each, _OfTensor)]
+        if any(each.stride != torch.empty(each.shape, device="meta").stride() for each in tensors):
+            return self, ()
+        bare = [
+            each._replace(shape=(0,) * len(each.shape), stride=()) if isinstance(each, _OfTensor) else each
+            for each in self.leaves
+        ]
+        return self._replace(leaves=tuple(bare)), [each.shape for each in tensors]
 
 
 # Parameters of a forward that take any number of arguments.
@@ -102,6 +128,10 @@ class Programs(Shared):
         # By `narrow`: one in whose attributes forwards leave something, and why nothing may depend on that.
         self._left: dict[torch.dtype | None, tuple[Shadow, Unknown]] = {}
         self._roots: dict[Form, _Node] = {}
+        # By a form without its sizes: those that were recorded, and what was; and that for all sizes, once it is known.
+        self._seen: dict[Form, list[tuple[Sequence[Sequence[int]], str]]] = {}
+        self._any_size: dict[Form, AnySize] = {}
+        self._for_each_size: set[Form] = set()  # that have to be recorded for each
         self.by_name: dict[str, Program] = {}
         self.kept_message = ""  # of a module that is one layer, and most of the model
         self._cuts: list[Site] | None = None
@@ -143,7 +173,8 @@ class Programs(Shared):
             node = node.children.get(_told(answer)) if answer is not _ANY else next(iter(node.children.values()), None)
         if node is not None and node.program is not None:
             return node.program, batch.tensors
-        with self._lock, _disable_current_modes():
+        # In a unit that keeps or counts what autograd saves, which here is on meta.
+        with self._lock, _disable_current_modes(), saved_tensors_hooks(_as_it_is, _as_it_is):
             return self._made(form, batch), batch.tensors
 
     def _look(self, inputs: Any, flags: tuple[bool, ...], narrow: torch.dtype | None = None) -> tuple[Form, _Batch]:
@@ -166,7 +197,16 @@ class Programs(Shared):
         self._sites = {call.site for p, call in enumerate(tape.calls) if p not in entangled}
 
     def _made(self, form: Form, batch: _Batch) -> Program:
-        program = self._cut(*self._record(form, batch))
+        kind, shapes = form.without_sizes()
+        known = self._any_size.get(kind)
+        found = None if known is None else known.at(shapes)
+        if found is not None:
+            program = self._cut(*found)
+            self._roots[form] = _Node(program=program)
+            return program
+        recorded = self._record(form, batch)
+        self._note_sizes(kind, shapes, form, batch, recorded)
+        program = self._cut(*recorded)
         node = self._roots.setdefault(form, _Node())
         for asked, answer in batch.asked:
             node.asked = asked
@@ -176,7 +216,37 @@ class Programs(Shared):
             self._usual.extend(answer for _, answer in batch.asked)
         return program
 
-    def _record(self, form: Form, batch: _Batch) -> _Recorded:
+    def _note_sizes(
+        self, kind: Form, shapes: Sequence[Sequence[int]], form: Form, batch: _Batch, recorded: Recorded
+    ) -> None:
+        """Record the forward for all sizes once it was recorded for many, if it is then the same for each of those."""
+        if batch.asked or self._kept or not shapes or kind in self._for_each_size:
+            return
+        seen = self._seen.setdefault(kind, [])
+        seen.append((shapes, recorded.text()))
+        if len(seen) % NUM_RECORDED:
+            return
+
+        def run(sizes: Sequence[Sequence[Any]]) -> Recorded:
+            shadow, bare = Shadow(self.model, form.narrow), batch.of_sizes(sizes)
+            with shadow.apart():
+                found = self._run(shadow, form, bare, Caches())
+            if bare.asked:
+                raise ValueError("a forward that asks for values")
+            return found
+
+        per_tensor = [list(zip(*column, strict=True)) for column in zip(*(each for each, _ in seen), strict=True)]
+        varies = [[len(set(sizes)) > 1 for sizes in dims] for dims in per_tensor]
+        with contextlib.suppress(Exception):  # what does not run on symbols is recorded for each size
+            found = AnySize(shapes, varies, run)
+            if all(
+                one is not None and one.text() == text for one, text in ((found.at(each), text) for each, text in seen)
+            ):
+                self._any_size[kind] = found
+                return
+        self._for_each_size.add(kind)
+
+    def _record(self, form: Form, batch: _Batch) -> Recorded:
         caches = Caches()
         while True:
             # A new one each time: the first forward of a model may add hooks to it.
@@ -187,7 +257,7 @@ class Programs(Shared):
             except Unknown as unknown:
                 self._keep(unknown)
 
-    def _settled(self, shadow: Shadow, form: Form, batch: _Batch, caches: Caches) -> _Recorded:
+    def _settled(self, shadow: Shadow, form: Form, batch: _Batch, caches: Caches) -> Recorded:
         """Record the forward, and see that no call of it depends on what those before have left."""
 
         def left() -> dict[str, str]:
@@ -218,7 +288,8 @@ class Programs(Shared):
         known = self._known.setdefault(made.form.narrow, [])
         if made.form.narrow in self._left:
             shadow, why = self._left[made.form.narrow]
-            for each in (made, *(one for other in known for one in (other, made))):
+            others = known if len(known) < 2 else (known[0], known[-1])
+            for each in (made, *(one for other in others for one in (other, made))):
                 try:
                     found = self._run(shadow, each.form, each.batch, caches)
                 except Exception:  # such as an answer to another question
@@ -233,7 +304,7 @@ class Programs(Shared):
         where = "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}: "
         return Unknown(path, f"{where}{type(self._named[path]).__name__}.forward", why)
 
-    def _run(self, shadow: Shadow, form: Form, batch: _Batch, caches: Caches) -> _Recorded:
+    def _run(self, shadow: Shadow, form: Form, batch: _Batch, caches: Caches) -> Recorded:
         """Run the shadow's forward, and record it."""
         batch.asked.clear()
         whole = WholeModules(shadow, batch.tensors if batch.has_values else None, self._ran_on)
@@ -251,7 +322,7 @@ class Programs(Shared):
             leaves, spec = pytree.tree_flatten(out)
             output = [tape.described(each) if isinstance(each, Tensor) else each for each in leaves]
             tape.calls = tape.values.used(tape.calls, [each.number for each in output if isinstance(each, Value)])
-            return _Recorded(tape, numbers, output, spec)
+            return Recorded(tape, numbers, output, spec)
         finally:
             shadow.recorder = None
 
@@ -374,19 +445,8 @@ class _Known(NamedTuple):
     text: str
 
 
-class _Recorded(NamedTuple):
-    """A run of the forward."""
-
-    tape: Tape
-    inputs: list[int]  # numbers of the values that enter it
-    output: list[Any]
-    spec: Any
-
-    def text(self) -> str:
-        """Return what is run, to compare."""
-        calls = [(name_of(call.func), call.args, call.kwargs, call.result) for call in self.tape.calls]
-        plain = [leaf for leaf in self.output if not isinstance(leaf, Value)]
-        return repr((calls, plain, list(map(bytes_of, self.tape.values.constants))))
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _difference(before: Mapping[str, str], after: Mapping[str, str]) -> str | None:
@@ -421,6 +481,13 @@ class _Batch:
         inputs = pytree.tree_map_only(Tensor, bare, self.inputs)
         tensors = [each for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor)]
         found = _Batch(inputs, tensors, [answer for _, answer in self.asked])
+        found.here, found.has_values = self.here, False
+        return found
+
+    def of_sizes(self, sizes: Sequence[Sequence[Any]]) -> _Batch:
+        """Return a batch of other sizes, without values."""
+        inputs = stand_ins(self.inputs, sizes)
+        found = _Batch(inputs, [each for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor)], ())
         found.here, found.has_values = self.here, False
         return found
 
@@ -517,7 +584,7 @@ def check_call(model: nn.Module, inputs: Any) -> None:
 
 def _form(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+        return _OfTensor(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
     if not isinstance(leaf, _TOLD):
         raise _opaque(leaf)
     return type(leaf), _told(leaf)

@@ -25,14 +25,13 @@ from hydra_engine.data import (
 from hydra_engine.host.bound_copy import LayerFault
 from hydra_engine.host.layout import ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
-from hydra_engine.host.measured import Count, Measured, UnitBytes
+from hydra_engine.host.measured import Measured, UnitBytes
 from hydra_engine.host.optimizer import TaskOptimizer
 from hydra_engine.host.pool import HostPool
 from hydra_engine.host.staging import NormGroups, StepStaging
-from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Flow, Unit, evaluation_chain, training_chain
+from hydra_engine.schedule import BACKWARD, EVALUATE, Flow, Unit, evaluation_chain, training_chain
 from hydra_engine.system import HostMemory
 from hydra_engine.tasks import ModelTask, Purpose
-from partitioners import forward_unit_bytes, unit_bytes
 from partitioners.cost import Skip
 
 MOST_NAMED = 4  # attributes in a message
@@ -398,16 +397,11 @@ class TaskState:
         """Bytes that a unit takes at most beside its slab in a step of this signature; None: it has to be metered."""
         if not self._is_sized_by_batch(shard):
             return None
-        return self.measured.known.get(kind, shard, signature, self._count(kind, shard))
+        return self.measured.known.get(kind, shard, signature)
 
     def learn_unit_bytes(self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes) -> None:
         if self._is_sized_by_batch(shard):
-            self.measured.known.learn(kind, shard, signature, measured, self._count(kind, shard))
-
-    def _count(self, kind: str, shard: Shard) -> Count | None:
-        if self.steps_on_device and kind in (FUSED, BACKWARD):
-            return None  # with what the optimizer creates there
-        return forward_unit_bytes if kind == FORWARD and shard.index not in self.cut.keep_saved else unit_bytes
+            self.measured.known.learn(kind, shard, signature, measured)
 
     def shard_bytes(self, shard: Shard) -> int:
         """Device bytes a shard needs to run: its slab, and the largest unit seen so far."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hydra_engine.data import Batch, Reader, Signature, Stream, TaskGenerator, capture, installed, resized
+from hydra_engine.data import Batch, Reader, Stream, TaskGenerator, capture, installed
 from hydra_engine.errors import DeviceOutOfMemory, ShardDoesNotFit
 from hydra_engine.host import Shard, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.tasks import Purpose, batch_size, uneven
 from partitioners import LayerCost, format_bytes, halved, profile_evaluation, profile_shapes, shard_bytes
-from partitioners.boundary import Boundary
 
 # The largest micro-batch is looked for until one that does not fit is no more than this many times as large.
 NEAR = 1.06
@@ -37,23 +36,46 @@ class Misfit(NamedTuple):
     error: Exception | None = None
 
 
+def has_to_fit(state: TaskState, batch: Batch, *, is_spread: bool) -> bool:
+    """Return True if a batch has to be fitted before it begins. Any other is where a device has run out of memory.
+
+    is_spread: over several devices, of which one that runs out knows of its part alone.
+    """
+    if not batch.training:
+        return _sizes_of_whole(batch) in state.measured.evaluated_parts
+    if batch.accumulation_steps != state.cut.num_micro_batches:
+        return True
+    may_fail = is_spread or _splits_early(state, batch)
+    return may_fail and not state.measured.known.fits(True, batch.signature)
+
+
+def _splits_early(state: TaskState, batch: Batch) -> bool:
+    """Return True if a batch cannot be split any more once it has begun: the next is read from where it left off."""
+    return state.observed.draws and batch.training and state.task.accumulation_steps == "auto"
+
+
+def _sizes_of_whole(batch: Batch) -> Hashable:
+    return tuple(each.signature for each in batch.whole)
+
+
 def refit(
     state: TaskState, reader: Reader, batch: Batch, room: Room, *, misfit: Misfit | None = None, may_split: bool = True
 ) -> Batch:
     """Cut the task so that this batch fits a device; returns the batch, split as it then has to be.
 
-    `room`: of the devices. Shapes are measured on fake tensors. `misfit`: the shard of a unit in which a device ran out
-    of memory. `may_split`: whether the number of micro-batches may still change for this batch. That of training
-    batches changes under "auto" alone, and for good: for those to come, too. An evaluation batch is split for itself.
+    `room`: of the devices. `misfit`: the shard of a unit in which a device ran out of memory. The other shards are
+    looked at as well, by shapes on fake tensors: what is known to be too large need not run out, too. `may_split`:
+    whether the number of micro-batches may still change for this batch. That of training batches changes under "auto"
+    alone, and for good: for those to come, too. An evaluation batch is split for itself.
 
     Raises ShardDoesNotFit when one layer is too large, and the batch cannot be split, or not any further.
     """
     if batch.training and batch.accumulation_steps != state.cut.num_micro_batches:
         batch = reader.split_again(batch, state.cut.num_micro_batches)
-    whole = tuple(each.signature for each in batch.whole)
+    whole, known = _sizes_of_whole(batch), state.measured.known
     if not batch.training and misfit is None and whole in state.measured.evaluated_parts:
         return reader.split_again(batch, state.measured.evaluated_parts[whole])
-    if misfit is None and _fits_wider(state, batch, room):
+    if misfit is None and known.fits(batch.training, batch.signature):
         return batch
     costs: Sequence[LayerCost] | None = _measure(state, batch)
     if misfit is not None:
@@ -62,55 +84,15 @@ def refit(
         wide = _too_wide(state, costs, len(batch.micro_batches), room)
         # A lone layer's figure is an upper bound, exact for one training micro-batch in almost all layers. A larger
         # number of micro-batches changes bits, so the device itself has to say, unless it would say so too late.
-        is_late = state.observed.draws and batch.training and state.task.accumulation_steps == "auto"
-        shards = [s for s in wide if s.last - s.first > 1 or is_late]
+        shards = [s for s in wide if s.last - s.first > 1 or _splits_early(state, batch)]
         if not shards:
             break
         batch, costs = _make_room(state, reader, batch, costs, room, Misfit(shards[0].index), may_split)
-    else:
-        state.measured.known.cannot_count()
-        wide = []
     state.check_buffers()
-    state.measured.known.note_fitting(batch.training, batch.signature, None if wide else costs)
+    known.note_fitting(batch.training, batch.signature)
     if not batch.training and len(batch.micro_batches) > 1:
         state.measured.evaluated_parts[whole] = len(batch.micro_batches)
     return batch
-
-
-def _fits_wider(state: TaskState, batch: Batch, room: Room) -> bool:
-    """See if this batch and others a little larger fit as the task is cut. Those are then not measured again."""
-    found = state.measured.known.wider(batch.training, batch.signature)
-    if found is None or found[0] == batch.signature.of_batch or len(set(batch.signature.forms)) > 1:
-        return False
-    sizes, smaller = found
-    costs = _count_at(state, batch, sizes)
-    if costs is None or _too_wide(state, costs, sizes.num_micro_batches, room):
-        return False  # layers that need other sizes, or there is no room for as much
-    less = None if smaller is None else _count_at(state, batch, smaller)
-    if less is not None and any(
-        shard_bytes(less, s.first, s.last) > shard_bytes(costs, s.first, s.last) for s in state.cut.shards
-    ):
-        state.measured.known.distrust_sizes()  # a layer that pads, say
-        return False
-    if smaller is not None:  # what its units take is compared with what was counted for the very same sizes
-        state.measured.known.note_fitting(batch.training, batch.signature, _count_at(state, batch, batch.signature))
-    state.measured.known.note_fitting(batch.training, sizes, costs)
-    return True
-
-
-def _count_at(state: TaskState, batch: Batch, sizes: Signature) -> Sequence[LayerCost] | None:
-    """Costs of the layers for a micro-batch with the largest of these sizes; its micro-batches are of one form."""
-    inputs, target, _ = batch.micro_batches[0]
-    own = Boundary.of(inputs, "a batch").signature
-    num_sizes, num_numbers = len(own.sizes), len(own.numbers)
-    most_sizes = [max(column) for column in zip(*sizes.sizes, strict=True)]
-    most_numbers = [max(column) for column in zip(*sizes.numbers, strict=True)]
-    return _count(
-        state,
-        batch.training,
-        resized(inputs, most_sizes[:num_sizes], most_numbers[:num_numbers]),
-        resized(target, most_sizes[num_sizes:], most_numbers[num_numbers:]),
-    )
 
 
 def _too_wide(state: TaskState, costs: Sequence[LayerCost], num_micro_batches: int, room: Room) -> list[Shard]:

@@ -16,7 +16,7 @@ from hydra_engine.devices import DeviceSpec, OpenDevice, Promise, host_memory
 from hydra_engine.elastic import Quotas
 from hydra_engine.errors import DeviceLost, LoaderTimeout
 from hydra_engine.host import BestWeights, NormGroups, TaskOptimizer, check_no_hooks
-from hydra_engine.planning import PlannedTask, largest_micro_batch
+from hydra_engine.planning import PlannedTask, has_to_fit, largest_micro_batch
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.host_work import HostWork
 from hydra_engine.run.notifier import Notifier
@@ -81,10 +81,10 @@ class Feeds:
         adaptation, num_left = task.planned.adaptation, None
         if adaptation is not None and batch.choice is not None:
             num_left = adaptation.steps_left(batch.choice, task.planned.task.epochs)
-        is_split_anew = batch.training and batch.accumulation_steps != task.state.cut.num_micro_batches
+        is_spread = task.may_spread and len(task.planned.spreading.spreads) > 1
         return self.has_answered(event)._replace(
             num_left=num_left,
-            new_shapes=is_split_anew or not task.state.measured.known.fits(batch.training, batch.signature),
+            has_to_fit=has_to_fit(task.state, batch, is_spread=is_spread),
             num_micro_batches=len(batch.micro_batches) if batch.training else 1,
         )
 

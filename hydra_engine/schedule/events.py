@@ -52,7 +52,7 @@ class BatchReady(NamedTuple):
     task: str
     step: int
     training: bool
-    new_shapes: bool = False  # larger than any before, or split otherwise: it has to be fitted before it begins
+    has_to_fit: bool = False  # before it begins: where a device that runs out would be too late
     num_micro_batches: int = 1  # it can be spread over as many devices
     num_left: int | None = None  # steps of the task from this one on, where that is known better than before
 

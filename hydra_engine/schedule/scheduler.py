@@ -304,7 +304,7 @@ class Scheduler:
         task.unit_s = dict(event.units.unit_s)
         self._want(task, len(task.speedups))
         if task.next_batch is not None and not event.is_retried:  # read before this
-            task.next_batch = task.next_batch._replace(new_shapes=True)
+            task.next_batch = task.next_batch._replace(has_to_fit=True)
         if task.phase.is_over:
             self._advance(task)
         else:
@@ -399,7 +399,7 @@ class Scheduler:
             if not task.stale:
                 self._finish(task)
             return
-        has_to_fit = task.misfit is not None or (task.next_batch is not None and task.next_batch.new_shapes)
+        has_to_fit = task.misfit is not None or (task.next_batch is not None and task.next_batch.has_to_fit)
         # Shards may be numbered anew: no update of the old ones may be under way.
         if has_to_fit and task.stale:
             return

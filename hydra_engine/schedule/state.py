@@ -498,7 +498,7 @@ class ScheduledTask:
         nothing trains the shard: else its weights are others after the commit, and so is their key on a device.
         """
         batch, num_units = self.next_batch, len(self.chain)
-        if batch is None or batch.new_shapes or not num_units or self.phase is Phase.LAST_STEP:
+        if batch is None or batch.has_to_fit or not num_units or self.phase is Phase.LAST_STEP:
             return ()
         if any(part.position < num_units or part.lost is not None for part in self.parts):
             return ()

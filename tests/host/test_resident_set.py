@@ -8,7 +8,6 @@ import pytest
 
 from hydra_engine.system.dram import TRIM_BYTES
 
-
 # Freed blocks that the C library keeps, which depends on when threads come by.
 KEPT_BYTES = 2**26
 

@@ -1,0 +1,140 @@
+"""A forward that was recorded for many sizes is not recorded for others, unless it runs otherwise for these."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hydra_engine.capture.programs import NUM_RECORDED, Programs
+from hydra_engine.capture.segment import layers_of
+
+WIDTH = 8
+
+
+class Body(nn.Module):
+    """An embedding, what a model does between its layers, and a layer."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.embed, self.last, self.norm = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 3), nn.BatchNorm1d(WIDTH)
+        self.between, self.kind = between, None
+
+    def forward(self, tokens, mask=None):
+        return self.last(self.between(self, self.embed(tokens), mask)).mean(1)
+
+
+def heads(model, x, mask):
+    batch, length, _ = x.shape
+    x = x.view(batch, length, 2, WIDTH // 2).transpose(1, 2)
+    weights = torch.softmax(x @ x.transpose(-1, -2) / math.sqrt(WIDTH // 2), -1)
+    return (weights @ x).transpose(1, 2).reshape(batch, length, WIDTH)
+
+
+def positions(model, x, mask):
+    return x + torch.arange(x.size(1)).view(1, -1, 1) * 0.01 + x.new_zeros(x.shape[0], 1, WIDTH)
+
+
+def doubled(model, x, mask):
+    return torch.cat([x, x], 1)[:, x.shape[1] // 2 : -1]
+
+
+def masked(model, x, mask):
+    return x.masked_fill(mask.unsqueeze(-1), 0.0) * mask.size(1)
+
+
+def noted(model, x, mask):
+    if model.kind is None:
+        model.kind = "single"
+    return x
+
+
+def normed(model, x, mask):
+    return model.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+def long_ones(model, x, mask):
+    return x * 2 if x.shape[1] > 20 else x - 1
+
+
+def in_windows(model, x, mask):
+    padded = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 4))
+    return padded.view(x.shape[0], -1, 4, WIDTH).mean(2)
+
+
+def step_by_step(model, x, mask):
+    state = x[:, 0]
+    for k in range(x.shape[1]):
+        state = torch.tanh(state + x[:, k])
+    return state.unsqueeze(1)
+
+
+def scaled(model, x, mask):
+    return x / math.sqrt(x.shape[1])
+
+
+def averaged(model, x, mask):
+    return x * (1.0 / x.shape[1])
+
+
+def by_numpy(model, x, mask):
+    return x * torch.from_numpy(np.linspace(0, 1, x.shape[1], dtype=np.float32)).view(1, -1, 1)
+
+
+def batches(lengths, *, has_mask=False, sizes=(3,)):
+    generator = torch.Generator().manual_seed(0)
+    for k, length in enumerate(lengths):
+        shape = sizes[k % len(sizes)], length
+        tokens = torch.randint(50, shape, generator=generator)
+        yield (tokens, torch.rand(shape, generator=generator) < 0.5) if has_mask else (tokens,)
+
+
+def num_recorded(monkeypatch, between, loader):
+    """See that layers give what the model gives; return how often its forward was recorded."""
+    torch.manual_seed(0)
+    model, loader = Body(between), list(loader)
+    layers = nn.Sequential(*layers_of(model, loader[0]))
+    calls, record = [], Programs._record
+    monkeypatch.setattr(Programs, "_record", lambda *args: calls.append(1) or record(*args))
+    for batch in loader:
+        before = {name: value.clone() for name, value in model.named_buffers()}
+        found = layers(batch)
+        after = {name: value.clone() for name, value in model.named_buffers()}
+        model.load_state_dict(before, strict=False)
+        assert torch.equal(found, model(*batch))
+        assert all(torch.equal(value, after[name]) for name, value in model.named_buffers())
+    return len(calls)
+
+
+@pytest.mark.parametrize("between", [heads, positions, doubled, noted, normed])
+def test_a_forward_is_recorded_for_a_few_sizes(monkeypatch, between):
+    assert num_recorded(monkeypatch, between, batches([*range(5, 25), 70])) == NUM_RECORDED - 1
+
+
+def test_sizes_of_two_tensors_that_go_together_may_vary_together(monkeypatch):
+    loader = batches(range(5, 25), has_mask=True, sizes=(2, 3, 4))
+    assert num_recorded(monkeypatch, masked, loader) == NUM_RECORDED - 1
+
+
+def test_a_size_that_was_the_same_in_all_recordings_may_be_another_one(monkeypatch):
+    loader = [*batches(range(5, 15)), *batches(range(15, 25), sizes=(2,))]
+    assert num_recorded(monkeypatch, heads, loader) == 2 * NUM_RECORDED - 1
+
+
+def test_a_size_on_the_other_side_of_a_condition_is_recorded(monkeypatch):
+    assert num_recorded(monkeypatch, long_ones, batches([*range(5, 15), 30, 18, 20, 31, 32])) == NUM_RECORDED - 1 + 3
+
+
+def test_a_size_of_one_is_recorded(monkeypatch):
+    assert num_recorded(monkeypatch, positions, batches([*range(5, 15), 1])) == NUM_RECORDED
+
+
+@pytest.mark.parametrize("between", [in_windows, step_by_step, scaled, averaged, by_numpy])
+def test_what_python_makes_of_sizes_is_recorded_for_each(monkeypatch, between):
+    assert num_recorded(monkeypatch, between, batches(range(5, 19))) == 13
+
+
+def test_tensors_that_are_not_contiguous_are_recorded_for_each_size(monkeypatch):
+    loader = [(tokens.t().contiguous().t(),) for (tokens,) in batches(range(5, 19))]
+    assert num_recorded(monkeypatch, positions, loader) == 13
