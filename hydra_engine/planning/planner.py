@@ -68,6 +68,7 @@ from partitioners import (
 )
 from partitioners.boundary import UnfitTensor
 from partitioners.cost import ChangesParameters, skips_of
+from partitioners.plain_numbers import plain
 from partitioners.profile import names, noted
 from partitioners.reach import reach
 
@@ -855,7 +856,7 @@ class Planner:
         self._estimate.input_bytes = [len(batch.micro_batches) * cost.input_bytes for cost in costs]
         budget = self._target.budget.with_micro_batches(len(batch.micro_batches))
         boundaries, refused = self._partition(costs, budget)
-        chosen = list(boundaries)
+        boundaries = chosen = [*map(plain, boundaries)]
         while True:
             check_boundaries(boundaries, len(costs))
             try:
@@ -883,7 +884,7 @@ class Planner:
                         f"{'raise accumulation_steps' if self._trains else 'give smaller batches'}, or use a device "
                         f"with more memory"
                     ) from error
-            boundaries = finer
+            boundaries = [*map(plain, finer)]
 
     def _rehearse(self, boundaries: list[int], costs: list[LayerCost], batch: Batch, evaluation: Batch | None) -> None:
         """Cut the task, and run a step of it. Raises TooLarge."""

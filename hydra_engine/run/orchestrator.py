@@ -36,6 +36,7 @@ from hydra_engine.system import dram as host_dram
 from hydra_engine.system import process as restart
 from hydra_engine.tasks import FAILED, Evaluation, EvaluationTask, ModelTask, Plan, Report
 from partitioners import Partitioner, parse_bytes
+from partitioners.plain_numbers import plain
 
 # BSD's EX_TEMPFAIL: whoever starts processes may start this one again.
 EXIT_LOST = 75
@@ -420,6 +421,7 @@ class ModelOrchestrator:
 
         Raises ValueError for a name that is not in.
         """
+        grace_s = plain(grace_s)
         is_number = isinstance(grace_s, (int, float)) and not isinstance(grace_s, bool)
         if grace_s is not None and not (is_number and 0 <= grace_s <= threading.TIMEOUT_MAX):
             most = f"at least 0, at most {threading.TIMEOUT_MAX:g}"
