@@ -53,7 +53,7 @@ from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
 from hydra_engine.system import HostThreads, dram
-from hydra_engine.tasks import ModelTask, ModelWatch, Purpose, TaskPlan, TaskReport, begin_epochs, is_adaptive
+from hydra_engine.tasks import FINISHED, ModelTask, ModelWatch, Purpose, TaskPlan, TaskReport, begin_epochs, is_adaptive
 from partitioners import (
     STATED_RATES,
     Budget,
@@ -674,6 +674,11 @@ class PlannedTask:
             return []
         most = min(num_devices, self.reader.sample().num_samples, task.max_devices or num_devices)
         return sorted({n for n in (*(2**k for k in range(1, most.bit_length())), most) if own.num_micro_batches < n})
+
+    @property
+    def has_read_all(self) -> bool:
+        """True if it is over, and has read its loaders to their end."""
+        return self.has_left and self.report.status == FINISHED and not self.report.stopped_early
 
     def leave(self) -> None:
         """It is trained, or will not be: nobody counts on what it has in DRAM any more."""

@@ -238,6 +238,7 @@ class ModelOrchestrator:
         was paused it goes on from there: make it as that one was made, with a new model or with that one's.
 
         While training it must hold no parameter that another task trains: those are moving. Frozen ones may be shared.
+        The model of a task that is over is free from its `on_task_end` on: another task may train it on from there.
 
         quota: of its group, where it is the first task of one that has none yet; as in the constructor's `quotas`.
 
@@ -256,6 +257,7 @@ class ModelOrchestrator:
                     self.plan = None  # it would lack the new one
                     tasks.put(planned, Station.WAITING)
                     return planned.name
+                beside = [each for each in beside if not each.has_left]
                 check_nothing_shared(planned, beside)
                 again = tasks.put_back(planned, while_training=True)
                 tasks.put(again or planned, Station.OVER if again is None else Station.JOINING)

@@ -291,7 +291,8 @@ class TaskList:
         """A task as it goes on from what was saved of it, if something was; None where it is over."""
         name, task = planned.name, planned.task
         others = self.beside(planned, Station.JOINING, Station.TRAINING) if while_training else []
-        held = {slot.parameter.data_ptr() for other in others for slot in other.layout.slots} - {0}
+        trained = [slot for other in others if not other.has_left for slot in other.layout.slots]
+        held = {slot.parameter.data_ptr() for slot in trained} - {0}
         saved = self._store.saved(
             name, lambda found: found.put_weights(task, planned.layout, held), while_training=while_training
         )
