@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hydra_engine.adaptive import AdaptiveDataLoader, ScalingRule, StepChoice
 from hydra_engine.tasks.callback import Callback
-from hydra_engine.tasks.model import Model
+from hydra_engine.tasks.model import Model, uncompiled
 from hydra_engine.tasks.options import (
     OPTIMIZERS,
     check_options,
@@ -217,6 +217,7 @@ class ModelTask:
         priority, weight, min_devices, max_devices = map(plain, (priority, weight, min_devices, max_devices))
         ema_decay, max_grad_norm = map(plain, (ema_decay, max_grad_norm))
         loader_timeout_s, callback_timeout_s = map(plain, (loader_timeout_s, callback_timeout_s))
+        loss_fn = uncompiled(loss_fn)
         options = locals()
         with naming_task(name):
             check_options(options)
