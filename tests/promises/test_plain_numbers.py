@@ -14,7 +14,7 @@ from hydra_engine import DeviceCost, EmulatedDevice, HostCost, ModelTask, TaskCo
 from hydra_engine.adaptive import AdaptiveDataLoader, GradientNoiseScale, LEGWScale, NoiseLevel, ThroughputParameters
 from hydra_engine.elastic import FreeGpus, GradientAccumulation, Quota, init, split_batch
 from hydra_engine.schedule import checked_fairness
-from hydra_engine.sweep import Population, Rungs
+from hydra_engine.sweep import Population, Rungs, Sweep
 from hydra_engine.system.cores import host_threads
 from partitioners import Balanced, Budget, Presharded, parse_bytes
 from partitioners.plain_numbers import plain
@@ -138,6 +138,7 @@ DOORS = {
     "TaskCost": lambda i, f: TaskCost(name="t", unit_s=[f(0.5)] * 3, num_steps=i(2), load_bytes=i(4), weight=f(0.5)),
     "DeviceCost": lambda i, f: DeviceCost(speed=f(0.5), memory_bytes=i(4)),
     "HostCost": lambda i, f: HostCost(optimizer_threads=i(2), cores=f(1.5)),
+    "Sweep": lambda i, f: sweep(num_trials=i(3), parallel=i(2), seed=i(4), dram=i(2**30), checkpoint_every=i(5)),
     "simulate": lambda i, f: simulate([TaskCost(name="t", unit_s=[1.0], num_steps=2)], i(2), seed=i(3), fairness=i(1)),
 }
 
@@ -146,6 +147,12 @@ def adaptive(i):
     loader = AdaptiveDataLoader(DATA, i(4))
     loader.autoscale_batch_size(i(8), (i(1), i(4)))
     return loader
+
+
+def sweep(**options):
+    made = Sweep(task, **options)
+    settings = made._settings
+    return made._num_trials, settings.parallel, settings.seed, settings.dram_bytes
 
 
 @pytest.mark.parametrize("door", DOORS)
