@@ -12,6 +12,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from partitioners.plain_numbers import make_plain, plain
+
 _UNITS = {"b": 1} | {
     prefix + suffix: base**power
     for power, prefix in enumerate("kmgtp", start=1)
@@ -26,6 +28,7 @@ def parse_bytes(value: int | str, field: str) -> int:
 
     Raises ValueError, naming ``field``, for anything but a positive size.
     """
+    value = plain(value)
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     unit = match[2].lower() if match else ""
     if isinstance(value, int) and not isinstance(value, bool):
@@ -90,6 +93,7 @@ class LayerCost:
     timed: bool = True  # seconds were measured; False: counted operations and bytes against stated rates
 
     def __post_init__(self) -> None:
+        make_plain(self)
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("accumulated_bytes", "forward_peak_bytes") and value is None:
@@ -115,6 +119,7 @@ class Budget:
     unit_s: float = 0.0  # fixed cost of each unit
 
     def __post_init__(self) -> None:
+        make_plain(self)
         _check_count("Budget.memory_bytes", self.memory_bytes, at_least=1)
         _check_count("Budget.num_micro_batches", self.num_micro_batches, at_least=1)
         if self.buffer_bytes is not None:
@@ -333,6 +338,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _check_count(field: str, value: object, *, at_least: int) -> None:
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise ValueError(f"{field}: {value!r}, limit: a whole number >= {at_least}; pass such an int")
 

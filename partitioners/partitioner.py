@@ -19,6 +19,7 @@ from partitioners.cost import (
     shard_bytes,
     too_large,
 )
+from partitioners.plain_numbers import plain
 from partitioners.steptime import Seconds, StepModel, between
 
 
@@ -61,8 +62,8 @@ class Presharded(_Fixed):
 
     def __init__(self, boundaries: Sequence[int]) -> None:
         rule = "limit: whole numbers that rise from at least 1; pass cumulative end indices such as [3, 6, 8]"
-        ends = list(boundaries)
-        is_whole = all(isinstance(end, int) and not isinstance(end, bool) for end in ends)
+        ends = [*map(plain, boundaries)]
+        is_whole = all(type(end) is int for end in ends)
         if not (ends and is_whole and ends[0] >= 1 and all(end < later for end, later in pairwise(ends))):
             raise ValueError(f"boundaries: {boundaries!r}, {rule}")
         self.boundaries = tuple(ends)
@@ -136,6 +137,7 @@ class Balanced(_Fixed):
     """
 
     def __init__(self, num_shards: int, *, by: str = "time") -> None:
+        num_shards = plain(num_shards)
         if isinstance(num_shards, bool) or not isinstance(num_shards, int) or num_shards < 1:
             raise ValueError(f"num_shards: {num_shards!r}, limit: a whole number >= 1; pass such an int")
         if by not in LOADS:

@@ -35,6 +35,16 @@ def test_what_the_two_commands_install_is_pinned():
     assert names <= pinned
 
 
+def test_type_checkers_find_what_is_installed():
+    """An editable install by an import hook, as without `package_dir`, hides the packages from them."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    assert settings["options"]["package_dir"].split() == ["=", "."]
+    for package in ("hydra_engine", "partitioners"):
+        assert "py.typed" in settings["options.package_data"][package]
+        assert (ROOT / package / "py.typed").is_file()
+
+
 def test_what_is_past_a_limit_of_size_says_why():
     assert measured(ENGINE)["past a limit, and no comment says why"] == "none"
 

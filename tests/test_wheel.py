@@ -92,6 +92,13 @@ def test_the_wheel_runs_the_demo_in_an_environment_of_its_own(distributions, tmp
     assert ended.stdout.splitlines()[-1].endswith("and deep has every bit that plain PyTorch gives it alone.")
 
 
+def test_an_editable_install_is_a_path_which_type_checkers_follow(distributions, tmp_path):
+    *_, source = distributions
+    with zipfile.ZipFile(built("editable", source, tmp_path)) as wheel:
+        [path] = [name for name in wheel.namelist() if name.endswith(".pth")]
+        assert wheel.read(path).decode().splitlines() == [str(source)]
+
+
 def test_every_extra_is_documented():
     settings = configparser.RawConfigParser()
     settings.read(ROOT / "setup.cfg")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hydra_engine.adaptive.noise import GradientNoiseScale, NoiseLevel, whole_number
+from hydra_engine.adaptive.noise import GradientNoiseScale, NoiseLevel
 from hydra_engine.adaptive.throughput import ThroughputModel
+from partitioners.plain_numbers import whole_number
 
 NUM_CANDIDATES = 50
 WORTH_A_CHANGE = 1.05  # of the current goodput: below it, noise in the estimates would change the batch all the time
@@ -118,7 +119,7 @@ class Goodput:
 
         Raises ValueError if no batch between the initial one and the largest can be split within the limits.
         """
-        whole_number("devices", devices)
+        devices = whole_number("devices", devices)
         limits = self._limits(max_batch_size, bounds, accumulation, least_micro_batches)
         best = self._best(devices, limits)
         if best is None:
@@ -144,7 +145,7 @@ class Goodput:
         A number of devices for which no batch can be split has the goodput of the number below: one is idle. It is 0 if
         there is none below.
         """
-        whole_number("max_devices", max_devices)
+        max_devices = whole_number("max_devices", max_devices)
         limits = self._limits(max_batch_size, bounds, accumulation, least_micro_batches)
         found = [0.0]
         for devices in range(1, max_devices + 1):
@@ -189,13 +190,15 @@ class Goodput:
         self, max_batch_size: int, bounds: tuple[int, int] | None, accumulation: bool, least_micro_batches: int
     ) -> _Limits:
         initial = self.noise.initial_batch_size
-        if whole_number("max_batch_size", max_batch_size) < initial:
+        max_batch_size = whole_number("max_batch_size", max_batch_size)
+        if max_batch_size < initial:
             raise ValueError(
                 f"max_batch_size: {max_batch_size}, limit: at least {initial}, the initial batch; give more"
             )
-        whole_number("least_micro_batches", least_micro_batches)
+        least_micro_batches = whole_number("least_micro_batches", least_micro_batches)
         low, high = (1, max_batch_size) if bounds is None else bounds
-        whole_number("bounds", high, least=whole_number("bounds", low))
+        low = whole_number("bounds", low)
+        high = whole_number("bounds", high, least=low)
         return _Limits(max_batch_size, low, high, accumulation, least_micro_batches)
 
     def _choice(self, devices: int, batch_size: int, split: tuple[int, int]) -> Choice:

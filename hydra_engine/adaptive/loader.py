@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from hydra_engine.system import begin_workers
+from partitioners.plain_numbers import plain, whole_number
 
 _END = object()  # of a pass
 _KEYS = ("epoch", "generators", "given", "num_samples", "order", "passes")  # of a saved position
@@ -88,11 +89,11 @@ class AdaptiveDataLoader:
                 "batch_sampler: given, limit: none, since it would fix the sizes of the batches; give sampler= and "
                 "batch_size="
             )
-        _check_int("batch_size", batch_size)
+        batch_size = whole_number("batch_size", batch_size)
         # Torch's loader of the same data, in batches of the initial size, which keeps no place. It checks the arguments
         # as torch does and fills in its defaults; never iterated here.
         self.plain: DataLoader[Any] = DataLoader(
-            dataset, batch_size, shuffle=shuffle, sampler=sampler, num_workers=num_workers, **kwargs
+            dataset, batch_size, shuffle=shuffle, sampler=sampler, num_workers=plain(num_workers), **kwargs
         )
         self._indices: _Indices | None = None
         if not isinstance(dataset, IterableDataset):
@@ -146,7 +147,7 @@ class AdaptiveDataLoader:
         gradient_accumulation: a step may have several micro-batches for a device, and then has two at least. Raises
         ValueError for limits that the initial size is not within.
         """
-        _check_int("max_batch_size", max_batch_size)
+        max_batch_size = whole_number("max_batch_size", max_batch_size)
         if not isinstance(gradient_accumulation, bool):
             raise TypeError(f"gradient_accumulation: {gradient_accumulation!r}, limit: True or False; give one of them")
         if max_batch_size < self.batch_size:
@@ -239,7 +240,7 @@ class AdaptiveDataLoader:
 
     def _batches(self, next_size: Callable[[], int | None], *, one_pass: bool) -> Iterator[Any]:
         while (size := next_size()) is not None:
-            _check_int("next_size()", size)
+            size = whole_number("next_size()", size)
             begins = self._given == 0
             samples = self._next_samples(size)
             if samples is _END and one_pass:
@@ -342,7 +343,7 @@ def remaining_epochs_until(num_epochs: int, loader: AdaptiveDataLoader) -> Itera
             for batch in loader:
                 ...
     """
-    _check_int("num_epochs", num_epochs, 0)
+    num_epochs = whole_number("num_epochs", num_epochs, 0)
     while loader.epoch < num_epochs:
         before = loader.place
         yield loader.epoch
@@ -447,7 +448,7 @@ def _order_of(sampler: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         order = None
     if order is None or order.dim() != 1 or order.is_floating_point() or order.dtype == torch.bool:
-        odd = next((each for each in indices if not isinstance(each, int) or isinstance(each, bool)), indices[0])
+        odd = next((each for each in indices if type(plain(each)) is not int), indices[0])
         raise TypeError(f"sampler: gives {odd!r}, limit: an int for each sample; number the samples of the data set")
     return order.to(torch.int64)
 
@@ -463,21 +464,12 @@ def _length(data: Any) -> int | None:
         return None
 
 
-def _check_int(name: str, value: Any, least: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: {value!r}, limit: an int; give a number of at least {least}")
-    if value < least:
-        raise ValueError(f"{name}: {value}, limit: at least {least}; raise it")
-
-
 def _checked_bounds(bounds: Any, batch_size: int, accumulates: bool) -> tuple[int, int]:
     """Return the bounds of a micro-batch, in samples. Raises ValueError where the initial batch is not within them."""
     name = "local_bsz_bounds"
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
         raise TypeError(f"{name}: {bounds!r}, limit: a pair of ints; give (smallest, largest)")
-    low, high = bounds
-    _check_int(f"{name}[0]", low)
-    _check_int(f"{name}[1]", high)
+    low, high = (whole_number(f"{name}[{k}]", each) for k, each in enumerate(bounds))
     if low > high:
         raise ValueError(f"{name}: {(low, high)}, limit: the smallest first; give {(high, low)}")
     most = batch_size // 2 if accumulates else batch_size

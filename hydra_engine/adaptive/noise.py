@@ -11,27 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from partitioners.plain_numbers import finite_number, make_plain, plain, whole_number
+
 LEAST_VAR = 1e-6  # keeps a gain defined for gradients without noise
 
 Numbers = Sequence[float]
-
-
-def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """Return `value` if it is an int of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: {value!r} is not an int; give a whole number")
-    if value < least:
-        raise ValueError(f"{name}: {value}, limit: at least {least}; give more")
-    return value
-
-
-def finite_number(name: str, value: Any) -> float:
-    """Return `value` as a float if it is a finite number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: {value!r} is not a number; give an int or a float")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name}: {value}, limit: finite and at least 0; give such a number")
-    return float(value)
 
 
 def gain_of(sqr: float, var: float, scale: float) -> float:
@@ -56,6 +40,7 @@ class NoiseLevel:
     initial_batch_size: int
 
     def __post_init__(self) -> None:
+        make_plain(self)
         finite_number("sqr", self.sqr)
         finite_number("var", self.var)
         whole_number("initial_batch_size", self.initial_batch_size)
@@ -91,10 +76,12 @@ class GradientNoiseScale:
     def __init__(self, initial_batch_size: int, *, num_groups: int = 1, smoothing: float = 0.999) -> None:
         self.initial_batch_size = whole_number("initial_batch_size", initial_batch_size)
         self.num_groups = whole_number("num_groups", num_groups)
+        smoothing = plain(smoothing)
         if not 0 <= smoothing < 1:
             raise ValueError(f"smoothing: {smoothing}, limit: from 0 to below 1; give such a number")
         self.smoothing = smoothing
-        nothing = _Average((0.0,) * num_groups, (0.0,) * num_groups, 0.0)
+        zeros = (0.0,) * self.num_groups
+        nothing = _Average(zeros, zeros, 0.0)
         # `_of_steps` has the steps of several micro-batches alone. `_read` has pairs of steps too, until the next step
         # of several micro-batches: between two steps the weights change, which counts as noise.
         self._of_steps = self._read = nothing
@@ -168,7 +155,8 @@ class GradientNoiseScale:
                 f"micro_square_norms: of {len(micro_square_norms)} micro-batches, limit: {len(batch_sizes)}, as in "
                 "batch_sizes; give one entry per micro-batch"
             )
-        if any(finite_number("batch_sizes", size) == 0 for size in batch_sizes):
+        batch_sizes = [finite_number("batch_sizes", size) for size in batch_sizes]
+        if 0 in batch_sizes:
             raise ValueError("batch_sizes: 0, limit: more than 0; leave micro-batches without samples out")
         rows = [self._norms("micro_square_norms", row) for row in micro_square_norms]
         samples = sum(batch_sizes)
@@ -194,7 +182,7 @@ class GradientNoiseScale:
         now, before: norms of the two gradients.
         mean: norm of their mean, (now + before) / 2.
         """
-        whole_number("batch_size", batch_size)
+        batch_size = whole_number("batch_size", batch_size)
         pair = zip(self._norms("now", now), self._norms("before", before), strict=True)
         locals_ = [(one + other) / 2 for one, other in pair]
         scale = 2 * batch_size / self.initial_batch_size

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from numbers import Real
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -653,7 +654,7 @@ def _check_model(model: Any, optimizer: Any) -> None:
         )
     for k, group in enumerate(optimizer.param_groups):
         rate = group.get("lr")
-        if isinstance(rate, bool) or not isinstance(rate, (int, float, Tensor)):
+        if isinstance(rate, bool) or not isinstance(rate, (Real, Tensor)):
             raise ValueError(
                 f"optimizer: parameter group {k} has lr {rate!r}, limit: a number, which is scaled; give an optimizer "
                 f"with lr"

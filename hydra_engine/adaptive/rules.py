@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hydra_engine.adaptive.noise import GradientNoiseScale, finite_number, whole_number
+from hydra_engine.adaptive.noise import GradientNoiseScale
+from partitioners.plain_numbers import finite_number, make_plain, whole_number
 
 
 class ScalingRule(ABC):
@@ -77,6 +78,7 @@ class LEGWScale(ScalingRule):
     data_size: int
 
     def __post_init__(self) -> None:
+        make_plain(self)
         finite_number("warmup_epochs", self.warmup_epochs)
         whole_number("data_size", self.data_size)
 

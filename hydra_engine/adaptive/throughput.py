@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from hydra_engine.adaptive.noise import finite_number, whole_number
+from partitioners.plain_numbers import finite_number, make_plain, whole_number
 
 MOST_GAMMA = 10.0  # beyond it a sum of powers is a maximum
 NEVER = -80.0  # logarithm of seconds that are 0
@@ -49,6 +49,7 @@ class ThroughputParameters:
     other_s: float = 0.0
 
     def __post_init__(self) -> None:
+        make_plain(self)
         for name, value in vars(self).items():
             finite_number(name, value)
         if self.gamma < 1:
@@ -75,6 +76,7 @@ class StepTime:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
+        make_plain(self)
         whole_number("devices", self.devices)
         whole_number("micro_batch", self.micro_batch)
         whole_number("accumulation_steps", self.accumulation_steps, least=0)
@@ -110,9 +112,9 @@ class ThroughputModel:
 
     def seconds(self, *, devices: int, micro_batch: int, accumulation_steps: int = 0, nodes: int = 1) -> float:
         """Return the seconds of a step in which each device runs accumulation_steps + 1 micro-batches."""
-        whole_number("devices", devices)
-        whole_number("micro_batch", micro_batch)
-        whole_number("accumulation_steps", accumulation_steps, least=0)
+        devices = whole_number("devices", devices)
+        micro_batch = whole_number("micro_batch", micro_batch)
+        accumulation_steps = whole_number("accumulation_steps", accumulation_steps, least=0)
         if whole_number("nodes", nodes) > devices:
             raise ValueError(f"nodes: {nodes}, limit: {devices}, as many as devices; give fewer")
         p = self.parameters

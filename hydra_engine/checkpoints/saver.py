@@ -21,6 +21,7 @@ from hydra_engine.checkpoints.snapshot import FROZEN, Snapshot
 from hydra_engine.errors import CheckpointError
 from hydra_engine.system import warn
 from hydra_engine.tasks import FINISHED, STOPPED, CheckpointReport
+from partitioners.plain_numbers import plain
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)\s*")
 _SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600, "d": 86400}
@@ -36,6 +37,7 @@ class Every(NamedTuple):
     def parse(cls, value: object) -> Every:
         """Read `checkpoint_every` as the user gave it; raises TypeError or ValueError."""
         rule = "give a number of steps, or a time such as '10min', '30s' or '2h'"
+        value = plain(value)
         if isinstance(value, bool) or not isinstance(value, (int, str)):
             raise TypeError(f"checkpoint_every: {value!r} is a {type(value).__name__}; {rule}")
         if isinstance(value, int):

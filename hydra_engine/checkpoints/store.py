@@ -19,6 +19,7 @@ from hydra_engine.errors import CheckpointError
 from hydra_engine.system import process as restart
 from hydra_engine.system import warn
 from hydra_engine.tasks import CheckpointReport
+from partitioners.plain_numbers import plain
 
 RESCUE = "hydra-rescue-"
 
@@ -27,6 +28,7 @@ class CheckpointStore:
     """A directory that is open while a call trains, or none, and the checkpoint that a call resumes."""
 
     def __init__(self, directory: str | os.PathLike[str] | None, every: object, keep: int) -> None:
+        keep = plain(keep)
         if isinstance(keep, bool) or not isinstance(keep, int):
             raise TypeError(f"keep: {keep!r} is not an int; give a number of checkpoints")
         if keep < 1:

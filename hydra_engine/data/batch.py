@@ -20,6 +20,7 @@ from hydra_engine.data.streams import RandomState, Stream, seeded, stream_seed
 from hydra_engine.elastic import split_batch
 from hydra_engine.tasks import MicroBatch, ModelTask, batch_size
 from partitioners.boundary import Boundary
+from partitioners.plain_numbers import plain
 from partitioners.precision import DTYPES, cast
 
 Pair: TypeAlias = "tuple[Sequence[Tensor], Sequence[Tensor]]"  # tensors of inputs and target
@@ -227,4 +228,4 @@ def pair_tensors(task: str, inputs: Any, target: Any) -> Pair:
 def _triple(micro_batch: Any) -> MicroBatch:
     if not isinstance(micro_batch, tuple) or len(micro_batch) != 3:
         raise ValueError(f"split= returned {type(micro_batch).__name__}, not a triple (inputs, target, weight)")
-    return micro_batch
+    return micro_batch[0], micro_batch[1], plain(micro_batch[2])

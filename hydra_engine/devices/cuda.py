@@ -37,6 +37,7 @@ from hydra_engine.errors import DeviceFailed, DeviceLost, DeviceOutOfMemory
 from hydra_engine.trace import Trace
 from partitioners import format_bytes, parse_bytes
 from partitioners.boundary import extent_bytes
+from partitioners.plain_numbers import plain
 
 # Kernels choose by alignment, and torch's own CUDA allocator starts tensors at such addresses.
 # https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
@@ -81,6 +82,7 @@ class CudaDevice(DeviceSpec):
     has_room_for_planning = False  # while others train, they lend the device for a rehearsal
 
     def __init__(self, index: int = 0, memory: int | str | None = None) -> None:
+        index = plain(index)
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
             raise ValueError(f"index: {index!r}, limit: a whole number, at least 0")
         asked = None if memory in (None, "auto") else parse_bytes(memory, "memory")

@@ -17,6 +17,7 @@ from hydra_engine.devices.rates import MEASURED_NOW, STATED, Ceilings, stored
 from hydra_engine.system import dram
 from hydra_engine.trace import Trace
 from partitioners import format_bytes, parse_bytes
+from partitioners.plain_numbers import plain
 
 # Where torch's own CPU allocator would start a tensor.
 ALIGNMENT_BYTES = 64
@@ -59,7 +60,7 @@ class EmulatedDevice(DeviceSpec):
         self.memory_bytes = parse_bytes(memory, "memory")
         self.bandwidth = None if bandwidth is None else parse_bytes(bandwidth, "bandwidth")
         self.ceilings_name = "cpu" if self.bandwidth is None else "emulated"
-        self.chaos = chaos
+        self.chaos = plain(chaos)
         self.meter_every_unit = meter_every_unit
         self.has_arena = has_arena
         self.alignment_bytes = ALIGNMENT_BYTES

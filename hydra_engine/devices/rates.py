@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra_engine.system import cache_folder, warn
+from partitioners.plain_numbers import make_plain
 
 # Names the file, where it is not to lie in the user's cache.
 VARIABLE = "HYDRA_ENGINE_CEILINGS"
@@ -45,6 +46,7 @@ class Ceilings:
     origin: str = MEASURED_NOW  # STATED, MEASURED_NOW or STORED; not stored itself
 
     def __post_init__(self) -> None:
+        make_plain(self)
         rates = {name: getattr(self, name) for name in LINK_RATES}
         rates |= {f"matmul_flops of {dtype}": rate for dtype, rate in self.matmul_flops.items()}
         if self.dram_bytes_per_s is not None:

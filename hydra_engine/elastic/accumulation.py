@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydra_engine.elastic.split import at_least_one
+from partitioners.plain_numbers import plain, whole_number
 
 Closure = Callable[[], Any]  # returns a loss: a tensor, a number or None
 
@@ -40,11 +40,10 @@ class GradientAccumulation(torch.optim.Optimizer):
         # Not super().__init__(): groups, state and hooks are those of the wrapped optimizer.
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer; give one")
-        at_least_one(steps=steps)
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction: {reduction!r}, known: {', '.join(REDUCTIONS)}; give that of the loss")
         self.optimizer = optimizer
-        self.steps = steps
+        self.steps = whole_number("steps", steps)
         self.reduction = reduction
         self.stepped = False
         self._begin()
@@ -74,7 +73,7 @@ class GradientAccumulation(torch.optim.Optimizer):
 
         A mean loss is multiplied by size * steps / total, which is 1 where all micro-batches have the same size.
         """
-        at_least_one(size=size)
+        size, total = whole_number("size", size), plain(total)
         if self.reduction == "sum" or size * self.steps == total:
             return loss
         return loss * (size * self.steps / total)

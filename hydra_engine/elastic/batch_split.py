@@ -35,7 +35,9 @@ def init(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = Non
     """
     if gpus is None:
         gpus = int(os.environ.get("WORLD_SIZE", 0)) or max(1, torch.accelerator.device_count())
-    at_least_one(max_gpu_batch_size=max_gpu_batch_size, gpus=gpus, global_batch_size=global_batch_size)
+    max_gpu_batch_size = at_least_one("max_gpu_batch_size", max_gpu_batch_size)
+    gpus = at_least_one("gpus", gpus)
+    global_batch_size = at_least_one("global_batch_size", global_batch_size)
     sizes = split_batch(global_batch_size, max_gpu_batch_size, gpus)
     return BatchSplit(
         steps=-(-len(sizes) // gpus),

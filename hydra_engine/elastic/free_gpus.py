@@ -12,6 +12,7 @@ from threading import TIMEOUT_MAX
 from typing import Any, NamedTuple
 
 from partitioners import format_bytes, parse_bytes
+from partitioners.plain_numbers import make_plain
 
 # A GPU on which processes hold more than this, and none is shown, is not free: in a container, NVML leaves out those
 # of other containers. The driver itself and a desktop take less.
@@ -52,6 +53,7 @@ class FreeGpus:
     nvml: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        make_plain(self)
         if self.memory is not None:
             parse_bytes(self.memory, "memory")
         _check_seconds("poll_s", self.poll_s, "more than 0, a day at most", lambda value: 0 < value <= 86400)

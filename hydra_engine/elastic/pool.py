@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
+from hydra_engine.elastic.split import as_int
+
 T = TypeVar("T")
 
 
@@ -42,6 +44,7 @@ class PoolLimits(NamedTuple):
 
 
 def _whole(what: str, value: object, least: int) -> int:
+    value = as_int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{what}: {value!r}, limit: a whole number, at least {least}")
     return value

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from hydra_engine.elastic.split import as_int
+
 
 @dataclass(frozen=True)
 class Quota:
@@ -28,7 +30,8 @@ class Quota:
 
     def __post_init__(self) -> None:
         for field in ("devices", "minimum", "maximum"):
-            value = getattr(self, field)
+            value = as_int(getattr(self, field))
+            object.__setattr__(self, field, value)
             is_left_out = field == "maximum" and value is None
             if not is_left_out and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise ValueError(f"{field}: {value!r}, limit: a whole number of devices, at least 0")
@@ -154,6 +157,7 @@ class Quotas:
         if not isinstance(group, str) or not group:
             raise TypeError(f"quotas: {group!r} is no name of a group; give a str that is not empty")
         if not isinstance(quota, Quota):
+            quota = as_int(quota)
             if isinstance(quota, bool) or not isinstance(quota, int):
                 raise TypeError(
                     f"quotas: {quota!r} for group {group!r} is no number of devices; give an int, or a Quota"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, training_chain
+from partitioners.plain_numbers import make_plain, plain
 
 
 # More than 15 attributes: as those of ModelTask, they are figures of their own, which a caller names one by one.
@@ -62,7 +63,8 @@ class TaskCost:
     early_release: bool | str = False
 
     def __post_init__(self) -> None:
-        if not self.unit_s:
+        make_plain(self)
+        if not len(self.unit_s):
             raise ValueError(f"unit_s of {self.name}: empty; give the seconds of each unit of a step")
         if self.num_shards == 0:
             object.__setattr__(self, "num_shards", len(self.unit_s) // 2 + 1)
@@ -76,11 +78,11 @@ class TaskCost:
             by_shard.append("forward_bytes")
         for name in ("unit_s", "commit_s", "read_s", "setup_s", "end_s", *by_shard):
             value = getattr(self, name)
-            values = [value] if isinstance(value, (int, float)) else value
+            values = [value] if isinstance(value, (int, float)) else [*map(plain, value)]
             if not all(_is_number(each) and 0 <= each < math.inf for each in values):
                 raise ValueError(f"{name} of {self.name}: {value!r}, limit: finite numbers, at least 0")
-            if values is value:
-                object.__setattr__(self, name, tuple(value))
+            if not isinstance(value, (int, float)):
+                object.__setattr__(self, name, tuple(values))
             if name in by_shard and len(values) not in (1, self.num_shards):
                 raise ValueError(
                     f"{name} of {self.name}: {len(values)} values for {self.num_shards} shards; give one for each, or "
@@ -169,6 +171,7 @@ class DeviceCost:
     copies_compute: bool = False
 
     def __post_init__(self) -> None:
+        make_plain(self)
         for name in ("speed", "load_bytes_per_s", "store_bytes_per_s", "memory_bytes"):
             value = getattr(self, name)
             if not (value is None and name != "speed") and not (_is_number(value) and 0 < value < math.inf):
@@ -224,6 +227,7 @@ class HostCost:
     shares_dram: bool = False
 
     def __post_init__(self) -> None:
+        make_plain(self)
         if not isinstance(self.optimizer_threads, int) or self.optimizer_threads < 1:
             raise ValueError(f"optimizer_threads: {self.optimizer_threads!r}, limit: a whole number, at least 1")
         if self.cores is not None and not (_is_number(self.cores) and self.cores > 0):

@@ -53,7 +53,7 @@ from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
 from hydra_engine.system import HostThreads, dram
-from hydra_engine.tasks import ModelTask, ModelWatch, Purpose, TaskPlan, TaskReport, begin_epochs, is_adaptive
+from hydra_engine.tasks import FINISHED, ModelTask, ModelWatch, Purpose, TaskPlan, TaskReport, begin_epochs, is_adaptive
 from partitioners import (
     STATED_RATES,
     Budget,
@@ -68,6 +68,7 @@ from partitioners import (
 )
 from partitioners.boundary import UnfitTensor
 from partitioners.cost import ChangesParameters, skips_of
+from partitioners.plain_numbers import plain
 from partitioners.profile import names, noted
 from partitioners.reach import reach
 
@@ -676,6 +677,11 @@ class PlannedTask:
         most = min(num_devices, self.reader.sample().num_samples, task.max_devices or num_devices)
         return sorted({n for n in (*(2**k for k in range(1, most.bit_length())), most) if own.num_micro_batches < n})
 
+    @property
+    def has_read_all(self) -> bool:
+        """True if it is over, and has read its loaders to their end."""
+        return self.has_left and self.report.status == FINISHED and not self.report.stopped_early
+
     def leave(self) -> None:
         """It is trained, or will not be: nobody counts on what it has in DRAM any more."""
         self.has_left = True
@@ -857,7 +863,7 @@ class Planner:
         self._estimate.input_bytes = [len(batch.micro_batches) * cost.input_bytes for cost in costs]
         budget = self._target.budget.with_micro_batches(len(batch.micro_batches))
         boundaries, refused = self._partition(costs, budget)
-        chosen = list(boundaries)
+        boundaries = chosen = [*map(plain, boundaries)]
         while True:
             check_boundaries(boundaries, len(costs))
             try:
@@ -885,7 +891,7 @@ class Planner:
                         f"{'raise accumulation_steps' if self._trains else 'give smaller batches'}, or use a device "
                         f"with more memory"
                     ) from error
-            boundaries = finer
+            boundaries = [*map(plain, finer)]
 
     def _rehearse(self, boundaries: list[int], costs: list[LayerCost], batch: Batch, evaluation: Batch | None) -> None:
         """Cut the task, and run a step of it. Raises TooLarge."""

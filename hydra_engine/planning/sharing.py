@@ -9,18 +9,21 @@ from hydra_engine.planning.planner import PlannedTask
 
 
 def check_sharing(planned: Sequence[PlannedTask]) -> None:
-    """Refuse tasks that train one parameter, or read through one random generator."""
+    """Refuse tasks that train one parameter, or read through one random generator.
+
+    The model of a task that is over is free. So is its loader, if it was read to its end: else a read may be under way.
+    """
     trained: dict[int, str] = {}
     read: dict[int, str] = {}
     for each in planned:
-        for slot in each.layout.trainable_slots():
+        for slot in () if each.has_left else each.layout.trainable_slots():
             other = trained.setdefault(slot.parameter.data_ptr() or id(slot.parameter), each.name)
             if other != each.name:
                 raise ValueError(
                     f"tasks {other} and {each.name} share the trainable parameter {slot.name}; freeze it in both, or "
                     f"give each task its own copy (of adapters: by hydra_engine.integrations.huggingface.adapters)"
                 )
-        loaders = (each.task.dataloader, each.task.validation)
+        loaders = () if each.has_read_all else (each.task.dataloader, each.task.validation)
         moved = [held for loader in loaders for held in _moved_by_reading(loader)]
         for owner in [read.setdefault(id(held), each.name) for held in moved]:
             if owner != each.name:
@@ -31,14 +34,15 @@ def check_sharing(planned: Sequence[PlannedTask]) -> None:
 
 
 def check_nothing_shared(planned: PlannedTask, others: Sequence[PlannedTask]) -> None:
-    """Refuse a task that would join others while they train weights that it shares with them."""
-    holders = {id(slot.parameter): (other, slot) for other in others for slot in other.layout.trainable_slots()}
+    """Refuse a task that would join others which train weights that it has, or read frozen those that it trains."""
+    holders = {id(slot.parameter): (other, slot) for other in others for slot in other.layout.slots}
     for slot in planned.layout.slots:
-        if id(slot.parameter) in holders:
-            other, theirs = holders[id(slot.parameter)]
+        other, theirs = holders.get(id(slot.parameter), (planned, slot))
+        if other is not planned and (slot.trainable or theirs.trainable):
+            mover = other.name if theirs.trainable else planned.name
             raise ValueError(
-                f"tasks {other.name} and {planned.name} share the parameter {theirs.name}, which moves while "
-                f"{other.name} trains; add the task before train_models() or after it, or give it a copy of its own"
+                f"tasks {other.name} and {planned.name} share the parameter {theirs.name}, which moves while {mover} "
+                f"trains; add the task from the other's on_task_end or later, or give it a copy of its own"
             )
 
 

@@ -23,6 +23,7 @@ from itertools import groupby, pairwise
 from hydra_engine.planning.costs import DeviceChange, DeviceCost, HostCost, TaskCost, in_order
 from hydra_engine.planning.world import Simulation, World
 from hydra_engine.schedule import BACKWARD, FUSED, Policy, Scheduler, Spread, part_ranges, resolve_policy
+from partitioners.plain_numbers import plain
 
 # A prediction's steps: in the first nothing is loaded ahead.
 PREDICTED_STEPS = 3
@@ -67,7 +68,7 @@ def simulate(
 
     Raises ValueError for what cannot be simulated.
     """
-    costs = [DeviceCost()] * devices if isinstance(devices, int) else list(devices)
+    costs = _devices(devices)
     if not tasks:
         raise ValueError("tasks: empty list; give at least one TaskCost")
     if not costs:
@@ -85,7 +86,7 @@ def simulate(
         _known_spreads(alike(task), tuple(costs), host=host) if may_spread(task, len(costs)) else (Spread(),)
         for task in tasks
     ]
-    world = World(tasks, spreads, costs, host, changes=changes, record=record, seed=seed)
+    world = World(tasks, spreads, costs, host, changes=changes, record=record, seed=plain(seed))
     world.run(scheduler)
     return world.result(bound_s(tasks, costs, changes))
 
@@ -119,6 +120,11 @@ def _check_fit(tasks: Sequence[TaskCost], devices: Sequence[DeviceCost]) -> None
                 )
 
 
+def _devices(given: int | Sequence[DeviceCost]) -> list[DeviceCost]:
+    given = plain(given)
+    return [DeviceCost()] * given if isinstance(given, int) else list(given)
+
+
 def bound_s(
     tasks: Sequence[TaskCost], devices: int | Sequence[DeviceCost], changes: Sequence[DeviceChange] = ()
 ) -> float:
@@ -132,7 +138,7 @@ def bound_s(
     Where devices come and go, the fastest of those that are in are added up over time. A device that goes counts for
     the longest unit more, which it may have begun.
     """
-    costs = [DeviceCost()] * devices if isinstance(devices, int) else list(devices)
+    costs = _devices(devices)
     if not costs:
         raise ValueError(f"devices: {devices!r}; give at least one")
     teams = _teams(costs, in_order(changes, len(costs)), max(max(task.unit_s) for task in tasks))

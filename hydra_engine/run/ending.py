@@ -13,6 +13,8 @@ from hydra_engine.system import DRAM_REMEDY, is_out_of_dram
 from hydra_engine.tasks import FAILED, FINISHED, PAUSED, STOPPED, TaskReport
 from partitioners.profile import names, noted
 
+INTERRUPTED = "the run was interrupted"  # as the reason why a task has stopped
+
 
 def readable(error: BaseException) -> BaseException:
     """Return an error, or one that stands for it where its own `__str__` raises, which must end no other task."""
@@ -112,7 +114,7 @@ class TaskEnd:
             report.stopped_early = self.is_early
             report.stop_reason = self.ending.reason
         else:
-            report.stop_reason = "the run was interrupted"
+            report.stop_reason = INTERRUPTED
 
     def _add(self, new: Ending) -> None:
         with self._lock:

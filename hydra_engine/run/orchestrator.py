@@ -36,6 +36,7 @@ from hydra_engine.system import dram as host_dram
 from hydra_engine.system import process as restart
 from hydra_engine.tasks import FAILED, Evaluation, EvaluationTask, ModelTask, Plan, Report
 from partitioners import Partitioner, parse_bytes
+from partitioners.plain_numbers import plain
 
 # BSD's EX_TEMPFAIL: whoever starts processes may start this one again.
 EXIT_LOST = 75
@@ -215,8 +216,9 @@ class ModelOrchestrator:
         were then: model, optimizer, loader. One that is not in the checkpoint begins anew. Partition, number of
         devices, budgets and policy may be others; more `epochs` go on with a task that had finished. A task that has
         failed is tried again from its last step that was saved; one that was stopped, or has struck a device, is not
-        trained. Without it, a directory that holds another run's checkpoints is refused, unless `hydra-engine resume`
-        has started this process: then it is True for that directory.
+        trained. So it is in a second call, after an interrupt in a notebook, say. Without it, a directory that holds
+        another run's checkpoints is refused, unless `hydra-engine resume` has started this process: then it is True
+        for that directory.
 
         Raises CheckpointError where no checkpoint is whole, or the directory is in use, refused or cannot be written
         to; ValueError where a model or loader is another than was saved. A task whose optimizer, schedule or loss scale
@@ -237,6 +239,7 @@ class ModelOrchestrator:
         was paused it goes on from there: make it as that one was made, with a new model or with that one's.
 
         While training it must hold no parameter that another task trains: those are moving. Frozen ones may be shared.
+        The model of a task that is over is free from its `on_task_end` on: another task may train it on from there.
 
         quota: of its group, where it is the first task of one that has none yet; as in the constructor's `quotas`.
 
@@ -255,6 +258,7 @@ class ModelOrchestrator:
                     self.plan = None  # it would lack the new one
                     tasks.put(planned, Station.WAITING)
                     return planned.name
+                beside = [each for each in beside if not each.has_left]
                 check_nothing_shared(planned, beside)
                 again = tasks.put_back(planned, while_training=True)
                 tasks.put(again or planned, Station.OVER if again is None else Station.JOINING)
@@ -420,6 +424,7 @@ class ModelOrchestrator:
 
         Raises ValueError for a name that is not in.
         """
+        grace_s = plain(grace_s)
         is_number = isinstance(grace_s, (int, float)) and not isinstance(grace_s, bool)
         if grace_s is not None and not (is_number and 0 <= grace_s <= threading.TIMEOUT_MAX):
             most = f"at least 0, at most {threading.TIMEOUT_MAX:g}"
@@ -611,11 +616,12 @@ class ModelOrchestrator:
         with ExitStack() as stack:
             run, messages = None, []
             with tasks.changing:
-                if not tasks.at(Station.WAITING):
-                    raise RuntimeError("train_models: these tasks are trained already; make new tasks to train further")
+                _check_tasks_left(tasks, resume=resume, may_save=self._settings.store.may_save)
                 site = replace(site, devices=self._devices.present)  # those that come from now on are let into the run
                 stack.enter_context(self._settings.store)
                 found = self._settings.store.open(resume=resume)
+                if resume:
+                    tasks.begin_again(found)
                 with signals.deferred():  # a model is put back whole
                     if found is not None or self._settings.store.has_going_on:
                         self.plan = None
@@ -678,6 +684,20 @@ class ModelOrchestrator:
             "plan": None if plan is None else plan.figures(),
             "report": None if run is None else run.figures(),
         }
+
+
+def _check_tasks_left(tasks: TaskList, *, resume: bool, may_save: bool) -> None:
+    """Refuse to train where no task waits, and a resume of tasks whose optimizers' states are gone."""
+    cut_off = ", ".join(f"{each.name} ended at step {each.report.steps}" for each in tasks.cut_off)
+    if cut_off and resume and not may_save:
+        raise ValueError(
+            f"resume: {cut_off}, and no checkpoint_dir has its optimizer's state; make a new task of its model, which "
+            f"has the weights of that step, and give ModelOrchestrator a checkpoint_dir"
+        )
+    if not tasks.at(Station.WAITING) and not (cut_off and resume):
+        what = cut_off or "these tasks are trained already"
+        remedy = "go on with train_models(resume=True)" if cut_off and may_save else "make new tasks to train further"
+        raise RuntimeError(f"train_models: {what}; {remedy}")
 
 
 def _end_process(run: EngineRun, lost: DeviceLost, remedy: str) -> NoReturn:

@@ -15,7 +15,7 @@ import torch
 from hydra_engine.checkpoints import Checkpoint, CheckpointStore, SavedTask, never_committed
 from hydra_engine.data import Beginning
 from hydra_engine.devices import DeviceSpec, EmulatedDevice, OpenDevice
-from hydra_engine.errors import ShardDoesNotFit
+from hydra_engine.errors import CheckpointError, ShardDoesNotFit
 from hydra_engine.host import FrozenBlocks
 from hydra_engine.native import native
 from hydra_engine.planning import (
@@ -34,8 +34,9 @@ from hydra_engine.planning import (
     rehearsed_s,
     ways_together,
 )
+from hydra_engine.run.ending import INTERRUPTED
 from hydra_engine.system import HostThreads
-from hydra_engine.tasks import EvaluationTask, ModelTask, Plan, Purpose, Report, TaskPlan, TaskReport
+from hydra_engine.tasks import FAILED, EvaluationTask, ModelTask, Plan, Purpose, Report, TaskPlan, TaskReport
 from partitioners import Budget, format_bytes, parse_bytes
 from partitioners.profile import noted
 
@@ -277,6 +278,27 @@ class TaskList:
         check_apart(what, task.validation, self.at(Station.WAITING))
         return PlannedTask(task, name, alignment_bytes=self._alignment_bytes)
 
+    @property
+    def cut_off(self) -> list[PlannedTask]:
+        """Tasks that were trained and that a resume goes on with: interrupted ones, and those that have failed."""
+        over = self.at(Station.OVER)
+        return [each for each in over if each.report.status == FAILED or each.report.stop_reason == INTERRUPTED]
+
+    def begin_again(self, found: Checkpoint | None) -> None:
+        """Let tasks that were cut off wait, as in another process, to go on from what was saved of them.
+
+        Raises CheckpointError for one that has moved its weights, where nothing was saved of it.
+        """
+        cut_off = self.cut_off
+        for each in cut_off:
+            if each.report.steps and (found is None or each.name not in found.task_names):
+                raise CheckpointError(
+                    f"{each.name}: it ended at step {each.report.steps}, and nothing of it is saved, limit: a "
+                    f"checkpoint to go on from; make a new orchestrator, and a new task with a new model"
+                )
+        for each in cut_off:
+            self.put(self._made(each.task, each.name), Station.WAITING)
+
     def go_on(self, found: Checkpoint | None) -> list[str]:
         """Put back what was saved of the tasks that wait and go on; what there is to say."""
         waiting = self.at(Station.WAITING)
@@ -291,7 +313,8 @@ class TaskList:
         """A task as it goes on from what was saved of it, if something was; None where it is over."""
         name, task = planned.name, planned.task
         others = self.beside(planned, Station.JOINING, Station.TRAINING) if while_training else []
-        held = {slot.parameter.data_ptr() for other in others for slot in other.layout.slots} - {0}
+        trained = [slot for other in others if not other.has_left for slot in other.layout.slots]
+        held = {slot.parameter.data_ptr() for slot in trained} - {0}
         saved = self._store.saved(
             name, lambda found: found.put_weights(task, planned.layout, held), while_training=while_training
         )

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, count
-from numbers import Real
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -22,6 +21,7 @@ import numpy as np
 from hydra_engine.schedule.events import BatchReady, Spread, TaskAdded, TaskUnits
 from hydra_engine.schedule.groups import NEVER, Standing
 from hydra_engine.schedule.units import BACKWARD, FORWARD, FUSED, Unit
+from partitioners.plain_numbers import plain
 
 # Sums of utilities that differ by less are equal: terms that are added up in another order.
 SLACK = 1e-12
@@ -32,7 +32,8 @@ def checked_fairness(fairness: float | None) -> float | None:
     remedy = "give None, or a number such as 1 (the sum of speedups), 0 or -1 (fairer)"
     if fairness is None:
         return None
-    if isinstance(fairness, bool) or not isinstance(fairness, Real):
+    fairness = plain(fairness)
+    if isinstance(fairness, bool) or not isinstance(fairness, (int, float)):
         raise TypeError(f"fairness: {fairness!r} is a {type(fairness).__name__}, not a number; {remedy}")
     if not math.isfinite(fairness):
         raise ValueError(f"fairness: {fairness!r}, limit: a finite number; {remedy}")

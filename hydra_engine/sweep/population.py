@@ -16,6 +16,7 @@ from typing import Any
 from hydra_engine.data import stream_seed
 from hydra_engine.sweep.rungs import Birth, Decision, full_rung
 from hydra_engine.tasks import ModelTask
+from partitioners.plain_numbers import make_plain, plain
 
 # User attribute of a trial that began as a fork: the trial in whose state, after how many validations, and instead of
 # which one.
@@ -40,6 +41,8 @@ class Population:
     factors: tuple[float, float] = (0.8, 1.2)
 
     def __post_init__(self) -> None:
+        make_plain(self)
+        object.__setattr__(self, "factors", tuple(map(plain, self.factors)))
         names = self.settings
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"settings: {names!r}, limit: a list of names; give for example ['lr']")

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from partitioners.plain_numbers import make_plain
+
 # User attribute of a trial: the rung that it trains for, and whether it waits there. Missing: it trains for rung 0.
 RUNG = "hydra_engine_rung"
 
@@ -25,6 +27,7 @@ class Rungs:
     reduction_factor: int = 3
 
     def __post_init__(self) -> None:
+        make_plain(self)
         for field, least in (("min_resource", 1), ("reduction_factor", 2)):
             number = getattr(self, field)
             if isinstance(number, bool) or not isinstance(number, int):

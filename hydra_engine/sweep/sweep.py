@@ -27,6 +27,7 @@ from hydra_engine.system import process as restart
 from hydra_engine.system import warn
 from hydra_engine.tasks import FINISHED, STOPPED, Model, ModelTask
 from partitioners import parse_bytes
+from partitioners.plain_numbers import plain
 
 if TYPE_CHECKING:
     import optuna
@@ -116,6 +117,7 @@ class Sweep:
         self._cluster = cluster
         if not callable(build_task):
             raise TypeError(f"build_task: {build_task!r} is not callable; give a function (trial) -> ModelTask")
+        num_trials, parallel, seed = map(plain, (num_trials, parallel, seed))
         for field, number in (("num_trials", num_trials), ("parallel", parallel), ("seed", seed)):
             if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
                 raise TypeError(f"{field}: {number!r} is a {type(number).__name__}; give an int")

@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from partitioners.plain_numbers import plain
+
 # The root of the system's folders.
 ROOT = Path("/")
 # Not measured against other numbers. One thread already moves bytes at the rate of a plain pass over memory
@@ -65,6 +67,7 @@ def host_threads(
 
     Raises TypeError or ValueError for wrong settings, RuntimeError if this system binds no threads.
     """
+    optimizer_threads, numa_node = plain(optimizer_threads), plain(numa_node)
     allowed = allowed_cores()
     nodes = numa_nodes(allowed)
     if optimizer_threads is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -56,6 +57,7 @@ class Model(nn.Sequential):
         whole: Iterable[str] = (),
     ) -> None:
         super().__init__()
+        x = uncompiled(x)
         source = x if isinstance(x, nn.Module) else None
         self._set(source=source, is_converted=False, is_by_hand=False, is_pending=False, whole=tuple(whole))
         if isinstance(x, Model) and x.has_names_of_source:
@@ -86,7 +88,7 @@ class Model(nn.Sequential):
         elif isinstance(x, Mapping):  # what slicing an nn.Sequential passes
             layers = list(x.items())
         else:
-            layers = [(str(k), layer) for k, layer in enumerate(x)]
+            layers = [(str(k), uncompiled(layer)) for k, layer in enumerate(x)]
         for name, layer in layers:
             if not isinstance(layer, nn.Module):
                 raise TypeError(
@@ -281,6 +283,35 @@ def switch_off_checkpointing(module: nn.Module) -> None:
             f"each shard where memory asks for it, and checkpointing would compute it once more",
             stacklevel=4,
         )
+
+
+def uncompiled(module: Any) -> Any:
+    """Return the module that `torch.compile` was given, switched off in its children too, with a warning.
+
+    Dynamo would trace the code that records and measures a module. What is no compiled module is returned unchanged.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # which comes with the first compilation
+    if dynamo is None or not isinstance(module, nn.Module):
+        return module
+    own = module
+    while isinstance(own, dynamo.OptimizedModule):
+        own = cast(nn.Module, own._orig_mod)
+    found = [type(own).__name__] if own is not module else []
+    for name, each in own.named_modules():
+        is_wrapper = isinstance(each, dynamo.OptimizedModule) and not isinstance(each.dynamo_ctx, dynamo.DisableContext)
+        if is_wrapper:  # stays in its place, so that parameters keep their names
+            each.dynamo_ctx = dynamo.DisableContext()
+            each._initialize()
+        if is_wrapper or each._compiled_call_impl is not None:  # the latter by its own `compile()`
+            each._compiled_call_impl = None
+            found.append(name or type(own).__name__)
+    if found:
+        warnings.warn(
+            f"torch.compile of {', '.join(found)} is switched off: the engine runs layer by layer, and compiles "
+            f"each where ModelTask has compile=True; give that, and the module itself",
+            stacklevel=4,
+        )
+    return own
 
 
 def _has_own_forward(module: nn.Module) -> bool:

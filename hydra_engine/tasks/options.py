@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from types import FunctionType, SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
 from hydra_engine.adaptive import AdaptiveDataLoader, ScalingRule, StepChoice
 from hydra_engine.tasks.best import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS
 from hydra_engine.tasks.callback import Callback
 from partitioners.boundary import UnfitTensor, check_fit
+from partitioners.plain_numbers import plain
 from partitioners.precision import DTYPES
 
 # A rule: an option, the check of its value, and the error's text, which is formatted with the value.
@@ -52,6 +54,11 @@ def _is_json(value: object) -> bool:
     except (TypeError, ValueError, RecursionError):
         return False
     return True
+
+
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping as a dict with Python's numbers, in the lists and dicts within it too."""
+    return cast("dict[str, Any]", pytree.tree_map(plain, dict(values)))
 
 
 def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -166,7 +173,7 @@ TYPES: tuple[Rule, ...] = (
     ),
     (
         "hparams",
-        _or_none(lambda value: _is_json(dict(value))),
+        _or_none(lambda value: _is_json(plain_values(value))),
         "{!r} holds what JSON does not; give None, bools, finite numbers, strings, and lists and dicts of them",
     ),
     (

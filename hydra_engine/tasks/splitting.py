@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from partitioners.plain_numbers import plain
+
 LossReduction: TypeAlias = "str | Callable[[Any], float]"
 MicroBatch: TypeAlias = "tuple[Any, Any, float]"
 Split: TypeAlias = "Callable[[Any, Any, int], Sequence[MicroBatch]]"
@@ -46,7 +48,7 @@ def split(inputs: Any, target: Any, num_micro_batches: int, loss_reduction: Loss
     micro-batches. A single micro-batch has weight 1.
     """
     size = batch_size(inputs)
-    num = max(1, min(num_micro_batches, size))
+    num = max(1, min(plain(num_micro_batches), size))
     xs, ys = _pieces(inputs, size, num), _pieces(target, size, num)
     if loss_reduction == "sum" or num == 1:
         weights = [1.0] * num

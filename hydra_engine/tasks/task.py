@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hydra_engine.adaptive import AdaptiveDataLoader, ScalingRule, StepChoice
 from hydra_engine.tasks.callback import Callback
-from hydra_engine.tasks.model import Model
+from hydra_engine.tasks.model import Model, uncompiled
 from hydra_engine.tasks.options import (
     OPTIMIZERS,
     check_options,
@@ -21,12 +21,14 @@ from hydra_engine.tasks.options import (
     check_validation,
     is_adaptive,
     naming_task,
+    plain_values,
     splits_against,
     vetoes,
 )
 from hydra_engine.tasks.splitting import LossReduction, Split, unpack_batch
 from hydra_engine.tasks.splitting import split as split_batch
 from partitioners import Fastest, Partitioner, make_partitioner
+from partitioners.plain_numbers import plain
 
 OptimizerFactory: TypeAlias = "Callable[..., torch.optim.Optimizer]"
 SchedulerFactory: TypeAlias = "Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]"
@@ -207,6 +209,15 @@ class ModelTask:
         callback_timeout_s: float | None = CALLBACK_TIMEOUT_S,
         compile: bool = False,
     ) -> None:
+        # Not lr: the optimizer computes with what it is given.
+        epochs, seed, accumulation_steps, max_device_batch = map(
+            plain, (epochs, seed, accumulation_steps, max_device_batch)
+        )
+        validation_interval, patience, max_retries = map(plain, (validation_interval, patience, max_retries))
+        priority, weight, min_devices, max_devices = map(plain, (priority, weight, min_devices, max_devices))
+        ema_decay, max_grad_norm = map(plain, (ema_decay, max_grad_norm))
+        loader_timeout_s, callback_timeout_s = map(plain, (loader_timeout_s, callback_timeout_s))
+        loss_fn = uncompiled(loss_fn)
         options = locals()
         with naming_task(name):
             check_options(options)
@@ -267,7 +278,7 @@ class ModelTask:
         self.keep_best = keep_best
         self.best = best
         self.patience = patience
-        self.hparams = dict(hparams or {})
+        self.hparams = plain_values(hparams or {})
         self.callbacks = tuple(callbacks)
         self.loader_alone = loader_alone
         self.read_ahead = read_ahead

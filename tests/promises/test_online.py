@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from hydra_engine import Callback, ModelTask
+from hydra_engine import Callback, ModelTask, StopTask
 from hydra_engine.display.drawing import draw_text
 from hydra_engine.run.feeds import Joining
 from hydra_engine.run.task_list import Site
@@ -511,3 +512,73 @@ def test_run_ends_while_a_task_that_would_join_hangs_in_its_loader(hangs):
     assert isinstance(error, TimeoutError)
     names(error, task="joining", says="loader_timeout_s 0.2")
     orchestra.stop_task("first")  # nobody holds what it needs
+
+
+class Stops(Callback):
+    def on_step(self, report):
+        if report.steps == 3:
+            raise StopTask
+
+
+def head_of(model, *callbacks, loader=None):
+    return ModelTask(model, F.cross_entropy, loader or batches(), 1e-2, name="head", seed=0, callbacks=callbacks)
+
+
+def whole_of(model, loader=None):
+    model.requires_grad_(True)
+    return ModelTask(model, F.cross_entropy, loader or batches(), 1e-2, 2, name="whole", seed=5)
+
+
+def half_frozen():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    return model
+
+
+def loader_of(seed):
+    pairs = [(x, y) for xs, ys in batches() for x, y in zip(xs, ys, strict=True)]
+    return DataLoader(pairs, 5, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("callbacks", [(), (Stops(),)], ids=["finished", "stopped"])
+def test_model_is_trained_on_by_another_task_from_the_end_of_its_own(callbacks):
+    expected, model = half_frozen(), half_frozen()
+    orchestra_of(head_of(expected, *callbacks)).train_models()
+    losses = orchestra_of(whole_of(expected)).train_models().tasks["whole"].losses
+    head = head_of(model, *callbacks, at := At("end", lambda: orchestra.add_task(whole_of(model))))
+    orchestra = orchestra_of(head, task("other", seed=7))
+    report = orchestra.train_models()
+    assert at.errors == []
+    assert report.tasks["whole"].losses == losses
+    exact.assert_same_state(zoo.state(model), zoo.state(expected))
+
+
+def test_a_loader_that_was_read_to_its_end_is_read_on():
+    model, loader = half_frozen(), loader_of(3)
+    head = head_of(model, at := At("end", lambda: orchestra.add_task(whole_of(model, loader))), loader=loader)
+    orchestra = orchestra_of(head)
+    report = orchestra.train_models()
+    expected, loader = half_frozen(), loader_of(3)
+    orchestra_of(head_of(expected, loader=loader)).train_models()
+    orchestra_of(whole_of(expected, loader)).train_models()
+    assert (at.errors, report.tasks["whole"].status) == ([], "finished")
+    exact.assert_same_state(zoo.state(model), zoo.state(expected))
+
+
+def test_a_loader_whose_reading_was_broken_off_is_not_shared():
+    model, loader = half_frozen(), loader_of(3)
+    head = head_of(model, Stops(), at := At("end", lambda: orchestra.add_task(whole_of(model, loader))), loader=loader)
+    orchestra = orchestra_of(head)
+    assert list(orchestra.train_models().tasks) == ["head"]
+    names(at.errors[0], says="generator head whole")
+
+
+def test_weights_that_another_task_reads_frozen_are_not_trained():
+    model = half_frozen()
+    other = head_of(nn.Sequential(model[0], nn.Linear(8, 3)))
+    other.name, other.epochs = "other", 9
+    head = head_of(model, at := At("end", lambda: orchestra.add_task(whole_of(model))))
+    orchestra = orchestra_of(head, other, num_devices=1)
+    assert set(orchestra.train_models().tasks) == {"head", "other"}
+    names(at.errors[0], says="parameter other whole")

@@ -1,5 +1,6 @@
 """A run that goes on from a checkpoint ends with the bits of one that was never interrupted."""
 
+import _thread
 import errno
 import os
 import random
@@ -20,6 +21,7 @@ import hydra_engine
 from hydra_engine import Callback, CheckpointError, ModelTask, StopTask
 from hydra_engine.checkpoints.checkpoint import load_newest, newest_first, read_manifest
 from hydra_engine.checkpoints.saver import Saver
+from hydra_engine.run.feeds import Joining
 from hydra_engine.run.host_work import HostWork
 from hydra_engine.run.recovery import Recovery
 from hydra_engine.system import process as restart
@@ -581,6 +583,84 @@ def test_a_task_that_cannot_be_saved_is_told_once_and_trains_on(tmp_path):
     [message] = report.messages
     names(message, task="'a'", says="told")
     assert load_newest(tmp_path).task_names == ("b",)
+
+
+class InterruptsAt(Callback):
+    """As Ctrl-C in a notebook, once; no step is committed before the run has heard of it."""
+
+    def __init__(self, step):
+        self.step, self.heard = step, threading.Event()
+
+    def on_step(self, report):
+        if report.steps == self.step:
+            self.step = None
+            _thread.interrupt_main()
+            assert self.heard.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def cut_off(monkeypatch):
+    """Makes an orchestrator, and its task, that was interrupted."""
+
+    def make(directory, *, every=1):
+        interrupts, hears = InterruptsAt(3), Joining.stop_requested
+        monkeypatch.setattr(Joining, "stop_requested", lambda *args: (interrupts.heard.set(), hears(*args))[1])
+        task = task_of("shuffled", draws=True, callbacks=[interrupts])
+        orchestra = orchestra_of([task], directory, every=every)
+        with pytest.raises(KeyboardInterrupt):
+            orchestra.train_models()
+        assert 3 <= orchestra.report.tasks["task"].steps < NUM_STEPS
+        return orchestra, task
+
+    return make
+
+
+@pytest.mark.parametrize("every", [1, "10min"])
+def test_the_same_orchestrator_goes_on_after_an_interrupt(tmp_path, cut_off, every):
+    expected = orchestra_of([whole := task_of(draws=True)]).train_models().tasks["task"]
+    orchestra, task = cut_off(tmp_path, every=every)
+    with refused(RuntimeError, task="task", says="step resume=True"):
+        orchestra.train_models()
+    found = orchestra.train_models(resume=True).tasks["task"]
+    assert (found.status, found.losses) == ("finished", expected.losses)
+    exact.assert_same_state(zoo.state(task.model), zoo.state(whole.model))
+    with refused(RuntimeError, says="trained already"):
+        orchestra.train_models(resume=True)
+
+
+def test_an_interrupted_task_goes_on_beside_a_new_one(tmp_path, cut_off):
+    expected = orchestra_of([task_of(draws=True)]).train_models().tasks["task"]
+    orchestra, _ = cut_off(tmp_path)
+    orchestra.add_task(task_of(name="new"))
+    report = orchestra.train_models(resume=True)
+    assert report.tasks["task"].losses == expected.losses
+    assert report.tasks["new"].status == "finished"
+
+
+def test_a_task_that_has_failed_is_tried_again_by_the_same_orchestrator(tmp_path):
+    expected = orchestra_of([task_of()]).train_models().tasks["task"]
+    task = task_of(callbacks=[FailsAfter(5)])
+    orchestra = orchestra_of([task], tmp_path)
+    with pytest.raises(Boom):
+        orchestra.train_models()
+    task.callbacks[0].num_steps = None
+    assert orchestra.train_models(resume=True).tasks["task"].losses == expected.losses
+
+
+def test_without_a_directory_an_interrupted_task_cannot_go_on(cut_off):
+    orchestra, _ = cut_off(None)
+    with refused(ValueError, task="task", says="resume checkpoint_dir"):
+        orchestra.train_models(resume=True)
+    with refused(RuntimeError, task="task", says="new"):
+        orchestra.train_models()
+
+
+def test_a_task_that_nothing_is_saved_of_does_not_begin_with_moved_weights(tmp_path, cut_off):
+    orchestra, _ = cut_off(tmp_path)
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with refused(CheckpointError, task="task", says="step"):
+        orchestra.train_models(resume=True)
 
 
 @pytest.mark.rest

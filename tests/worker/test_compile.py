@@ -1,6 +1,7 @@
 """`ModelTask(compile=True)`: one graph for layers that are built alike, and results within rounding."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -316,3 +317,82 @@ def test_a_compilation_runs_alone():
     with turns.call():
         log.append("called")
     assert log == ["called", "compiled", "called"]
+
+
+# -- models that the user has compiled
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.body(x)))
+
+
+def fails(graph, inputs):
+    raise AssertionError("it compiles")
+
+
+def wrapped(module):
+    return torch.compile(module, backend=fails)
+
+
+def in_place(module):
+    module.compile(backend=fails)
+    return module
+
+
+def with_child(compile):
+    def change(model):
+        model.body = compile(model.body)
+        return model
+
+    return change
+
+
+OWN = ["body.weight", "body.bias", "head.weight", "head.bias"]
+OF_CHILD = ["body._orig_mod.weight", "body._orig_mod.bias", "head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (wrapped, OWN),
+        (in_place, OWN),
+        (with_child(wrapped), OF_CHILD),
+        (with_child(in_place), OWN),
+        (lambda model: [wrapped(model.body), nn.ReLU(), model.head], ["0.weight", "0.bias", "2.weight", "2.bias"]),
+    ],
+    ids=["wrapped", "in place", "child", "child in place", "layers"],
+)
+def test_a_compiled_model_trains_uncompiled_and_a_warning_says_so(change, names):
+    def trained(model, warns):
+        x = torch.linspace(-1, 1, 16).reshape(4, 4)
+        with warns:
+            task = ModelTask(model, F.mse_loss, [(x, x)] * 3, 0.1, name="t", seed=0)
+        losses = exact.silent([task]).train_models().tasks["t"].losses
+        return losses, task
+
+    def net():
+        torch.manual_seed(0)
+        return Net()
+
+    losses, _ = trained(net(), nullcontext())
+    with_compile, task = trained(change(net()), pytest.warns(UserWarning, match="compile=True"))
+    assert with_compile == losses
+    assert [name for name, _ in task.model.named_parameters()] == names
+
+
+def test_a_compiled_loss_is_the_one_inside():
+    loss = nn.MSELoss()
+    with pytest.warns(UserWarning, match="MSELoss"):
+        task = ModelTask(nn.Sequential(nn.Linear(2, 2)), wrapped(loss), [(torch.ones(2, 2), torch.ones(2, 2))])
+    assert task.loss_fn is loss
+
+
+def test_a_compiled_function_as_loss_runs_uncompiled():
+    x = torch.ones(2, 2)
+    tasks = [ModelTask(nn.Sequential(nn.Linear(2, 2)), wrapped(F.mse_loss), [(x, x)] * 3, name="t", seed=0)]
+    assert exact.silent(tasks).train_models().tasks["t"].status == "finished"
