@@ -7,7 +7,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,10 +19,16 @@ from hydra_engine.capture import called_with, saved_hooks, settings, state_of, w
 from hydra_engine.data import RandomState, Stream, capture, copy_of, identical, installed, seeded
 from hydra_engine.host import LayerFault, ModelLayout, Structure
 from hydra_engine.tasks import Model
+from partitioners.profile import noted
 
+T = TypeVar("T")
 # Of the random state that a model's forward and its layers are compared from.
 SEED = 9973
 REMEDY = "; give the model as an nn.Sequential of its layers"
+UNDER_NO_GRAD = (
+    "in eval() under torch.no_grad(), as an evaluation runs it; what differentiates there does so under "
+    "torch.enable_grad()"
+)
 
 
 class _Trail:
@@ -31,8 +37,9 @@ class _Trail:
     The own forward never gets hold of a value: it hands on an object that stands for it, and refuses to be looked at.
     """
 
-    def __init__(self, structure: Structure, layout: ModelLayout, value: Any) -> None:
+    def __init__(self, structure: Structure, layout: ModelLayout, value: Any, *, with_graphs: bool) -> None:
         self.names: list[str] = []
+        self._with_graphs = with_graphs
         self._slots = {id(place): slot for place, slot in zip(structure.parameters, layout.slots, strict=True)}
         self._value = value
         self.token = _Token(self)
@@ -80,8 +87,8 @@ class _Trail:
         self.is_in_layer = True
         try:
             self._check_around(f"before layer {name!r} (index {position})")
-            with torch.no_grad():
-                self._value = self._run(layer)
+            with torch.set_grad_enabled(self._with_graphs):
+                self._value = pytree.tree_map_only(Tensor, _without_graph, self._run(layer))
             self._look_around()
         except Exception as error:
             self.raised = self.raised or error
@@ -115,6 +122,11 @@ class _Trail:
         changed = next((name for name, value in self._around.items() if value != before[name]), None)
         if changed is not None:
             raise self.refused(f"changes {changed} {where}")
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Return a tensor for the next layer, which may differentiate with respect to it, or work in place on it."""
+    return tensor.detach().requires_grad_().clone() if tensor.requires_grad else tensor
 
 
 def _surroundings() -> dict[str, Any]:
@@ -225,6 +237,26 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
     Raises LayerFault where it does more than to run each child once, in order, on what the child before returned: where
     it looks at a value, calls a function of torch's, sets a mode around a child, draws, or leaves something behind.
     """
+    _with_graphs_if_needed(partial(_check_own_forward, model, layout, inputs, training), training=training)
+
+
+def _with_graphs_if_needed(run: Callable[[bool], T], *, training: bool) -> T:
+    """Run forwards without autograd's graphs, or with them where a layer differentiates in its forward.
+
+    run: of whether graphs are made. Outside of training there are none, as in a plain evaluation.
+    """
+    try:
+        return run(False)
+    except LayerFault:
+        raise
+    except Exception as error:
+        if training:
+            return run(True)
+        noted(error, UNDER_NO_GRAD)
+        raise
+
+
+def _check_own_forward(model: Model, layout: ModelLayout, inputs: Any, training: bool, with_graphs: bool) -> None:
     source: nn.Module = model.__dict__["source"]
     while isinstance(source, Model):
         source = source.__dict__["source"]
@@ -237,7 +269,7 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
             for layer in structure.layers:
                 layer.eval()
         with torch.set_grad_enabled(training), installed(Stream(capture())):
-            trail = _Trail(structure, layout, inputs)
+            trail = _Trail(structure, layout, inputs, with_graphs=with_graphs)
             for name, layer in zip(model._modules, structure.layers, strict=False):  # not the loss
                 source._modules[name] = trail.stub(name, layer)
             beside = set(map(id, (*children.values(), *source._modules.values())))
@@ -282,11 +314,11 @@ def check_converted(
     # Not the state of now, in which a forward that seeds the generators may have left them as it was recorded.
     state = RandomState(seeded(SEED), random.Random(SEED).getstate(), np.random.RandomState(SEED).get_state())
 
-    def run(forward: Callable[..., Any]) -> tuple[list[Any], RandomState]:
+    def run(forward: Callable[..., Any], with_graph: bool) -> tuple[list[Any], RandomState]:
         args, kwargs = called_with(pytree.tree_map_only(Tensor, copy_of, inputs))
         stream = Stream(state)
         try:
-            with torch.no_grad(), installed(stream):
+            with torch.set_grad_enabled(with_graph), installed(stream):
                 found = forward(args, kwargs)
                 results = pytree.tree_leaves(found)
                 return results if loss is None else [*results, *pytree.tree_leaves(loss(found))], capture()
@@ -312,7 +344,9 @@ def check_converted(
             value = layer(value)
         return value
 
-    (expected, drawn), (found, redrawn) = run(own), run(layers)
+    (expected, drawn), (found, redrawn) = _with_graphs_if_needed(
+        lambda with_graph: (run(own, with_graph), run(layers, with_graph)), training=training
+    )
     if not torch.equal(drawn.torch, redrawn.torch):
         raise LayerFault(
             f"the layers that the model's own forward was made into draw other random numbers than the forward "
