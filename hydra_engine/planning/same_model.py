@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ T = TypeVar("T")
 SEED = 9973
 REMEDY = "; give the model as an nn.Sequential of its layers"
 UNDER_NO_GRAD = (
-    "in eval() under torch.no_grad(), as an evaluation runs it; what differentiates there does so under "
+    "in eval() under torch.no_grad(), as evaluations run; a forward or a loss that differentiates there does so under "
     "torch.enable_grad()"
 )
 
@@ -122,6 +123,10 @@ class _Trail:
         changed = next((name for name, value in self._around.items() if value != before[name]), None)
         if changed is not None:
             raise self.refused(f"changes {changed} {where}")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _without_graph(tensor: Tensor) -> Tensor:
@@ -252,8 +257,14 @@ def _with_graphs_if_needed(run: Callable[[bool], T], *, training: bool) -> T:
     except Exception as error:
         if training:
             return run(True)
-        noted(error, UNDER_NO_GRAD)
+        _note_no_grad(error)
         raise
+
+
+def _note_no_grad(error: Exception) -> None:
+    """Add the remedy to an error of what differentiates where there are no graphs."""
+    if "does not require grad" in str(error):
+        noted(error, UNDER_NO_GRAD)
 
 
 def _check_own_forward(model: Model, layout: ModelLayout, inputs: Any, training: bool, with_graphs: bool) -> None:
@@ -269,7 +280,9 @@ def _check_own_forward(model: Model, layout: ModelLayout, inputs: Any, training:
             for layer in structure.layers:
                 layer.eval()
         with torch.set_grad_enabled(training), installed(Stream(capture())):
-            trail = _Trail(structure, layout, inputs, with_graphs=with_graphs)
+            # Copies: a layer may work in place on its input, or have it require gradients.
+            own = pytree.tree_map_only(Tensor, lambda each: copy_of(each) if _is_plain(each) else each, inputs)
+            trail = _Trail(structure, layout, own, with_graphs=with_graphs)
             for name, layer in zip(model._modules, structure.layers, strict=False):  # not the loss
                 source._modules[name] = trail.stub(name, layer)
             beside = set(map(id, (*children.values(), *source._modules.values())))
@@ -304,33 +317,20 @@ def check_converted(
     source = model.source
     if any(each.device.type == "meta" for each in (*source.parameters(), *source.buffers())):
         return set()
-    modules = [*source.modules(), *(module for layer in model._modules.values() if layer for module in layer.modules())]
-    attributes = [(module, dict(vars(module))) for module in modules]
-    # Hooks, buffers, records: a forward that is the model's first may add some.
-    values = (value for _, named in attributes for value in named.values())
-    held = [(value, copy.copy(value)) for value in values if isinstance(value, (dict, list, set))]
-    buffers = [(buffer, buffer.clone()) for buffer in source.buffers()]
     mode = "training" if training else "evaluation"
     # Not the state of now, in which a forward that seeds the generators may have left them as it was recorded.
     state = RandomState(seeded(SEED), random.Random(SEED).getstate(), np.random.RandomState(SEED).get_state())
 
     def run(forward: Callable[..., Any], with_graph: bool) -> tuple[list[Any], RandomState]:
         args, kwargs = called_with(pytree.tree_map_only(Tensor, copy_of, inputs))
-        stream = Stream(state)
-        try:
-            with torch.set_grad_enabled(with_graph), installed(stream):
-                found = forward(args, kwargs)
-                results = pytree.tree_leaves(found)
-                return results if loss is None else [*results, *pytree.tree_leaves(loss(found))], capture()
-        finally:
-            for module, before in attributes:
-                vars(module).clear()
-                vars(module).update(before)
-            for value, entries in held:
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(entries)
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        with (
+            _put_back([source, *model._modules.values()]),
+            torch.set_grad_enabled(with_graph),
+            installed(Stream(state)),
+        ):
+            found = forward(args, kwargs)
+            results = pytree.tree_leaves(found)
+            return results if loss is None else [*results, *pytree.tree_leaves(loss(found))], capture()
 
     def own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source.train(training if not training else source.training)
@@ -368,6 +368,62 @@ def check_converted(
             f"{len(expected)}{REMEDY}"
         )
     return drawn.moved_outside_torch(state)
+
+
+@contextmanager
+def _put_back(roots: Iterable[Any]) -> Iterator[None]:
+    """Put back buffers, attributes and modes of modules, and what their containers hold."""
+    modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+    attributes = [(module, dict(vars(module))) for module in modules]
+    # Hooks, buffers, records: a forward that is the model's first may add some.
+    values = (value for _, named in attributes for value in named.values())
+    held = [(value, copy.copy(value)) for value in values if isinstance(value, (dict, list, set))]
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
+    try:
+        yield
+    finally:
+        for module, before in attributes:
+            vars(module).clear()
+            vars(module).update(before)
+        for value, entries in held:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(entries)
+        with torch.no_grad():
+            for buffer, content in buffers:
+                buffer.copy_(content)
+
+
+def plain_error(
+    model: nn.Module, loss_fns: Sequence[Callable[..., Any]], inputs: Any, target: Any, *, training: bool
+) -> Exception | None:
+    """Return what a plain step raises on a batch, or None; nothing of it is left.
+
+    loss_fns: of what the model returns and the target; `training`: the first one's gradients are computed as well.
+    """
+    parameters = list(model.parameters())
+    before = [(each.grad, each.detach().clone()) for each in parameters]
+    stream = Stream(RandomState(seeded(SEED), random.Random(SEED).getstate(), np.random.RandomState(SEED).get_state()))
+    try:
+        with _put_back([model, *loss_fns]), torch.set_grad_enabled(training), installed(stream):
+            if not training:
+                model.eval()
+            inputs, target = pytree.tree_map_only(Tensor, copy_of, (inputs, target))
+            output = model(inputs)
+            found = [loss_fn(output, target) for loss_fn in loss_fns]
+            if training:
+                torch.autograd.grad(found[0], [each for each in parameters if each.requires_grad], allow_unused=True)
+    except Exception as error:
+        error.__traceback__ = None  # which would keep the graph
+        if not training:
+            _note_no_grad(error)
+        return error
+    finally:
+        with torch.no_grad():
+            for parameter, (gradient, content) in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+                if not identical(parameter.detach(), content):
+                    parameter.copy_(content)
+    return None
 
 
 def _difference(a: Any, b: Any) -> str:
