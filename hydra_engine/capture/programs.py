@@ -264,7 +264,7 @@ class Programs(Shared):
             raise ValueError(
                 f"the model's own forward ({type(self.model).__name__}) cannot be made layers: {unknown.line} "
                 f"{unknown.why}; compute it with tensors alone (torch.where), take it from the batch, or put that part "
-                f"into a module of its own, which is then one layer"
+                f"into a module of its own, which is then one layer, as all of it is in nn.Sequential(model)"
             )
         self._kept.add(path)
         self._known.clear()  # they run otherwise now

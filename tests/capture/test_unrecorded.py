@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hydra_engine import Model, ModelTask
+from hydra_engine import Callback, Model, ModelTask
 from hydra_engine.capture.shadow import Caches
 from tests import exact, reference, zoo
 from tests.any_model import harness
@@ -871,3 +871,103 @@ class SpikingTwice(Spiking):
 @pytest.mark.parametrize("make", [Spiking, Recalling, SpikingTwice])
 def test_what_a_module_keeps_within_a_forward_keeps_the_model_one_layer(make):
     as_one_layer(make, batches(), "saved tensor|graph a second time|is not there|attribute")
+
+
+class Taught(Three):
+    """A mean teacher that is updated first and read last."""
+
+    def more(self):
+        self.teacher = nn.Sequential(copy.deepcopy(self.a), copy.deepcopy(self.c)).requires_grad_(False)
+        self.keep()
+
+    def keep(self):
+        pass
+
+    def update(self):
+        with torch.no_grad():
+            for own, other in zip(self.weights(), (*self.a.parameters(), *self.c.parameters()), strict=True):
+                own.mul_(0.9).add_(other, alpha=0.1)
+
+    def weights(self):
+        return self.teacher.parameters()
+
+    def forward(self, x):
+        self.update()
+        output = super().forward(x)
+        with torch.no_grad():
+            taught = self.teacher(x)
+        return output - 0.1 * taught
+
+
+class TaughtInBuffers(Taught):
+    """As the message has it."""
+
+    def keep(self):
+        for module in self.teacher.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                delattr(module, name)
+                module.register_buffer(name, weight.data)
+
+    def weights(self):
+        return self.teacher.buffers()
+
+
+class Updates(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.a, self.c, self.teacher = module.a, module.c, module.teacher
+
+    def forward(self, x):
+        TaughtInBuffers.update(self)
+        return x, self.a(x)
+
+    weights = TaughtInBuffers.weights
+
+
+class Reads(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.c, self.teacher = module.c, module.teacher
+
+    def forward(self, both):
+        with torch.no_grad():
+            taught = self.teacher(both[0])
+        return self.c(both[1]) - 0.1 * taught
+
+
+def in_layers():
+    """By hand: the first updates, the last reads."""
+    module = TaughtInBuffers()
+    return nn.Sequential(Updates(module), Reads(module))
+
+
+@pytest.mark.net
+def test_a_mean_teacher_in_parameters_is_refused_with_a_remedy():
+    for make in (Taught, lambda: nn.Sequential(Taught())):
+        task = ModelTask(make(), F.mse_loss, batches(), 0.1, name="t")
+        with pytest.raises(ValueError, match=r"parameter teacher.0.weight.* in a buffer .*mean teacher"):
+            exact.run([task])
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("make", [TaughtInBuffers, in_layers])
+def test_a_mean_teacher_in_buffers_that_is_updated_first_and_read_last_is_exact(make):
+    assert_exact(make)
+
+
+class Updating(Callback):
+    def __init__(self, module):
+        self.module = module
+
+    def on_step(self, report):
+        self.module.update()
+
+
+@pytest.mark.net
+def test_a_callback_that_updates_a_mean_teacher_is_told_where_to_do_so():
+    module = Taught()
+    module.forward = functools.partial(Three.forward, module)
+    module = nn.Sequential(module)
+    task = ModelTask(module, F.mse_loss, batches(), 0.1, name="t", callbacks=[Updating(module[0])])
+    with pytest.raises(ValueError, match=r"wrote to parameter .*as its forward begins, in buffers .*mean teacher"):
+        exact.run([task])
