@@ -747,6 +747,28 @@ def with_scales():
     return [((x, torch.full((len(x), 1), 0.5)), y) for x, y in batches()]
 
 
+class Forces(Three):
+    """The model itself differentiates its energy."""
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        energy = super().forward(x).square().sum()
+        [force] = torch.autograd.grad(energy, x, create_graph=True)
+        return self.c(force)
+
+
+@pytest.mark.net
+def test_a_model_that_differentiates_itself_is_refused_with_a_remedy():
+    with pytest.raises(ValueError, match=r"torch.autograd.grad.* computes gradients .*nn.Sequential\(model\)"):
+        train(Forces())
+    torch.manual_seed(3)
+    plain = nn.Sequential(Forces())
+    module, data = copy.deepcopy(plain), batches()
+    expected = reference.train(plain, F.mse_loss, data, seed=7, lr=0.1)
+    report = exact.run([ModelTask(module, F.mse_loss, data, 0.1, name="t", seed=7)])
+    assert report.tasks["t"].losses == expected.losses
+
+
 class Entering(nn.Module):
     def __init__(self):
         super().__init__()
