@@ -164,8 +164,8 @@ class ChangesParameters(ValueError):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"parameter {name}: changed while the layer ran, limit: only the optimizer changes parameters; compute the "
-            f"changed one anew in each forward (torch.nn.utils.parametrize), keep what forward changes in a buffer, "
-            f"and leave out options such as max_norm"
+            f"changed one anew in each forward (torch.nn.utils.parametrize), keep what forward changes in a buffer "
+            f"(register_buffer, as for the weights of a mean teacher), and leave out options such as max_norm"
         )
 
 

@@ -335,7 +335,8 @@ class Programs(Shared):
             remedy = (
                 f"keep {path} as one layer: Model(module, whole=[{path!r}])"
                 if path
-                else "put that part into a module of its own, which is then one layer"
+                else "put that part into a module of its own, which is then one layer, as all of it is in "
+                "nn.Sequential(model)"
             )
             raise ValueError(
                 f"the model's own forward ({type(self.model).__name__}) cannot be made layers: {unknown.line} "

@@ -406,7 +406,8 @@ class Tape(TorchFunctionMode):
         written = [_storage(each) for each in tensors if id(each) in writes]
         if changed := [self.values.parameters[each] for each in written if each in self.values.parameters]:
             raise self._unknown(
-                f"changes parameter {changed[0]}, which only the optimizer may; keep what a forward changes in a buffer"
+                f"changes parameter {changed[0]}, which only the optimizer may; keep what a forward changes in a "
+                f"buffer (register_buffer, as for the weights of a mean teacher)"
             )
         if not self.values.of_model.isdisjoint(written) or _moves_averages(func, args, kwargs):
             self._check_runs_once()

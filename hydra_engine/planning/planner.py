@@ -22,7 +22,7 @@ from hydra_engine.capture import check_call
 from hydra_engine.checkpoints import SavedTask
 from hydra_engine.data import ALIGNMENT_BYTES, Batch, Beginning, Reader, Stream, beside_loaders, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
-from hydra_engine.errors import HostOutOfMemory, PauseTask, ShardDoesNotFit, StopTask
+from hydra_engine.errors import DeviceFailed, DeviceLost, HostOutOfMemory, PauseTask, ShardDoesNotFit, StopTask
 from hydra_engine.host import (
     BestWeights,
     BorrowedPool,
@@ -48,7 +48,7 @@ from hydra_engine.planning.cuts import (
     least_step_s,
 )
 from hydra_engine.planning.rehearsal import REMEDY, Opened, TooLarge, own_device, rehearse
-from hydra_engine.planning.same_model import check_converted, check_own_forward
+from hydra_engine.planning.same_model import check_converted, check_own_forward, plain_error
 from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
@@ -442,8 +442,11 @@ class PlannedTask:
             # By the first batch, which the reader keeps for the first step.
             with _noting(name, "as its model was made into layers by its first batch"):
                 task.model.convert(self._inputs(), evaluates=task.purpose is not Purpose.TRAIN)
+        self._alignment_bytes, self._max_devices = alignment_bytes, max_devices
         if task.model.kept_message:
             self.doubts.append(f"{name}: {task.model.kept_message}")
+        if task.model.one_layer_because:
+            self._tell_one_layer()
         self.layout = layout_of(task, alignment_bytes)
         if task.moments != "float32":
             self.doubts.append(
@@ -458,10 +461,7 @@ class PlannedTask:
         self.frozen = FrozenBlocks() if frozen is None else frozen
         self.frozen.plan(self.layout)
         self._limit = DramLimit() if limit is None else limit
-        own_pool = HostPool if task.purpose is Purpose.TRAIN else BorrowedPool
-        pool = own_pool(self.layout, early_release=task.early_release, frozen=self.frozen)
-        self.state = state = TaskState(task, name, self.layout, pool, max_devices)
-        self.reader.num_micro_batches = lambda: state.cut.num_micro_batches
+        self.state = self._new_state()
         self.estimate = Estimate(self.state)
         self.spreading = Spreading()
         self.num_micro_batches = 1  # of a step, as far as is known
@@ -469,6 +469,24 @@ class PlannedTask:
         self.choice: CutChoice | None = None  # of its cut, where that was chosen by predictions
         self.predicted: PredictedCut | None = None
         self.as_planned: TaskCost | None = None  # what a step was predicted to take, for other tasks' plans
+
+    def _new_state(self) -> TaskState:
+        """Return the state of a task with this layout, of which the reader is told."""
+        own_pool = HostPool if self.task.purpose is Purpose.TRAIN else BorrowedPool
+        pool = own_pool(self.layout, early_release=self.task.early_release, frozen=self.frozen)
+        state = TaskState(self.task, self.name, self.layout, pool, self._max_devices)
+        self.reader.num_micro_batches = lambda: state.cut.num_micro_batches
+        return state
+
+    def _lay_out_again(self) -> None:
+        """Begin anew with other layers, of the same parameters."""
+        before = self.state
+        self.frozen.forget(self.layout)
+        self.layout = layout_of(self.task, self._alignment_bytes)
+        self.frozen.plan(self.layout)
+        self.state = self._new_state()
+        self.state.measured.state_bytes, self.state.pool.splits = before.measured.state_bytes, before.pool.splits
+        self.estimate = Estimate(self.state)
 
     def _is_chain(self, alignment_bytes: int) -> bool:
         """Return True if the model's own forward is its children in order; it runs on the first batch, in each mode."""
@@ -531,7 +549,7 @@ class PlannedTask:
         self.estimate = Estimate(self.state)
         with _noting(self.name, "as its plan was made"):  # an error of a partitioner, say
             try:
-                plan = Planner(self, target).plan()
+                plan = self._plan(target)
             except LayerFault as error:
                 raise ValueError(f"{self.name}: {error}") from error
             self.as_planned = None if self.choice is None else self._of_task(self.choice.cost(plan.boundaries))
@@ -540,6 +558,93 @@ class PlannedTask:
             self.doubts.append(text)
             warnings.warn(text, stacklevel=2)
         return replace(plan, eval_message=message)
+
+    def _plan(self, target: Target) -> TaskPlan:
+        """Plan it with its layers, or as one layer where they fail on what a plain loop does."""
+        planner, model = Planner(self, target), self.task.model
+        try:
+            return planner.plan()
+        except Exception as error:
+            has_remedy = isinstance(error, LayerFault) or str(error).startswith(f"{self.name}:")
+            may_be_one = model.is_converted or model.has_own_forward
+            is_of_layers = error is planner.fault and not isinstance(error, (DeviceLost, DeviceFailed, MemoryError))
+            if not is_of_layers or (has_remedy and not may_be_one) or not self._may_try_plain():
+                raise
+            raised = self._plain_error()
+            if raised is None and may_be_one and (plan := self._plan_as_one_layer(target, error)) is not None:
+                return plan
+            if not has_remedy:
+                noted(error, f"task {self.name}: a plain {self._beside_plain(error, raised)}")
+            raise
+
+    def _may_try_plain(self) -> bool:
+        """Return True if the model has values, and DRAM has room for another copy of them."""
+        tensors = [*self.task.model.parameters(), *self.task.model.buffers()]
+        needed = 2 * sum(each.nbytes for each in tensors)
+        has_values = not any(each.is_meta for each in tensors)
+        return self.task.purpose is not Purpose.PREDICT and has_values and needed < dram.available_dram_bytes()
+
+    def _plain_error(self) -> Exception | None:
+        """Return what a plain step on the first batch raises, and a validation where there is one; None: nothing."""
+        task, trains = self.task, self.task.purpose is Purpose.TRAIN
+        for training in (True, False) if trains and task.validation is not None else (trains,):
+            inputs, target = (each.value() for each in self.reader.sample(training=training).whole)
+            loss_fns = [task.loss_fn, *(() if training else task.metrics.values())]
+            error = plain_error(task.model.as_one, loss_fns, inputs, target, training=training)
+            if error is not None:
+                return error
+        return None
+
+    def _plan_as_one_layer(self, target: Target, error: Exception) -> TaskPlan | None:
+        """Plan it as one layer, since its layers failed; None: so does that."""
+        model, kind = self.task.model, type(self.task.model.source).__name__
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0].removeprefix(f"{self.name}: ")
+        undo = model.become_one_layer(
+            f"the model ({kind}) is one layer, which has to fit a device; cut into layers, it fails on what a plain "
+            f"loop does: {first_line}"
+        )
+        self._lay_out_again()
+        try:
+            plan = Planner(self, target).plan()
+        except Exception as other:
+            undo()
+            self._lay_out_again()
+            if isinstance(other, (LayerTooLarge, ShardDoesNotFit)):
+                noted(error, f"task {self.name}: as one layer it does not fit: {other}")
+            return None
+        self._tell_one_layer()
+        return plan
+
+    def _tell_one_layer(self) -> None:
+        text = f"{self.name}: {self.task.model.one_layer_because}"
+        self.doubts += [] if text in self.doubts else [text]
+
+    def _beside_plain(self, error: Exception, raised: Exception | None) -> str:
+        """Say what a plain step does where an error came here, and what differs, with a remedy; `raised`: by it."""
+        plain = "loss_fn(model(inputs), target) on its first batch"
+        if raised is not None:
+            same = "the same" if str(raised) == str(error) else f"{type(raised).__name__}: {raised}"
+            return " ".join([f"{plain} shows {same}", *getattr(raised, "__notes__", ())])
+        task, trains = self.task, self.task.purpose is Purpose.TRAIN
+        micro_batches = self.reader.sample(training=trains).micro_batches
+        inputs, target, _ = micro_batches[0]
+        if len(micro_batches) > 1 and plain_error(task.model.as_one, [task.loss_fn], inputs, target, training=trains):
+            return (
+                f"{plain} works, and fails on the first of the {len(micro_batches)} micro-batches that it is computed "
+                f"in; take sizes from the inputs, or leave out accumulation_steps and max_device_batch"
+            )
+        if task.precision != "float32":
+            return (
+                f"{plain} works in float32; where an operation has no {task.precision}, compute it in float32 "
+                f"(.float()), or leave out precision"
+            )
+        if len(task.model) > 1:
+            return (
+                f"{plain} works; here layers are differentiated one by one, and neither the loss nor a layer can "
+                f"differentiate with respect to what came before it: make one layer of those that it reaches through; "
+                f"nn.Sequential(nn.Sequential(*layers)) makes one of all"
+            )
+        return f"{plain} works; here a copy of the model runs, several times"
 
     def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int) -> None:
         """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
@@ -699,6 +804,7 @@ class Planner:
         self._trains = planned.task.purpose is Purpose.TRAIN
         self._validates = self._trains and planned.task.validation is not None
         self._evaluated_parts = 1  # of the sample, where an evaluation's is too large for a layer alone
+        self.fault: Exception | None = None  # what layers or the loss raised, or were refused for
 
     def plan(self) -> TaskPlan:
         task, state, saved, device = self._task, self.state, self._planned.saved, self._target.device
@@ -714,7 +820,8 @@ class Planner:
             self._estimate.rates(device)  # layers are not timed there, but counted against them
         for training in (True, False) if self._validates else (self._trains,):
             if task.model.is_converted:
-                self._check_converted(training=training)
+                with self._noting_fault():
+                    self._check_converted(training=training)
         is_auto = task.accumulation_steps == "auto"
         is_open = is_auto and saved is None
         number = 1 if isinstance(task.accumulation_steps, str) else task.accumulation_steps
@@ -755,6 +862,14 @@ class Planner:
         choice, predicted = self._planned.choice, self._planned.predicted
         rehearsals.put(structure, beside, Rehearsed.of(state, self._estimate.input_bytes, choice, predicted))
         return self._as_plan()
+
+    @contextmanager
+    def _noting_fault(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.fault = error
+            raise
 
     def least_bytes(self) -> LeastBytes:
         """As `PlannedTask.least_bytes`: with shards as fine as the partitioner makes them, or the user's fixed ones."""
@@ -904,7 +1019,8 @@ class Planner:
             drawing=frozenset(j for j, each in enumerate(held) if any(cost.draws_random for cost in each)),
         )
         opened = self._target.opened or partial(own_device, self._target.device, self._target.num_threads)
-        state.measured.unit_s = rehearse(state, batch, evaluation, opened)
+        with self._noting_fault():
+            state.measured.unit_s = rehearse(state, batch, evaluation, opened)
         state.measured.known.forget_batches()
         for each in (batch, evaluation):
             if each is not None:
@@ -970,7 +1086,7 @@ class Planner:
             self._evaluated_parts, number = number, 1
         self.state.split_into(number)
         inputs, target, _ = self._sample().micro_batches[0]
-        with installed(Stream(capture())), _naming(self._planned.name, task.purpose):
+        with self._noting_fault(), installed(Stream(capture())), _naming(self._planned.name, task.purpose):
             if self._trains:
                 # Elsewhere layers are not timed one by one: the rehearsal times them, on the device, in their shards.
                 return profile(
@@ -1038,7 +1154,7 @@ def _naming(name: str, purpose: Purpose) -> Iterator[None]:
             isinstance(getattr(error, "obj", None), nn.Module) or "graph a second time" in str(error)
         )
         if not reads_another and not isinstance(error, ChangesParameters):
-            remedy = "a plain loss_fn(model(inputs), target) on its first batch shows the same"
+            remedy = None
             if purpose is Purpose.PREDICT:
                 remedy = (
                     "a batch is what the first layer takes; of pairs (inputs, target), unpack=lambda batch: batch[0] "
@@ -1049,7 +1165,8 @@ def _naming(name: str, purpose: Purpose) -> Iterator[None]:
                     "layers take one argument, what the one before returned; a module whose own forward passes them "
                     "several is given whole: Model(module)"
                 )
-            noted(error, f"task {name}: {remedy}")
+            if remedy is not None:
+                noted(error, f"task {name}: {remedy}")
             raise
         note = "".join(f"{each}: " for each in getattr(error, "__notes__", ()))
         remedy = f"; what another layer has left is not there: {REMEDY}" if reads_another else ""

@@ -578,7 +578,7 @@ class _Rehearsal:
                 f"{name}: run a second time on the same input, {where} gave another result: {type(error).__name__}: "
                 f"{error}{self.onlooker.because()}; {REMEDY}"
             ) from error
-        raise noted(error, f"in {where} of task {name}, while a step of it was tried; a plain one shows the same")
+        raise noted(error, f"in {where} of task {name}, while a step of it was tried")
 
 
 class _Checks:

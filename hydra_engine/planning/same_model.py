@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,10 +20,16 @@ from hydra_engine.capture import called_with, carried, saved_hooks, settings, st
 from hydra_engine.data import RandomState, Stream, capture, copy_of, identical, installed, seeded
 from hydra_engine.host import LayerFault, ModelLayout, Structure
 from hydra_engine.tasks import Model
+from partitioners.profile import noted
 
+T = TypeVar("T")
 # Of the random state that a model's forward and its layers are compared from.
 SEED = 9973
 REMEDY = "; give the model as an nn.Sequential of its layers"
+UNDER_NO_GRAD = (
+    "in eval() under torch.no_grad(), as evaluations run; a forward or a loss that differentiates there does so under "
+    "torch.enable_grad()"
+)
 
 
 class _Trail:
@@ -31,8 +38,9 @@ class _Trail:
     The own forward never gets hold of a value: it hands on an object that stands for it, and refuses to be looked at.
     """
 
-    def __init__(self, structure: Structure, layout: ModelLayout, value: Any) -> None:
+    def __init__(self, structure: Structure, layout: ModelLayout, value: Any, *, with_graphs: bool) -> None:
         self.names: list[str] = []
+        self._with_graphs = with_graphs
         self._slots = {id(place): slot for place, slot in zip(structure.parameters, layout.slots, strict=True)}
         self._value = value
         self.token = _Token(self)
@@ -80,8 +88,8 @@ class _Trail:
         self.is_in_layer = True
         try:
             self._check_around(f"before layer {name!r} (index {position})")
-            with torch.no_grad():
-                self._value = self._run(layer)
+            with torch.set_grad_enabled(self._with_graphs):
+                self._value = pytree.tree_map_only(Tensor, _without_graph, self._run(layer))
             self._look_around()
         except Exception as error:
             self.raised = self.raised or error
@@ -115,6 +123,15 @@ class _Trail:
         changed = next((name for name, value in self._around.items() if value != before[name]), None)
         if changed is not None:
             raise self.refused(f"changes {changed} {where}")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Return a tensor for the next layer, which may differentiate with respect to it, or work in place on it."""
+    return tensor.detach().requires_grad_().clone() if tensor.requires_grad else tensor
 
 
 def _surroundings() -> dict[str, Any]:
@@ -225,6 +242,32 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
     Raises LayerFault where it does more than to run each child once, in order, on what the child before returned: where
     it looks at a value, calls a function of torch's, sets a mode around a child, draws, or leaves something behind.
     """
+    _with_graphs_if_needed(partial(_check_own_forward, model, layout, inputs, training), training=training)
+
+
+def _with_graphs_if_needed(run: Callable[[bool], T], *, training: bool) -> T:
+    """Run forwards without autograd's graphs, or with them where a layer differentiates in its forward.
+
+    run: of whether graphs are made. Outside of training there are none, as in a plain evaluation.
+    """
+    try:
+        return run(False)
+    except LayerFault:
+        raise
+    except Exception as error:
+        if training:
+            return run(True)
+        _note_no_grad(error)
+        raise
+
+
+def _note_no_grad(error: Exception) -> None:
+    """Add the remedy to an error of what differentiates where there are no graphs."""
+    if "does not require grad" in str(error):
+        noted(error, UNDER_NO_GRAD)
+
+
+def _check_own_forward(model: Model, layout: ModelLayout, inputs: Any, training: bool, with_graphs: bool) -> None:
     source: nn.Module = model.__dict__["source"]
     while isinstance(source, Model):
         source = source.__dict__["source"]
@@ -237,7 +280,9 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
             for layer in structure.layers:
                 layer.eval()
         with torch.set_grad_enabled(training), installed(Stream(capture())):
-            trail = _Trail(structure, layout, inputs)
+            # Copies: a layer may work in place on its input, or have it require gradients.
+            own = pytree.tree_map_only(Tensor, lambda each: copy_of(each) if _is_plain(each) else each, inputs)
+            trail = _Trail(structure, layout, own, with_graphs=with_graphs)
             for name, layer in zip(model._modules, structure.layers, strict=False):  # not the loss
                 source._modules[name] = trail.stub(name, layer)
             beside = set(map(id, (*children.values(), *source._modules.values())))
@@ -272,41 +317,28 @@ def check_converted(
     source = model.source
     if any(each.device.type == "meta" for each in (*source.parameters(), *source.buffers())):
         return set()
-    modules = [*source.modules(), *(module for layer in model._modules.values() if layer for module in layer.modules())]
-    attributes = [(module, dict(vars(module))) for module in modules]
-    # Hooks, buffers, records: a forward that is the model's first may add some.
-    values = (value for _, named in attributes for value in named.values())
-    held = [(value, copy.copy(value)) for value in values if isinstance(value, (dict, list, set))]
-    buffers = [(buffer, buffer.clone()) for buffer in source.buffers()]
     mode = "training" if training else "evaluation"
     # Not the state of now, in which a forward that seeds the generators may have left them as it was recorded.
     state = RandomState(seeded(SEED), random.Random(SEED).getstate(), np.random.RandomState(SEED).get_state())
 
-    def run(forward: Callable[..., Any]) -> tuple[list[Any], RandomState]:
+    def run(forward: Callable[..., Any], with_graph: bool) -> tuple[list[Any], RandomState]:
         args, kwargs = called_with(pytree.tree_map_only(Tensor, copy_of, inputs))
-        stream = Stream(state)
-        try:
-            with torch.no_grad(), installed(stream):
-                found = forward(args, kwargs)
-                results = pytree.tree_leaves(found)
-                if loss is None:
-                    return results, capture()
-                results, drawn = [*results, *pytree.tree_leaves(loss(found))], capture()
+        with (
+            _put_back([source, *model._modules.values()]) as attributes,
+            torch.set_grad_enabled(with_graph),
+            installed(Stream(state)),
+        ):
+            found = forward(args, kwargs)
+            results = pytree.tree_leaves(found)
+            if loss is None:
+                return results, capture()
+            results, drawn = [*results, *pytree.tree_leaves(loss(found))], capture()
             if forward is own and (read := _read_of(source, attributes, partial(loss, found), state)):
                 raise LayerFault(
                     f"loss_fn reads what the model's own forward leaves in an attribute, {' and '.join(read)}, and "
                     f"layers leave it in copies of the model: return that too, and let loss_fn take it from the output"
                 )
             return results, drawn
-        finally:
-            for module, before in attributes:
-                vars(module).clear()
-                vars(module).update(before)
-            for value, entries in held:
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(entries)
-            for buffer, before in buffers:
-                buffer.copy_(before)
 
     def own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source.train(training if not training else source.training)
@@ -320,7 +352,9 @@ def check_converted(
             value = layer(value)
         return value
 
-    (expected, drawn), (found, redrawn) = run(own), run(layers)
+    (expected, drawn), (found, redrawn) = _with_graphs_if_needed(
+        lambda with_graph: (run(own, with_graph), run(layers, with_graph)), training=training
+    )
     if not torch.equal(drawn.torch, redrawn.torch):
         raise LayerFault(
             f"the layers that the model's own forward was made into draw other random numbers than the forward "
@@ -382,6 +416,62 @@ def _read_of(
     read = [each for each in changed if told([each]) != expected]
     found = [f"{name} of {names[id(each)] or 'the model'} ({type(each).__name__})" for each, name, _ in read or changed]
     return list(dict.fromkeys(found))  # layers hold some of the modules, too
+
+
+@contextmanager
+def _put_back(roots: Iterable[Any]) -> Iterator[list[tuple[nn.Module, dict[str, Any]]]]:
+    """Put back buffers, attributes and modes of modules, and what their containers hold. Gives the attributes."""
+    modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+    attributes = [(module, dict(vars(module))) for module in modules]
+    # Hooks, buffers, records: a forward that is the model's first may add some.
+    values = (value for _, named in attributes for value in named.values())
+    held = [(value, copy.copy(value)) for value in values if isinstance(value, (dict, list, set))]
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
+    try:
+        yield attributes
+    finally:
+        for module, before in attributes:
+            vars(module).clear()
+            vars(module).update(before)
+        for value, entries in held:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(entries)
+        with torch.no_grad():
+            for buffer, content in buffers:
+                buffer.copy_(content)
+
+
+def plain_error(
+    model: nn.Module, loss_fns: Sequence[Callable[..., Any]], inputs: Any, target: Any, *, training: bool
+) -> Exception | None:
+    """Return what a plain step raises on a batch, or None; nothing of it is left.
+
+    loss_fns: of what the model returns and the target; `training`: the first one's gradients are computed as well.
+    """
+    parameters = list(model.parameters())
+    before = [(each.grad, each.detach().clone()) for each in parameters]
+    stream = Stream(RandomState(seeded(SEED), random.Random(SEED).getstate(), np.random.RandomState(SEED).get_state()))
+    try:
+        with _put_back([model, *loss_fns]), torch.set_grad_enabled(training), installed(stream):
+            if not training:
+                model.eval()
+            inputs, target = pytree.tree_map_only(Tensor, copy_of, (inputs, target))
+            output = model(inputs)
+            found = [loss_fn(output, target) for loss_fn in loss_fns]
+            if training:
+                torch.autograd.grad(found[0], [each for each in parameters if each.requires_grad], allow_unused=True)
+    except Exception as error:
+        error.__traceback__ = None  # which would keep the graph
+        if not training:
+            _note_no_grad(error)
+        return error
+    finally:
+        with torch.no_grad():
+            for parameter, (gradient, content) in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+                if not identical(parameter.detach(), content):
+                    parameter.copy_(content)
+    return None
 
 
 def _difference(a: Any, b: Any) -> str:

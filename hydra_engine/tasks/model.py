@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from hydra_engine.capture import are_as_recorded, kept_message, layers_for, layers_of
+from hydra_engine.capture import are_as_recorded, called_with, carried, kept_message, layers_for, layers_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # In names of classes whose forward is another one in eval(), with the attribute that may switch that off.
@@ -22,6 +22,19 @@ _BY_MODE = {
     "BatchNorm": "track_running_stats",
     "InstanceNorm": "track_running_stats",
 }
+
+
+class OneLayer(nn.Module):
+    """A module with a forward of its own as one callable of a batch's inputs."""
+
+    def __init__(self, module: nn.Module, *, spreads: bool) -> None:
+        """`spreads`: a tuple gives positional arguments, a dict those by name."""
+        super().__init__()
+        self.module, self.spreads, self.training = module, spreads, module.training
+
+    def forward(self, inputs: Any) -> Any:
+        args, kwargs = called_with(inputs) if self.spreads else ((inputs,), {})
+        return carried(self.module(*args, **kwargs))
 
 
 class Model(nn.Sequential):
@@ -48,6 +61,7 @@ class Model(nn.Sequential):
     is_by_hand: bool  # they hold the module's own modules, and do together what it does
     is_pending: bool  # it has no layers yet
     whole: tuple[str, ...]  # modules that are not cut
+    one_layer_because: str  # why it is one layer, where it was cut before; "": it was not
 
     def __init__(
         self,
@@ -60,6 +74,7 @@ class Model(nn.Sequential):
         x = uncompiled(x)
         source = x if isinstance(x, nn.Module) else None
         self._set(source=source, is_converted=False, is_by_hand=False, is_pending=False, whole=tuple(whole))
+        self._set(one_layer_because="")
         if isinstance(x, Model) and x.has_names_of_source:
             if self.whole and self.whole != x.whole:
                 raise ValueError(
@@ -67,8 +82,8 @@ class Model(nn.Sequential):
                 )
             x.check_hooks()
             self._modules.update(x._modules)
-            self._set(source=x.source, is_converted=x.is_converted, is_by_hand=x.is_by_hand, is_pending=x.is_pending)
-            self._set(whole=x.whole)
+            for name in ("source", "is_converted", "is_by_hand", "is_pending", "one_layer_because", "whole"):
+                self._set(**{name: getattr(x, name)})
             return
         self.check_hooks()
         self._check_whole()
@@ -151,6 +166,27 @@ class Model(nn.Sequential):
                 named = f"a module with a forward, as in named_modules() ({', '.join(known[:6])}, ...)"
                 limit = named if has_own else "none where layers are given, which are whole"
                 raise ValueError(f"whole: {name!r}, expected {limit}")
+
+    @property
+    def as_one(self) -> nn.Module:
+        """All of it as one module, which runs as in a plain loop."""
+        return OneLayer(self.source, spreads=self.is_converted) if self.is_converted or self.has_own_forward else self
+
+    def become_one_layer(self, because: str) -> Callable[[], None]:
+        """Hold the module that the layers were made of as the only one. Return a function that undoes it."""
+        names = ("is_converted", "is_by_hand", "one_layer_because")
+        before, flags = dict(self._modules), {name: getattr(self, name) for name in names}
+
+        def undo() -> None:
+            self._modules.clear()
+            self._modules.update(before)
+            self._set(**flags)
+
+        layer = self.as_one
+        self._modules.clear()
+        self._modules[type(self.source).__name__] = layer
+        self._set(is_converted=False, is_by_hand=True, one_layer_because=because)
+        return undo
 
     @property
     def is_outdated(self) -> bool:

@@ -25,7 +25,8 @@ from partitioners.reach import IN_MODULES
 _WHY = (
     "devices compute with copies of the layers that were made when training began, and with weights that were loaded "
     "before, so that it would not have the effect that it has in a plain loop: end the task there (raise StopTask) and "
-    "go on with a new ModelTask of the changed model, or let the layer itself follow a buffer that counts its steps"
+    "go on with a new ModelTask of the changed model, or let the layer itself do it as its forward begins, in buffers "
+    "(one that counts its steps, or the weights of a mean teacher)"
 )
 # Elements of all weights that are looked at for writes that no operation of torch's makes, as through NumPy: small
 # models' all. At least NUM_SAMPLED of each weight.

@@ -254,3 +254,59 @@ def test_a_mistake_in_a_child_is_told_as_it_is():
     module.b = Raises()
     with pytest.raises(RuntimeError, match="a mistake of the layer's own"):
         train(module)
+
+
+class Force(nn.Module):
+    """The gradient of an energy by what enters it."""
+
+    def __init__(self, *, detaches=False):
+        super().__init__()
+        self.energy, self.detaches = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)), detaches
+
+    def forward(self, h):
+        if self.detaches:
+            h = h.detach().requires_grad_()
+        return torch.autograd.grad(self.energy(h).sum(), h, create_graph=True)[0]
+
+
+class ForceEvaluated(Force):
+    def forward(self, h):
+        with torch.enable_grad():
+            return super().forward(h if h.requires_grad else h.requires_grad_())
+
+
+def with_force(force, **options):
+    module = Chain()
+    module.b = force(**options)
+    return module
+
+
+class Doubled(Chain):
+    """No chain: its layers are recorded."""
+
+    def __init__(self):
+        super().__init__()
+        self.b = Force()
+
+    def forward(self, x):
+        return self.c(self.b(F.relu(self.a(x)))) * 2
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(
+    "make", [functools.partial(with_force, Force, detaches=True), functools.partial(with_force, Force), Doubled]
+)
+def test_a_layer_that_differentiates_in_its_forward_trains_exactly(make):
+    assert_exact(make)
+
+
+@pytest.mark.net
+def test_it_validates_exactly_where_it_differentiates_under_enable_grad():
+    assert_exact(functools.partial(with_force, ForceEvaluated), validation=batches()[:2])
+
+
+@pytest.mark.net
+def test_an_evaluation_without_gradients_is_told_with_its_remedy():
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        train(with_force(Force, detaches=True), validation=batches()[:1])
+    names(caught.value.__notes__[0], says="no_grad enable_grad")

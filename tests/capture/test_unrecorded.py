@@ -3,6 +3,7 @@
 import copy
 import functools
 import random
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hydra_engine import Model, ModelTask
+from hydra_engine import Callback, Model, ModelTask
 from hydra_engine.capture.shadow import Caches
 from tests import exact, reference, zoo
 from tests.any_model import harness
@@ -392,11 +393,6 @@ def test_weights_of_a_functional_call_and_unused_draws(make):
     assert_exact(make)
 
 
-class Python(Three):
-    def inner(self, h):
-        return self.b(h) if random.random() < 0.5 else h
-
-
 class NumPy(Three):
     def inner(self, h):
         return h + torch.from_numpy(np.random.rand(6).astype(np.float32))
@@ -415,20 +411,39 @@ class Forks(Three):
             return h + torch.randn(h.shape)
 
 
+def as_one_layer(make, data, named, loss_fn=F.mse_loss, *, is_chain=False):
+    """It trains exactly as one layer, and the report says what kept it from being cut."""
+    torch.manual_seed(3)
+    plain = make()
+    module = copy.deepcopy(plain)
+    seed_others()
+    expected = reference.train(harness.Called(plain), loss_fn, copy.deepcopy(data), seed=7, lr=0.1)
+    example = None if is_chain else copy.deepcopy(data[0][0])
+    task = ModelTask(Model(module, example=example), loss_fn, data, 0.1, name="t", seed=7)
+    seed_others()
+    report = exact.run([task])
+    assert report.tasks["t"].losses == expected.losses
+    exact.assert_same_state(zoo.state(module), zoo.state(plain))
+    assert list(task.model._modules) == [make.__name__]
+    [message] = report.messages
+    assert re.search(named, message), message
+
+
+def seed_others():
+    random.seed(7)
+    np.random.seed(7)
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (Python, "give another output"),
         (NumPy, "give another output"),
         (Seeds, "other random numbers than the forward itself"),
         (Forks, "other random numbers than the forward itself"),
     ],
 )
-def test_draws_past_the_recorded_calls_are_refused(make, named):
-    for seed in range(4):  # whatever the branch is that is taken as it is recorded
-        random.seed(seed)
-        with pytest.raises(ValueError, match=named):
-            train(make())
+def test_draws_past_the_recorded_calls_keep_the_model_one_layer(make, named):
+    as_one_layer(make, batches(), named)
 
 
 class AsksArray(nn.Module):
@@ -605,11 +620,26 @@ def test_sizes_that_nobody_asks_for_may_depend_on_values():
     ],
 )
 def test_sizes_that_depend_on_values_are_compared_with_those_that_were_recorded(make, named):
-    refused(make, padded(), named)
+    as_one_layer(make, padded(), named)
 
 
 def test_numbers_that_a_module_gives_are_compared_with_those_that_were_recorded():
-    refused(Counted, padded((5, 3)), r"its module unpad gives \(test_unrecorded.py:\d+: .*\), which depends")
+    as_one_layer(Counted, padded((5, 3)), r"its module unpad gives \(test_unrecorded.py:\d+: .*\), which depends")
+
+
+class Unchanged(DividesBySize):
+    """Rows are as in the batch."""
+
+    def more(self):
+        super().more()
+        nn.init.eye_(self.a.weight)
+        nn.init.zeros_(self.a.bias)
+
+
+def test_they_are_compared_for_later_batches_too():
+    data = padded()
+    data[0][0][:, 0] = 1  # no row is taken out
+    refused(Unchanged, data, r"its module unpad gives \(test_unrecorded.py:\d+: .* h.shape\[0\]\), which depends")
 
 
 class LeavesForOthers(Three):
@@ -694,3 +724,274 @@ def test_a_module_that_is_changed_after_it_was_recorded_is_recorded_again(change
     for each in (module, plain):
         change(each)
     train_both()
+
+
+class Penalized(Three):
+    """Returns what a loss differentiates its output by: the input, and a value on the way."""
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        h = self.a(x)
+        return x, h, self.c(torch.tanh(self.b(torch.tanh(h))))
+
+
+def penalty(by, output, target):
+    [gradient] = torch.autograd.grad(output[2].square().sum(), output[by], create_graph=True)
+    return F.mse_loss(output[2], target) + (gradient.norm(dim=1) - 1).square().mean()
+
+
+class TwoInputs(Penalized):
+    def forward(self, x, scale):
+        return super().forward(x * scale)
+
+
+def with_scales():
+    return [((x, torch.full((len(x), 1), 0.5)), y) for x, y in batches()]
+
+
+class Forces(Three):
+    """The model itself differentiates its energy."""
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        energy = super().forward(x).square().sum()
+        [force] = torch.autograd.grad(energy, x, create_graph=True)
+        return self.c(force)
+
+
+@pytest.mark.net
+def test_a_model_that_differentiates_itself_is_refused_with_a_remedy():
+    with pytest.raises(ValueError, match=r"torch.autograd.grad.* computes gradients .*nn.Sequential\(model\)"):
+        train(Forces())
+    torch.manual_seed(3)
+    plain = nn.Sequential(Forces())
+    module, data = copy.deepcopy(plain), batches()
+    expected = reference.train(plain, F.mse_loss, data, seed=7, lr=0.1)
+    report = exact.run([ModelTask(module, F.mse_loss, data, 0.1, name="t", seed=7)])
+    assert report.tasks["t"].losses == expected.losses
+
+
+class Entering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        return x, torch.tanh(self.a(x))
+
+
+class Returning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = nn.Linear(6, 3)
+
+    def forward(self, both):
+        return *both, self.b(both[1])
+
+
+class PenalizedChain(nn.Module):
+    """Its children are its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Entering(), Returning()
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(
+    ("make", "data", "by"),
+    [
+        (Penalized, batches(), 0),
+        (Penalized, batches(), 1),
+        (TwoInputs, with_scales(), 0),
+    ],
+)
+def test_a_loss_that_differentiates_across_layers_keeps_the_model_one_layer(make, data, by):
+    as_one_layer(make, data, "not .* used in the graph", functools.partial(penalty, by))
+
+
+@pytest.mark.net
+def test_so_does_one_that_differentiates_across_the_children_of_a_chain():
+    loss_fn = functools.partial(penalty, 0)
+    as_one_layer(PenalizedChain, batches(), "not .* used in the graph", loss_fn, is_chain=True)
+
+
+class Spike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, v):
+        ctx.save_for_backward(v)
+        return (v > 0).float()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        [v] = ctx.saved_tensors
+        return gradient / (1 + 10 * v.abs()) ** 2
+
+
+class Neuron(nn.Module):
+    """Keeps its potential from one time step of a forward to the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.decay = nn.Parameter(torch.tensor(0.9))
+        self.reset()
+
+    def reset(self):
+        self.v = 0.0
+
+    def forward(self, h):
+        self.v = self.v * self.decay + h
+        return self.fire(self.v - 0.1)
+
+    def fire(self, v):
+        return Spike.apply(v)
+
+
+class Spiking(Three):
+    neuron = Neuron
+
+    def more(self):
+        self.n = self.neuron()
+
+    def forward(self, x):
+        self.n.reset()
+        return sum(self.c(self.n(self.b(self.a(x)))) for _ in range(3))
+
+
+class Remembering(Neuron):
+    """In a list, and without a function of its own; it goes by a value, and so is kept whole."""
+
+    def reset(self):
+        self.seen = []
+
+    def forward(self, h):
+        if h.sum() > 1e9:
+            return h
+        self.seen.append(torch.tanh(h + (self.seen[-1] * self.decay if self.seen else 0)))
+        return self.seen[-1]
+
+
+class Recalling(Spiking):
+    neuron = Remembering
+
+
+class SpikingTwice(Spiking):
+    """Two populations of neurons, which the forward resets by hand."""
+
+    def more(self):
+        super().more()
+        self.m = Neuron()
+
+    def forward(self, x):
+        self.n.v = self.m.v = torch.zeros(len(x), 6)
+        return sum(self.c(self.m(self.b(self.n(self.a(x))))) for _ in range(2))
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("make", [Spiking, Recalling, SpikingTwice])
+def test_what_a_module_keeps_within_a_forward_keeps_the_model_one_layer(make):
+    as_one_layer(make, batches(), "saved tensor|graph a second time|is not there|attribute")
+
+
+class Taught(Three):
+    """A mean teacher that is updated first and read last."""
+
+    def more(self):
+        self.teacher = nn.Sequential(copy.deepcopy(self.a), copy.deepcopy(self.c)).requires_grad_(False)
+        self.keep()
+
+    def keep(self):
+        pass
+
+    def update(self):
+        with torch.no_grad():
+            for own, other in zip(self.weights(), (*self.a.parameters(), *self.c.parameters()), strict=True):
+                own.mul_(0.9).add_(other, alpha=0.1)
+
+    def weights(self):
+        return self.teacher.parameters()
+
+    def forward(self, x):
+        self.update()
+        output = super().forward(x)
+        with torch.no_grad():
+            taught = self.teacher(x)
+        return output - 0.1 * taught
+
+
+class TaughtInBuffers(Taught):
+    """As the message has it."""
+
+    def keep(self):
+        for module in self.teacher.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                delattr(module, name)
+                module.register_buffer(name, weight.data)
+
+    def weights(self):
+        return self.teacher.buffers()
+
+
+class Updates(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.a, self.c, self.teacher = module.a, module.c, module.teacher
+
+    def forward(self, x):
+        TaughtInBuffers.update(self)
+        return x, self.a(x)
+
+    weights = TaughtInBuffers.weights
+
+
+class Reads(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.c, self.teacher = module.c, module.teacher
+
+    def forward(self, both):
+        with torch.no_grad():
+            taught = self.teacher(both[0])
+        return self.c(both[1]) - 0.1 * taught
+
+
+def in_layers():
+    """By hand: the first updates, the last reads."""
+    module = TaughtInBuffers()
+    return nn.Sequential(Updates(module), Reads(module))
+
+
+@pytest.mark.net
+def test_a_mean_teacher_in_parameters_is_refused_with_a_remedy():
+    for make in (Taught, lambda: nn.Sequential(Taught())):
+        task = ModelTask(make(), F.mse_loss, batches(), 0.1, name="t")
+        with pytest.raises(ValueError, match=r"parameter teacher.0.weight.* in a buffer .*mean teacher"):
+            exact.run([task])
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("make", [TaughtInBuffers, in_layers])
+def test_a_mean_teacher_in_buffers_that_is_updated_first_and_read_last_is_exact(make):
+    assert_exact(make)
+
+
+class Updating(Callback):
+    def __init__(self, module):
+        self.module = module
+
+    def on_step(self, report):
+        self.module.update()
+
+
+@pytest.mark.net
+def test_a_callback_that_updates_a_mean_teacher_is_told_where_to_do_so():
+    module = Taught()
+    module.forward = functools.partial(Three.forward, module)
+    module = nn.Sequential(module)
+    task = ModelTask(module, F.mse_loss, batches(), 0.1, name="t", callbacks=[Updating(module[0])])
+    with pytest.raises(ValueError, match=r"wrote to parameter .*as its forward begins, in buffers .*mean teacher"):
+        exact.run([task])

@@ -332,6 +332,80 @@ def test_a_layer_or_a_loss_that_fails_is_named(layers, target, error, words, pla
     names(caught.value.__notes__[0], says=place)
 
 
+def said(loss_fn, *layers, **options):
+    """Return what the last note of a failed plan says, and see that planning has left the model as it was."""
+    model = nn.Sequential(nn.Linear(4, 4), *layers)
+    before = copy.deepcopy(model.state_dict())
+    task = ModelTask(model, loss_fn, [(torch.ones(4, 4), torch.ones(4, 4))], lr=0.1, name="a", **options)
+    with pytest.raises(RuntimeError) as caught:
+        orchestra_of(task, memory="1MiB").generate()
+    assert_same_state(model.state_dict(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return caught.value.__notes__[-1]
+
+
+def of_four(output, target):
+    return F.mse_loss(output.view(4, 4), target)
+
+
+def of_three(output, target):
+    return F.mse_loss(output.view(3, 4), target)
+
+
+def of_three_without_gradients(output, target):
+    return (F.mse_loss if torch.is_grad_enabled() else of_three)(output, target)
+
+
+def of_gradients(output, target):
+    [gradient] = torch.autograd.grad(output[1].sum(), output[0], create_graph=True)
+    return F.mse_loss(gradient, target)
+
+
+class Twice(nn.Module):
+    def forward(self, h):
+        return h, h.square()
+
+
+class Later(nn.Module):
+    def forward(self, both):
+        return both[0], both[1].square()
+
+
+class Inverts(nn.Module):
+    def forward(self, h):
+        return torch.linalg.inv(h + torch.eye(4, dtype=h.dtype) * 9)
+
+
+VALIDATION = [(torch.ones(4, 4), torch.ones(4, 4))]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "layers", "options", "words"),
+    [
+        (of_three, [], {}, "task a: plain same"),
+        (of_three_without_gradients, [], {"validation": VALIDATION}, "task a: plain same"),
+        (of_four, [], {"accumulation_steps": 2}, "works micro-batches accumulation_steps"),
+        (F.mse_loss, [Inverts()], {"precision": "bfloat16"}, "works float32 precision"),
+        (of_gradients, [Twice(), Later()], {}, "works differentiated nn.Sequential(nn.Sequential(*layers))"),
+    ],
+)
+def test_of_a_plain_step_is_said_what_was_tried(loss_fn, layers, options, words):
+    note = said(loss_fn, *layers, **options)
+    assert all(word in note for word in words.split()), note
+    assert ("the same" in note) is ("works" not in words), note
+
+
+def test_a_loss_that_differentiates_across_layers_trains_as_one_layer():
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), Twice(), Later())
+
+    data = [(torch.ones(4, 4) * k, torch.ones(4, 4)) for k in range(3)]
+    expected = reference.train(model(), of_gradients, data, seed=7, lr=0.1)
+    task = ModelTask(nn.Sequential(model()), of_gradients, data, lr=0.1, name="a", seed=7)
+    assert orchestra_of(task, memory="1MiB").train_models().tasks["a"].losses == expected.losses
+
+
 def test_models_are_copied_for_nothing_but_their_structure():
     """What a profile shares with the model is as it was."""
     model = gpt()
