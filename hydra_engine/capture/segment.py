@@ -25,7 +25,8 @@ class _Place(Shared):
     name: str  # as `names_of_layers` has it
 
     def __reduce__(self) -> Any:
-        return _Place, (None, self.index, self.last, self.name)  # code and locks are not saved: the model is recorded anew
+        # Code and locks are not saved: the model is recorded anew.
+        return _Place, (None, self.index, self.last, self.name)
 
 
 class Holder(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -146,13 +146,16 @@ class ModelLayout:
         trains: bool = True,
         alignment_bytes: int = ALIGNMENT_BYTES,
         source: nn.Module | None = None,
+        shown: Callable[[str], str] = str,
     ) -> None:
         """`alignment_bytes`: that the place of every parameter is a multiple of, in DRAM and in slabs.
 
         Only where that is the CPU's own do parameters keep their addresses modulo it: other devices have other rules.
         source: the module in whose order, and by whose names, parameters are known; None: by those of the layers.
+        shown: tells how the user knows a layer or a path in one, for messages.
         """
         self._alignment_bytes = alignment_bytes
+        self.shown = shown
         named = nn.Module() if source is None else source
         self._source_names: dict[int, list[str]] = {}  # by id, every one that a state dict has; see `_names`
         both = named.named_parameters, named.named_buffers
@@ -227,6 +230,11 @@ class ModelLayout:
         return self._source_names.get(id(tensor), [own])
 
     @cached_property
+    def labels(self) -> dict[str, str]:
+        """How the user knows each layer, by its name here."""
+        return {name: self.shown(name) for name in self.names}
+
+    @cached_property
     def originals(self) -> Layers:
         """The layers, as they were when this was asked for first: before the host pool moves their parameters.
 
@@ -237,7 +245,7 @@ class ModelLayout:
             names.setdefault(number, f"buffer {name}")
         parameters = [Registered(f"parameter {slot.name}", slot.parameter, slot.trainable) for slot in self.slots]
         buffers = [Registered(names[number], buffer, True) for number, buffer in enumerate(self.buffers)]
-        return Layers(self.layers, self.names, [*parameters, *buffers])
+        return Layers(self.layers, self.names, [*parameters, *buffers], self.shown)
 
     def persistent_buffers(self) -> dict[str, int]:
         """Buffers that a state dict of the model has, by name, and their numbers."""
@@ -382,7 +390,7 @@ class Structure:
         if self.narrow is not None:
             for layer in self.layers[: layout.num_layers]:
                 compute_norms_in_float32(layer, self.narrow)
-        self.names = layout.names
+        self.names, self.shown, self.labels = layout.names, layout.shown, layout.labels
         self.slot_names = [slot.name for slot in layout.slots]
         self._buffer_places = [
             [(layer.get_submodule(b.path), b.attribute, b.number) for b in bindings]

@@ -46,9 +46,9 @@ class _Trail:
         if _is_plain_sequence(layer):  # a forward may run it, or iterate over it, and the one is the other
             named = [(key, each) for key, each in layer._modules.items() if each is not None]
             return nn.Sequential(OrderedDict((key, self.stub(f"{name}.{key}", each)) for key, each in named))
-        self.names.append(name)
+        self.names.append(f"{name} ({type(layer).__name__})")
         # Not the layer itself: what looks for modules finds none.
-        return _Stub(name, partial(self.step, len(self.names) - 1, layer), self)
+        return _Stub(self.names[-1], partial(self.step, len(self.names) - 1, layer), self)
 
     def refused(self, what: str) -> LayerFault:
         """Return what to raise, and note it: `except Exception` in the model's code would hide it."""
@@ -74,12 +74,12 @@ class _Trail:
         name = self.names[position]
         if position != self.position:
             expected = self.names[self.position] if self.position < len(self.names) else "the end"
-            raise self.refused(f"runs layer {name!r} (index {position}) where {expected!r} comes next in order")
+            raise self.refused(f"runs {name} where {expected} comes next in order")
         if token is not self.token:
-            raise self.refused(f"changes the value that enters layer {name!r} (index {position})")
+            raise self.refused(f"changes the value that enters {name}")
         self.is_in_layer = True
         try:
-            self._check_around(f"before layer {name!r} (index {position})")
+            self._check_around(f"before {name}")
             with torch.no_grad():
                 self._value = self._run(layer)
             self._look_around()
@@ -155,27 +155,27 @@ class _Stub(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
             number = len(args) + len(kwargs)
-            raise self._trail.refused(f"calls layer {self._own_name!r} with {number} arguments instead of one")
+            raise self._trail.refused(f"calls {self._own_name} with {number} arguments instead of one")
         return self._run(args[0])
 
     def __getattr__(self, name: str) -> Any:
-        raise self._trail.refused(f"takes {name} of layer {self._own_name!r} instead of calling it")
+        raise self._trail.refused(f"takes {name} of {self._own_name} instead of calling it")
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse to be looked into: parameters() and modules() of the model come here."""
-        raise self._trail.refused(f"looks into layer {self._own_name!r} instead of calling it")
+        raise self._trail.refused(f"looks into {self._own_name} instead of calling it")
 
     def train(self, mode: bool = True) -> Any:
-        raise self._trail.refused(f"sets the mode of layer {self._own_name!r}")
+        raise self._trail.refused(f"sets the mode of {self._own_name}")
 
     def __iter__(self) -> Any:
-        raise self._trail.refused(f"runs over the children of layer {self._own_name!r} instead of calling it")
+        raise self._trail.refused(f"runs over the children of {self._own_name} instead of calling it")
 
     def __len__(self) -> int:
-        raise self._trail.refused(f"asks for the number of children of layer {self._own_name!r}")
+        raise self._trail.refused(f"asks for the number of children of {self._own_name}")
 
     def __getitem__(self, key: Any) -> Any:
-        raise self._trail.refused(f"takes child {key!r} of layer {self._own_name!r} instead of calling it")
+        raise self._trail.refused(f"takes child {key!r} of {self._own_name} instead of calling it")
 
     def __bool__(self) -> bool:
         return True
@@ -250,9 +250,9 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
         vars(source).update(attributes)  # a count of its calls, say
         source.training = flag
     if trail.position < len(trail.names):
-        raise _refusal(f"does not run layer {trail.names[trail.position]!r} (index {trail.position})")
+        raise _refusal(f"does not run {trail.names[trail.position]}")
     if out is not trail.token:
-        last = f"layer {trail.names[-1]!r} (index {len(trail.names) - 1})" if trail.names else "its last layer"
+        last = trail.names[-1] if trail.names else "its last layer"
         raise _refusal(f"changes the value that {last} returned")
     if before != after:
         changed = next(each for each in (*after, *before) if before.get(each) != after.get(each))
