@@ -107,7 +107,8 @@ class Layers:
                 raise LayerFault(
                     f"{self._layer(path)}: {self._at(path)} is compiled by torch.jit, limit: plain Python; a copy of "
                     f"it is not bound to the weights that the engine trains, and which kernels it runs depends on how "
-                    f"often it has run: give the module from before torch.jit.script or trace, and script it after training"
+                    f"often it has run: give the module from before torch.jit.script or trace, and script it "
+                    f"after training"
                 )
             if isinstance(value, (WeakKeyDictionary, WeakSet)) and not known.isdisjoint(map(id, value)):
                 raise LayerFault(

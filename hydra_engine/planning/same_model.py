@@ -20,6 +20,7 @@ from hydra_engine.data import RandomState, Stream, capture, copy_of, identical, 
 from hydra_engine.host import LayerFault, ModelLayout, Structure
 from hydra_engine.tasks import Model
 
+CPU = torch.device("cpu")
 # Of the random state that a model's forward and its layers are compared from.
 SEED = 9973
 REMEDY = "; give the model as an nn.Sequential of its layers"
@@ -96,12 +97,12 @@ class _Trail:
         """Run a layer on copies of its weights, one layer's at a time: it may write to them."""
         places = [(place, self._slots[id(place)]) for place in layer.parameters() if id(place) in self._slots]
         for place, slot in places:
-            place.data = copy_of(slot.parameter.data)
+            place.data = copy_of(slot.parameter.data.to(place.device))
         try:
             return layer(self._value)
         finally:
             for place, slot in places:
-                place.data = torch.empty(0, dtype=slot.dtype)
+                place.data = torch.empty(0, dtype=slot.dtype, device=place.device)
 
     def _look_around(self) -> None:
         was, self.is_in_layer = self.is_in_layer, True
@@ -219,8 +220,12 @@ def _is_plain_sequence(layer: nn.Module) -> bool:
     return plain and "forward" not in vars(layer) and not any(hooks)
 
 
-def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, training: bool = True) -> None:
+def check_own_forward(
+    model: Model, layout: ModelLayout, inputs: Any, *, training: bool = True, device: torch.device = CPU
+) -> None:
     """Run the source module's forward with a stub for each child, on a sample; in eval() unless for `training`.
+
+    device: where the layers run; on meta nothing is computed.
 
     Raises LayerFault where it does more than to run each child once, in order, on what the child before returned: where
     it looks at a value, calls a function of torch's, sets a mode around a child, draws, or leaves something behind.
@@ -228,8 +233,8 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
     source: nn.Module = model.__dict__["source"]
     while isinstance(source, Model):
         source = source.__dict__["source"]
-    structure = Structure(layout, torch.device("cpu"), casts=False)
-    structure.bind({}, {index: copy_of(buffer) for index, buffer in enumerate(layout.buffers)})
+    structure = Structure(layout, device, casts=False)
+    structure.bind({}, {index: copy_of(buffer.to(device)) for index, buffer in enumerate(layout.buffers)})
     children, attributes, flag = dict(source._modules), dict(vars(source)), source.training
     try:
         if not training:
@@ -237,7 +242,7 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
             for layer in structure.layers:
                 layer.eval()
         with torch.set_grad_enabled(training), installed(Stream(capture())):
-            trail = _Trail(structure, layout, inputs)
+            trail = _Trail(structure, layout, pytree.tree_map_only(Tensor, lambda each: each.to(device), inputs))
             for name, layer in zip(model._modules, structure.layers, strict=False):  # not the loss
                 source._modules[name] = trail.stub(name, layer)
             beside = set(map(id, (*children.values(), *source._modules.values())))

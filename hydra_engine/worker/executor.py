@@ -148,7 +148,8 @@ class Executor:
                 raise LayerFault(
                     f"{self.structure.shown(own.layer)}: its parameter, buffer or child {own.attribute!r} came, went "
                     f"or was replaced while it ran, which only this device's copy would have; register it in __init__, "
-                    f"or run a batch through the model first; write to buffers of their final shape, and leave parameters in place"
+                    f"or run a batch through the model first; write to buffers of their final shape, and leave "
+                    f"parameters in place"
                 )
             if changed and self.inspector is not None:
                 self.inspector.leaves(k, attributes)

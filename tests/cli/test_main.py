@@ -160,8 +160,8 @@ def test_one_row_per_shard(plan):
     assert cells(lines[4]) == ["shard", "layers", "slab", "needs", "forward", "backward"]
     rows = [cells(row) for row in rows_of(lines)]
     assert [row[0] for row in rows] == ["0", "1", "2"]
-    assert rows[0][1].startswith("0 Linear to ")
-    assert rows[2][1].endswith(" to 17 Linear")
+    assert rows[0][1].startswith("0 (Linear) to ")
+    assert rows[2][1].endswith(" to 17 (Linear)")
 
 
 def test_equal_shards_share_a_row_when_there_are_many(plan):
@@ -171,9 +171,9 @@ def test_equal_shards_share_a_row_when_there_are_many(plan):
     assert 18 > MOST_ROWS > len(rows)
     # The first has no gradient to give back, the last ends in the loss.
     assert [(row[0], row[1], row[2], row[-1]) for row in rows] == [
-        ("0", "0 Linear", "16.2 KiB", "1"),
-        ("1 ... 16", "1 Linear ...", "16.2 KiB", "16"),
-        ("17", "17 Linear", "320 B", "1"),
+        ("0", "0 (Linear)", "16.2 KiB", "1"),
+        ("1 ... 16", "1 (Linear) ...", "16.2 KiB", "16"),
+        ("17", "17 (Linear)", "320 B", "1"),
     ]
 
 
@@ -254,7 +254,7 @@ FUNCTIONS = {
     "a_pair": "tuple 2 loss_fn",
     "nothing": "NoneType",
     "no_model": "model int",
-    "no_modules": "layer 0 builtin_function_or_method",
+    "no_modules": "0 (builtin_function_or_method)",
     "no_layers": "model: 0 layers",
     "no_batch": "batch Tensor",
     "no_loss": "loss_fn str",
@@ -314,7 +314,7 @@ def test_options_that_cannot_be_meant(refused, options):
 
 def test_a_layer_too_large_names_what_to_change(refused):
     line = refused("plan", "tests.cli.test_main:mlp", "--memory", "20KiB", "--device", "cpu")
-    names(line, layer="layer 0 (Linear)", says="20480 --memory --reserve")
+    names(line, layer="0 (Linear)", says="20480 --memory --reserve")
 
 
 def test_names_that_lead_nowhere(refused, tmp_path, monkeypatch):

@@ -81,7 +81,7 @@ def test_a_linear_and_a_loss_by_hand():
     # Output and difference, of which the loss keeps the difference; the loss.
     assert last.saved_bytes == batch * FLOAT + FLOAT
     assert [cost.index for cost in (first, last)] == [0, 1]
-    assert [cost.name for cost in (first, last)] == ["Linear", "Linear"]
+    assert [cost.name for cost in (first, last)] == ["0 (Linear)", "1 (Linear)"]
     assert first.forward_s > 0
     assert first.backward_s > 0
 
@@ -133,7 +133,7 @@ def test_names_are_keys_and_classes_where_keys_are_numbers():
     model.append(nn.ReLU())
     model.add_module("head", nn.Linear(4, 1))
     costs = profile(model, torch.randn(3, 4), torch.zeros(3, 1), loss_by_mean)
-    assert [cost.name for cost in costs] == ["embed", "ReLU", "head"]
+    assert [cost.name for cost in costs] == ["embed (Linear)", "1 (ReLU)", "head (Linear)"]
 
 
 # What it sees.
@@ -388,7 +388,7 @@ def test_a_lazy_layer_is_refused():
     [
         ([], ValueError, "model 0"),
         (nn.Sequential(), ValueError, "model 0"),
-        ([torch.relu], TypeError, "layer 0 builtin_function_or_method"),
+        ([torch.relu], TypeError, "0 (builtin_function_or_method)"),
     ],
 )
 def test_what_is_no_model_is_refused(model, error, text):

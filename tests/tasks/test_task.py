@@ -152,7 +152,7 @@ class TestModel:
 
     @pytest.mark.parametrize("layer", [nn.ModuleList([nn.ReLU()]), nn.ModuleDict(), nn.Module()])
     def test_refuses_layers_without_a_forward(self, layer):
-        with refused(TypeError, layer="layer 1", says=f"{type(layer).__name__} forward"):
+        with refused(TypeError, layer=f"1 ({type(layer).__name__})", says="forward"):
             Model([nn.ReLU(), layer])
 
     def test_layer_in_two_places_runs_twice(self):
