@@ -177,7 +177,7 @@ class LayerTooLarge(ValueError):
     def of(cls, cost: LayerCost, needed_bytes: int, available_bytes: int) -> LayerTooLarge:
         """Return the error for a layer that does not fit a device alone."""
         return cls(
-            f"{cost.name}: needs {format_bytes(needed_bytes)} ({needed_bytes} bytes) alone on a "
+            f"{cost.name} needs {format_bytes(needed_bytes)} ({needed_bytes} bytes) alone on a "
             f"device, available: {format_bytes(available_bytes)} ({available_bytes} bytes); give the device more "
             f"memory, make micro-batches smaller (raise accumulation_steps), or split the layer into several",
             layer=cost.name,

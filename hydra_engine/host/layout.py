@@ -136,6 +136,7 @@ class ModelLayout:
     Where nothing `trains`, all parameters lie with the frozen ones: there are no gradients.
     """
 
+    # More than seven parameters: all but the first three have a default, and are named one by one.
     def __init__(
         self,
         layers: Sequence[nn.Module],
@@ -155,7 +156,8 @@ class ModelLayout:
         shown: tells how the user knows a layer or a path in one, for messages.
         """
         self._alignment_bytes = alignment_bytes
-        self.shown = shown
+        self._shown = shown
+        self._labels: dict[str, str] = {}  # that `shown` gave: units ask for those of layers
         named = nn.Module() if source is None else source
         self._source_names: dict[int, list[str]] = {}  # by id, every one that a state dict has; see `_names`
         both = named.named_parameters, named.named_buffers
@@ -229,10 +231,11 @@ class ModelLayout:
         own = ".".join(filter(None, (self.names[layer], path, attribute)))
         return self._source_names.get(id(tensor), [own])
 
-    @cached_property
-    def labels(self) -> dict[str, str]:
-        """How the user knows each layer, by its name here."""
-        return {name: self.shown(name) for name in self.names}
+    def shown(self, path: str) -> str:
+        """Return a layer, or a path in one, as the user knows it, for messages."""
+        if path not in self._labels:
+            self._labels[path] = self._shown(path)
+        return self._labels[path]
 
     @cached_property
     def originals(self) -> Layers:
@@ -390,7 +393,7 @@ class Structure:
         if self.narrow is not None:
             for layer in self.layers[: layout.num_layers]:
                 compute_norms_in_float32(layer, self.narrow)
-        self.names, self.shown, self.labels = layout.names, layout.shown, layout.labels
+        self.names, self.shown = layout.names, layout.shown
         self.slot_names = [slot.name for slot in layout.slots]
         self._buffer_places = [
             [(layer.get_submodule(b.path), b.attribute, b.number) for b in bindings]

@@ -366,7 +366,7 @@ class TaskState:
         """
         for low, high in self.observed.coupled:
             if any(low < end <= high for end in boundaries):
-                upper, lower = (self.layout.labels[self.layout.names[k]] for k in (high, low))
+                upper, lower = (self.layout.shown(self.layout.names[k]) for k in (high, low))
                 raise ValueError(
                     f"{self.name}: {upper} takes a tensor that {lower} has left outside its "
                     f"output, and memory asks for a cut between them, which it would not cross; return it, or pass it "
@@ -434,7 +434,7 @@ class TaskState:
         """Refuse layers whose recomputed forward gives another output than the one that was stored."""
         stored = self.staging.entering(shard.index + 1, m).tensors
         if len(stored) != len(tensors) or not all(map(_repeated, stored, tensors)):
-            layers = ", ".join([*self.layout.labels.values()][shard.first : shard.last])
+            layers = ", ".join(map(self.layout.shown, self.layout.names[shard.first : shard.last]))
             raise ValueError(
                 f"{self.name}: run again on the same input, {layers} gave another output, so a backward could "
                 f"not repeat their forward; keep what changes from call to call in buffers, and draw from torch's own "

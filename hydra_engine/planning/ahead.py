@@ -80,6 +80,8 @@ class Machine:
     early_release: bool | str = False  # likewise
 
     def __post_init__(self) -> None:
+        if self.num_devices < 1:
+            raise ValueError(f"devices: {self.num_devices}, limit: at least 1")
         if self.split_weights and self.precision != "bfloat16":
             raise ValueError(
                 f"split_weights: with precision={self.precision!r} all weights are needed in float32; leave out one"

@@ -255,7 +255,7 @@ def _message(
         needed = max(needed, room.memory_bytes - error.free_bytes + error.needed_bytes)
     kind = "training step" if batch.training else "evaluation batch"
     return (
-        f"{state.name}: {state.layout.labels[state.layout.names[shard.first]]}"
+        f"{state.name}: {state.layout.shown(state.layout.names[shard.first])}"
         + (f" needs {format_bytes(needed)} ({needed} bytes) and" if needed else "")
         + f" does not fit a device alone at {kind} {batch.step}, and {why_not}; limit: "
         + f"{format_bytes(room.memory_bytes)} ({room.memory_bytes} bytes)"

@@ -778,7 +778,7 @@ class _Checks:
     def _refuse(self, different: tuple[int, str], when: str = "") -> None:
         (j, what), state = different, self._state
         shard = state.cut.shards[j]
-        layers = [*state.layout.labels.values()][shard.first : shard.last]
+        layers = [*map(state.layout.shown, state.layout.names[shard.first : shard.last])]
         if state.cut.is_last(shard) and state.task.purpose is not Purpose.PREDICT:
             layers = [*layers, "loss_fn", *(f"metric {name}" for name in state.task.metrics or {})]
         how = ", in a backward that draws random numbers or depends on earlier calls" if "gradient" in what else ""

@@ -136,7 +136,7 @@ class Model(nn.Sequential, NamesLayers):
         """
         key, _, inner = path.partition(".")
         layer: Any = self._modules.get(key)
-        if layer is None:
+        if layer is None:  # the loss, a metric
             return path
         if isinstance(layer, Segment):
             return _shown(self.source, inner) if inner else layer.place.name

@@ -186,7 +186,7 @@ class CompiledLayers:
             warnings.warn(f"compile: {self._shown(index)} runs uncompiled: {why}", stacklevel=2)
 
     def _shown(self, index: int) -> str:
-        return self._structure.labels[self._structure.names[index]]
+        return self._structure.shown(self._structure.names[index])
 
 
 def _is_left_out(module: nn.Module) -> bool:

@@ -114,7 +114,7 @@ class Executor:
     @property
     def shown(self) -> str:
         """What runs, as the user knows it."""
-        return self.structure.labels.get(self.current, self.current)
+        return self.structure.shown(self.current)
 
     def run(
         self,
@@ -283,7 +283,7 @@ class UnitRunning:
         # In a run other tasks' layers may be at work, inside a change of the process that they undo.
         changed = put_back(self._thread_modes, of_process=self._inspector is not None)
         if changed:
-            layers = [structure.labels[name] for name in structure.names[shard.first : self._end]]
+            layers = map(structure.shown, structure.names[shard.first : self._end])
             raise LayerFault(
                 f"one of {', '.join(layers)} leaves {changed} changed when it "
                 f"returns, limit: as it was, since layers of other shards run in other threads; use a context manager "
@@ -335,8 +335,8 @@ class UnitRunning:
                 changed = "an input that shares memory with another input, which crossing between shards takes apart"
             if changed:
                 names = self._structure.names[self._shard.first : self._shard.last]
-                layers = spanned([self._structure.labels[name] for name in names])
-                raise ValueError(f"{layers}: a layer works in place on {changed}; clone it first")
+                layers = spanned([*map(self._structure.shown, names)])
+                raise ValueError(f"{layers}: work in place on {changed}; clone it first")
             if executor.is_narrow and micro.target is not None:
                 value = cast(value, torch.float32)  # what the loss and the metrics compute in
             loss = self._loss(value, micro) if micro.target is not None else None

@@ -218,7 +218,7 @@ class Spiller:
         """Fill an input's room, in any lane."""
         if shard.is_first and kind != BACKWARD and state.observed.index_limit is not None:
             check_indices(
-                state.staging.entering(0, m), state.observed.index_limit, state.layout.labels[state.layout.names[0]]
+                state.staging.entering(0, m), state.observed.index_limit, state.layout.shown(state.layout.names[0])
             )
         if arriving.micro.target is not None and state.observed.classes:
             tensors = state.staging.given.targets[m].tensors

@@ -395,7 +395,7 @@ def test_a_loss_that_keeps_a_view_of_a_weight_is_refused():
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
         return model, Penalised(model)
 
-    refused(make, r"layer loss_fn \(Penalised\): forward computes with loss_fn\.weight, .*parameter 0\.weight")
+    refused(make, r"loss_fn: forward computes with loss_fn\.weight, .*parameter 0\.weight")
 
 
 @pytest.mark.parametrize("cut", CUTS)
