@@ -24,7 +24,16 @@ if TYPE_CHECKING:
         ShardDoesNotFit,
         StopTask,
     )
-    from hydra_engine.planning import DeviceChange, DeviceCost, HostCost, Simulation, TaskCost, simulate
+    from hydra_engine.planning import (
+        AheadPlan,
+        DeviceChange,
+        DeviceCost,
+        HostCost,
+        Simulation,
+        TaskCost,
+        predict_training,
+        simulate,
+    )
     from hydra_engine.run import ModelOrchestrator
     from hydra_engine.system import HostThreads
     from hydra_engine.tasks import (
@@ -47,6 +56,7 @@ if TYPE_CHECKING:
     from partitioners import Skips
 
 __all__ = [
+    "AheadPlan",
     "Callback",
     "CallbackTimeout",
     "CheckpointError",
@@ -82,6 +92,7 @@ __all__ = [
     "TaskReport",
     "ValidationReport",
     "__version__",
+    "predict_training",
     "simulate",
     "split",
     "stream_seed",

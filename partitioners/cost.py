@@ -65,7 +65,7 @@ class LayerCost:
     # More than 15 attributes: one row of measurements; partitioners, planners and tables read whichever they need.
 
     index: int
-    name: str
+    name: str  # in the model, and its class: "2 (Linear)"
     param_bytes: int  # of all its parameters; one shared with another layer counts in both (each shard loads its own)
     grad_bytes: int  # of its trainable parameters
     buffer_bytes: int
@@ -182,7 +182,7 @@ class LayerTooLarge(ValueError):
     def of(cls, cost: LayerCost, needed_bytes: int, available_bytes: int) -> LayerTooLarge:
         """Return the error for a layer that does not fit a device alone."""
         return cls(
-            f"layer {cost.index} ({cost.name}): needs {format_bytes(needed_bytes)} ({needed_bytes} bytes) alone on a "
+            f"{cost.name} needs {format_bytes(needed_bytes)} ({needed_bytes} bytes) alone on a "
             f"device, available: {format_bytes(available_bytes)} ({available_bytes} bytes); give the device more "
             f"memory, make micro-batches smaller (raise accumulation_steps), or split the layer into several",
             layer=cost.name,

@@ -211,7 +211,7 @@ class _Profiler:
         costs = []
         for index, (name, layer) in enumerate(self._layers):
             loss_fn = self._loss_fn if index == len(model) - 1 else None
-            self._last, where = None, f"layer {index} ({name})"
+            self._last, where = None, name
             try:
                 fields = self._layer(layer, loss_fn)
             except UnfitTensor as error:
@@ -300,18 +300,34 @@ class _Profiler:
             torch.accelerator.synchronize(self._place)
 
 
+class NamesLayers:
+    """A model that says itself how its user knows its layers."""
+
+    def shown(self, key: str) -> str:
+        """Return the name of a layer."""
+        raise NotImplementedError
+
+
 def named_layers(model: nn.Module | Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return the layers in order, named by their key in the model, or by their class if the key is a mere number."""
+    """Return the layers in order, each with its name in the model and its class: "2 (Linear)"."""
     layers = []
     # Not named_children(): that leaves out a layer's second place in the model.
     children = model._modules if isinstance(model, nn.Module) else {str(i): layer for i, layer in enumerate(model)}
     for key, layer in children.items():
         if not isinstance(layer, nn.Module):
-            raise TypeError(f"model: layer {key} is a {type(layer).__name__}, limit: nn.Module; wrap it in a module")
-        layers.append((type(layer).__name__ if key.isdigit() else key, layer))
+            raise TypeError(f"model: {key} ({type(layer).__name__}) is no nn.Module; wrap it in one")
+        name = model.shown(key) if isinstance(model, NamesLayers) else f"{key} ({type(layer).__name__})"
+        layers.append((name, layer))
     if not layers:
         raise ValueError("model: 0 layers, limit: at least 1; pass an nn.Sequential or a list of layers")
     return layers
+
+
+def spanned(names: Sequence[str]) -> str:
+    """Return the names of layers that follow each other as one: the first to the last."""
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0].partition(' to ')[0]} to {names[-1].rpartition(' to ')[2]}"
 
 
 def _sharing(layers: Sequence[nn.Module]) -> list[tuple[int, ...]]:

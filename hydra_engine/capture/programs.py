@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.capture.cuts import Lives, choose_cuts
+from hydra_engine.capture.names import names_of_layers
 from hydra_engine.capture.outputs import carried
 from hydra_engine.capture.piece import Piece
 from hydra_engine.capture.shadow import Caches, Shadow, on_meta, state_of
@@ -113,7 +114,7 @@ class _Node:
     children: dict[Hashable, _Node] = field(default_factory=dict)
 
 
-# More than 15 attributes: six are what the model was when it was recorded, and six what was recorded.
+# More than 15 attributes: six are what the model was when it was recorded, and seven what was recorded.
 class Programs(Shared):
     """Records a model's forward, once for each form of inputs, and finds the program for a batch. From any thread."""
 
@@ -142,6 +143,7 @@ class Programs(Shared):
         self._state = _state(model)
         self.is_settled = False  # its layers are made, and hold what they hold
         self.holdings: list[set[str]] = []  # by layer, names of the parameters, buffers and modules that it needs
+        self.layer_names: list[str] = []  # as `names_of_layers` has them
 
     def of(self, model: nn.Module) -> Programs:
         """Return these programs for a copy of the model."""
@@ -382,6 +384,7 @@ class Programs(Shared):
             )
             self._cuts = [calls[p].site for p in positions]
             self.holdings = [set() for _ in range(len(positions) + 1)]
+            self.layer_names = names_of_layers(calls, positions, self._named)
         else:
             positions = self._placed(calls, lives.entangled(calls, tape.values.storage))
         pieces = []

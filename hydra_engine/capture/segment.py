@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,11 @@ class _Place(Shared):
     programs: Programs
     index: int
     last: int
+    name: str  # as `names_of_layers` has it
 
     def __reduce__(self) -> Any:
-        return _Place, (None, self.index, self.last)  # code and locks are not saved: the model is recorded anew
+        # Code and locks are not saved: the model is recorded anew.
+        return _Place, (None, self.index, self.last, self.name)
 
 
 class Holder(nn.Module):
@@ -60,7 +62,7 @@ class Segment(Holder):
 
     def __init__(self, programs: Programs, index: int, last: int, text: str) -> None:
         super().__init__()
-        self.place = _Place(programs, index, last)
+        self.place = _Place(programs, index, last, programs.layer_names[index])
         self.text = text  # what runs: of equal layers it is equal
         self.mode: bool | None = None  # as the model's modules are, until train() or eval() of this layer is called
         if index == 0:
@@ -83,7 +85,7 @@ class Segment(Holder):
         return program.build(found) if place.index == place.last else (program.name, *found)
 
     def extra_repr(self) -> str:
-        return f"layer {self.place.index} of {type(self.place.programs.model).__name__}"
+        return self.place.name
 
 
 def layers_of(model: nn.Module, inputs: Any, *, evaluates: bool = False, whole: Collection[str] = ()) -> list[Segment]:
@@ -171,5 +173,5 @@ def layers_for(layers: Iterable[nn.Module | None], model: nn.Module) -> bool:
         return False
     programs = segments[0].place.programs.of(model)
     for segment in segments:
-        segment.place = _Place(programs, segment.place.index, segment.place.last)
+        segment.place = replace(segment.place, programs=programs)
     return True

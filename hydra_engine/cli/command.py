@@ -243,6 +243,7 @@ def _add_plan(add: _Add) -> None:
     add("function", metavar="PACKAGE.MODULE:FUNCTION", help="returns (model, (inputs, target), loss_fn)")
     add("--memory", required=True, metavar="SIZE", help="of one device")
     add("--devices", default="1", metavar="N", help="for several such tasks; one task uses one at a time (1)")
+    add("--dram", metavar="SIZE", help="the most that as many such tasks as devices take (any)")
     _add_machine(add)
 
 
@@ -254,6 +255,8 @@ def _add_machine(add: _Add) -> None:
     add("--micro-batches", default="1", metavar="N|auto", help="per step (1)")
     add("--partitioner", default="optimal", metavar="NAME", help="optimal, pilot or balanced:N (optimal)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="on the host (adamw)")
+    add("--split-weights", action=argparse.BooleanOptionalAction, help="as ModelTask's (where --dram is too small)")
+    add("--early-release", nargs="?", const=True, default=False, choices=("all",), help="as ModelTask's (off)")
     add("--reserve", metavar="SIZE", help="device memory for context and libraries (1GiB on gpu, 0 on cpu)")
     add("--flops", metavar="RATE", help="of the device, in practice: 80e12 or 80T")
     add("--memory-bandwidth", metavar="RATE", help="of the device, in practice: 800GB/s")

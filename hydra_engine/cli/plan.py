@@ -7,14 +7,13 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from hydra_engine.cli.command import Mistake, count, mistakes
 from hydra_engine.cli.sample import called, here_importable, planned, unpacked, without_values
 from hydra_engine.pictures import plural
 from hydra_engine.planning import AheadPlan, Machine, ShardEstimate, plan_ahead
 from hydra_engine.tasks import duration, table
 from partitioners import GPU, STATED_RATES, Partitioner, format_bytes, make_partitioner, parse_bytes
+from partitioners.profile import spanned
 
 DEVICES = {"gpu": GPU, "cpu": "cpu"}
 RESERVES = {"gpu": "1GiB", "cpu": "0"}
@@ -35,9 +34,7 @@ def run(options: argparse.Namespace) -> None:
             sample = unpacked(options.function, called(options.function, "returns (model, (inputs, target), loss_fn)"))
         with planned():
             plan = plan_ahead(sample, machine, partitioner, num_samples=num_samples, num_micro_batches=number)
-    model = sample[0]
-    is_own = isinstance(model, nn.Module) and type(model).forward is not nn.Sequential.forward
-    print(*plan_lines(plan, title=options.function, own_forward=type(model).__name__ if is_own else None), sep="\n")
+    print(*plan_lines(plan, title=options.function), sep="\n")
 
 
 def machine_of(options: argparse.Namespace, *, num_devices: int = 1) -> Machine:
@@ -56,17 +53,22 @@ def machine_of(options: argparse.Namespace, *, num_devices: int = 1) -> Machine:
         rates = replace(rates, flops_per_s=_flops(options.flops))
     if options.memory_bandwidth is not None:
         rates = replace(rates, memory_bytes_per_s=_bytes_per_s(options.memory_bandwidth, "--memory-bandwidth"))
-    return Machine(
-        memory_bytes=memory_bytes,
-        reserve_bytes=reserve_bytes,
-        device=kind,
-        precision=precision,
-        rates=rates,
-        link_bytes_per_s=_bytes_per_s(options.link, "--link"),
-        dram_bytes_per_s=_bytes_per_s(options.dram_bandwidth, "--dram-bandwidth"),
-        optimizer=options.optimizer,
-        num_devices=num_devices,
-    )
+    dram = getattr(options, "dram", None)
+    with mistakes(ValueError):
+        return Machine(
+            memory_bytes=memory_bytes,
+            reserve_bytes=reserve_bytes,
+            device=kind,
+            precision=precision,
+            rates=rates,
+            link_bytes_per_s=_bytes_per_s(options.link, "--link"),
+            dram_bytes_per_s=_bytes_per_s(options.dram_bandwidth, "--dram-bandwidth"),
+            optimizer=options.optimizer,
+            num_devices=num_devices,
+            dram_bytes=None if dram is None else _size(dram, "--dram"),
+            split_weights=options.split_weights,
+            early_release=options.early_release,
+        )
 
 
 def _size(text: str, field: str) -> int:
@@ -93,8 +95,8 @@ def _partitioner(text: str) -> Partitioner:
         return make_partitioner(name, **settings)
 
 
-def plan_lines(plan: AheadPlan, *, title: str, own_forward: str | None = None) -> list[str]:
-    """The plan as lines of text; own_forward: class of a model that is more than its children in order."""
+def plan_lines(plan: AheadPlan, *, title: str) -> list[str]:
+    """The plan as lines of text."""
     machine = plan.machine
     reserved = f", {format_bytes(machine.reserve_bytes)} of it reserved" if machine.reserve_bytes else ""
     device = "gpu" if machine.is_gpu else machine.device
@@ -104,8 +106,8 @@ def plan_lines(plan: AheadPlan, *, title: str, own_forward: str | None = None) -
         f"{device} of {format_bytes(machine.memory_bytes)}{reserved}; {machine.precision}; {batch}",
         "estimates: no such device was measured" if machine.is_gpu else "times are counted, not measured",
     ]
-    if own_forward is not None:
-        lines.append(f"{own_forward} has a forward of its own: it is taken to run its children in order")
+    if plan.own_forward is not None:
+        lines.append(f"the layers are made of {plan.own_forward}'s own forward")
     lines += ["", *table(_rows(plan)), ""]
     return [*lines, _dram_line(plan), *_step_lines(plan), *_limit_lines(plan), _rates_line(plan)]
 
@@ -116,7 +118,7 @@ def _rows(plan: AheadPlan) -> list[tuple[str, ...]]:
         return [head, *(_row(plan, [j]) for j in range(len(plan.shards)))]
     kinds: dict[Any, list[int]] = {}
     for j, shard in enumerate(plan.shards):
-        layers = tuple(cost.name for cost in plan.costs[shard.first : shard.last])
+        layers = tuple(replace(cost, index=0, name="", shares_with=()) for cost in plan.costs[shard.first : shard.last])
         # As printed: sums of equal seconds differ in their last bits.
         seconds = (duration(shard.forward_s), duration(shard.backward_s))
         kinds.setdefault((layers, shard.slab_bytes, shard.needed_bytes, seconds), []).append(j)
@@ -136,16 +138,15 @@ def _row(plan: AheadPlan, alike: list[int]) -> tuple[str, ...]:
 
 
 def _layers(plan: AheadPlan, shard: ShardEstimate) -> str:
-    first, last = plan.costs[shard.first], plan.costs[shard.last - 1]
-    named = f"{first.index} {first.name}"
-    return named if first is last else f"{named} to {last.index} {last.name}"
+    return spanned([cost.name for cost in plan.costs[shard.first : shard.last]])
 
 
 def _dram_line(plan: AheadPlan) -> str:
     dram = plan.dram
     each = dram.parameter_bytes / dram.num_parameters if dram.num_parameters else 0.0
+    split = "split " if dram.has_split_weights else ""
     return (
-        f"DRAM: {format_bytes(dram.total_bytes)} = weights {format_bytes(dram.weight_bytes)} + gradients "
+        f"DRAM: {format_bytes(dram.total_bytes)} = {split}weights {format_bytes(dram.weight_bytes)} + gradients "
         f"{format_bytes(dram.gradient_bytes)} + {plan.machine.optimizer} {format_bytes(dram.state_bytes)} "
         f"({each:.4g} bytes per parameter) + buffers {format_bytes(dram.buffer_bytes)} + boundaries "
         f"{format_bytes(dram.boundary_bytes)}"
@@ -155,12 +156,15 @@ def _dram_line(plan: AheadPlan) -> str:
 def _step_lines(plan: AheadPlan) -> list[str]:
     step = plan.step
     tokens = "" if plan.num_tokens is None else f", {plan.num_tokens / step.total_s:.4g} tokens/s"
+    early = plan.machine.early_release
+    simulated = [f"with early_release={early!r} a step takes {duration(plan.step_s)} by simulation"] if early else []
     return [
         f"step of one task alone: {duration(step.total_s)} = compute {duration(step.compute_s)} + exposed load "
         f"{duration(step.exposed_load_s)} + boundary {duration(step.exposed_boundary_s)} + update "
         f"{duration(step.exposed_update_s)}; {plan.num_samples / step.total_s:.4g} samples/s{tokens}",
         f"bound by: {step.bound} (busy in a step: compute {duration(step.compute_s)}, with the forwards that backward "
         f"repeats; link {duration(step.link_s)}; host optimizer {duration(step.update_s)})",
+        *simulated,
     ]
 
 

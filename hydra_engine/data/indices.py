@@ -64,7 +64,7 @@ def check_indices(value: Boundary, limit: int, layer: str) -> None:
     if least < 0 or most >= limit:
         wrong = least if least < 0 else most
         raise IndexError(
-            f"layer {layer} is to look up index {wrong}, limit: 0 to {limit - 1}; give the embedding more rows, or "
+            f"{layer} is to look up index {wrong}, limit: 0 to {limit - 1}; give the embedding more rows, or "
             f"mend the loader"
         )
 

@@ -13,7 +13,7 @@ Whatever keeps this from being so is a `LayerFault`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -87,11 +87,17 @@ class Layers:
     Made before the weights are moved: from then on, views of them are not to be told from other tensors.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], names: Sequence[str], registered: Sequence[Registered]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        names: Sequence[str],
+        registered: Sequence[Registered],
+        shown: Callable[[str], str] = str,
+    ) -> None:
         """Raises LayerFault for what no copy can have."""
         # A layer may have the loss's name.
         self._named = {name if name not in names[:k] else f"{name}'": layers[k] for k, name in enumerate(names)}
-        self.registered = registered
+        self.registered, self._shown = registered, shown
         memory = _Memory(registered)
         memory.check_apart()
         known = {id(each.tensor) for each in registered} | {id(part) for layer in layers for part in layer.modules()}
@@ -99,28 +105,31 @@ class Layers:
         for path, value, is_copied in reach(*self._named.items()):
             if isinstance(value, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
                 raise LayerFault(
-                    f"{self._layer(path)}: {path} is compiled by torch.jit, limit: plain Python; a copy of it is not "
-                    f"bound to the weights that the engine trains, and which kernels it runs depends on how often it "
-                    f"has run: give the module from before torch.jit.script or trace, and script it after training"
+                    f"{self._layer(path)}: {self._at(path)} is compiled by torch.jit, limit: plain Python; a copy of "
+                    f"it is not bound to the weights that the engine trains, and which kernels it runs depends on how "
+                    f"often it has run: give the module from before torch.jit.script or trace, and script it "
+                    f"after training"
                 )
             if isinstance(value, (WeakKeyDictionary, WeakSet)) and not known.isdisjoint(map(id, value)):
                 raise LayerFault(
-                    f"{self._layer(path)}: {path} holds layers or parameters by weak references, which a copy's go on "
-                    f"referring to those of the model; use a dict or a set"
+                    f"{self._layer(path)}: {self._at(path)} holds layers or parameters by weak references, which a "
+                    f"copy's go on referring to those of the model; use a dict or a set"
                 )
             if isinstance(value, dict) and not known.isdisjoint(each for each in value if type(each) is int):
                 raise LayerFault(
-                    f"{self._layer(path)}: {path} is keyed by the ids of layers or parameters, which those of a copy "
-                    f"have not, limit: names, or these themselves; key it by those"
+                    f"{self._layer(path)}: {self._at(path)} is keyed by the ids of layers or parameters, which those "
+                    f"of a copy have not, limit: names, or these themselves; key it by those"
                 )
             if not isinstance(value, (Tensor, np.ndarray)) or id(value) in known:
                 continue
             name = memory.shared_with(value)
             if name and (isinstance(value, np.ndarray) or not is_copied):
-                raise LayerFault(f"{self._layer(path)}: {path} {_shares_with(name)}")
+                raise LayerFault(f"{self._layer(path)}: {self._at(path)} {_shares_with(name)}")
             if isinstance(value, Tensor) and is_copied and (name or not value.is_leaf):
                 why = _shares_with(name) if name else _FROM_BEFORE
-                self._stale.append((value, f"{self._layer(path)}: forward computes with {path}, but that {why}"))
+                self._stale.append(
+                    (value, f"{self._layer(path)}: forward computes with {self._at(path)}, but that {why}")
+                )
 
     def copy(self, places: Sequence[Tensor]) -> tuple[list[nn.Module], list[StalePlace]]:
         """Copy the layers around these places of the registered tensors, and list what is stale.
@@ -144,11 +153,13 @@ class Layers:
             if isinstance(value, Stale) or id(value) in placed:
                 continue
             if name := memory.shared_with(value):
-                raise LayerFault(f"{self._layer(path)}: the {path} of its copy is still {name} itself; {_IGNORES}")
+                raise LayerFault(
+                    f"{self._layer(path)}: the {self._at(path)} of its copy is still {name} itself; {_IGNORES}"
+                )
             if isinstance(value, Tensor) and residue(value) != begins.get(path, residue(value)):
                 raise LayerFault(
-                    f"{self._layer(path)}: the {path} of its copy begins at an address of {residue(value)} modulo 64, "
-                    f"limit: {begins[path]}, as in the layer, since bits depend on it; {_IGNORES}"
+                    f"{self._layer(path)}: the {self._at(path)} of its copy begins at an address of {residue(value)} "
+                    f"modulo 64, limit: {begins[path]}, as in the layer, since bits depend on it; {_IGNORES}"
                 )
         modules = [module for layer in copies.values() for module in layer.modules()]
         attributes = [(module, *each) for module in modules for each in vars(module).items()]
@@ -169,8 +180,8 @@ class Layers:
                     if not isinstance(value, nn.Module):
                         break
             raise LayerFault(
-                f"{self._layer(where)}: {where} cannot be copied for a device: {type(cause).__name__}: {cause}; make "
-                f"it in forward, keep it outside the layer, or give its class a __deepcopy__"
+                f"{self._layer(where)}: {self._at(where)} cannot be copied for a device: {type(cause).__name__}: "
+                f"{cause}; make it in forward, keep it outside the layer, or give its class a __deepcopy__"
             ) from error
 
     def _check_bound(self, copies: Mapping[str, nn.Module], memo: Mapping[Any, Any]) -> None:
@@ -180,26 +191,30 @@ class Layers:
             for path, module in root.named_modules(prefix=layer, remove_duplicate=False):
                 other, copies_itself = copied.get(path), _copies_itself(module)
                 if other is None or (copies_itself and type(other) is not type(module)):
-                    raise LayerFault(f"{self._layer(path)}: its copy has no {path}; {_IGNORES}")
+                    raise LayerFault(f"{self._layer(path)}: its copy has no {self._at(path)}; {_IGNORES}")
                 for kind in ("_parameters", "_buffers"):
                     theirs = getattr(other, kind)
                     for name, tensor in getattr(module, kind).items():
                         if tensor is not None and theirs.get(name) is not memo[id(tensor)]:
                             raise LayerFault(
-                                f"{self._layer(path)}: the {path}.{name} of its copy is another one, so that nothing "
-                                f"would train it; {_IGNORES}"
+                                f"{self._layer(path)}: the {self._at(path)}.{name} of its copy is another one, so that "
+                                f"nothing would train it; {_IGNORES}"
                             )
                 for name, value in vars(module).items() if copies_itself else ():
                     found = vars(other).get(name)
                     if isinstance(value, _COMPARED) and (type(value), value) != (type(found), found):
                         raise LayerFault(
-                            f"{self._layer(path)}: the {path}.{name} of its copy is {found!r}, instead of {value!r}; "
-                            f"{_IGNORES}"
+                            f"{self._layer(path)}: the {self._at(path)}.{name} of its copy is {found!r}, instead of "
+                            f"{value!r}; {_IGNORES}"
                         )
+
+    def _at(self, path: str) -> str:
+        """Return a path as the user knows it, for a message that names its layer."""
+        return self._shown(path).partition(" (")[0]
 
     def _layer(self, path: str) -> str:
         name = max((n for n in self._named if path == n or path.startswith((f"{n}.", f"{n}["))), key=len)
-        return f"layer {name} ({type(self._named[name]).__name__})"
+        return self._shown(name)
 
 
 def _shares_with(name: str) -> str:

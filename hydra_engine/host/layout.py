@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -136,6 +136,7 @@ class ModelLayout:
     Where nothing `trains`, all parameters lie with the frozen ones: there are no gradients.
     """
 
+    # More than seven parameters: all but the first three have a default, and are named one by one.
     def __init__(
         self,
         layers: Sequence[nn.Module],
@@ -146,13 +147,17 @@ class ModelLayout:
         trains: bool = True,
         alignment_bytes: int = ALIGNMENT_BYTES,
         source: nn.Module | None = None,
+        shown: Callable[[str], str] = str,
     ) -> None:
         """`alignment_bytes`: that the place of every parameter is a multiple of, in DRAM and in slabs.
 
         Only where that is the CPU's own do parameters keep their addresses modulo it: other devices have other rules.
         source: the module in whose order, and by whose names, parameters are known; None: by those of the layers.
+        shown: tells how the user knows a layer or a path in one, for messages.
         """
         self._alignment_bytes = alignment_bytes
+        self._shown = shown
+        self._labels: dict[str, str] = {}  # that `shown` gave: units ask for those of layers
         named = nn.Module() if source is None else source
         self._source_names: dict[int, list[str]] = {}  # by id, every one that a state dict has; see `_names`
         both = named.named_parameters, named.named_buffers
@@ -226,6 +231,12 @@ class ModelLayout:
         own = ".".join(filter(None, (self.names[layer], path, attribute)))
         return self._source_names.get(id(tensor), [own])
 
+    def shown(self, path: str) -> str:
+        """Return a layer, or a path in one, as the user knows it, for messages."""
+        if path not in self._labels:
+            self._labels[path] = self._shown(path)
+        return self._labels[path]
+
     @cached_property
     def originals(self) -> Layers:
         """The layers, as they were when this was asked for first: before the host pool moves their parameters.
@@ -237,7 +248,7 @@ class ModelLayout:
             names.setdefault(number, f"buffer {name}")
         parameters = [Registered(f"parameter {slot.name}", slot.parameter, slot.trainable) for slot in self.slots]
         buffers = [Registered(names[number], buffer, True) for number, buffer in enumerate(self.buffers)]
-        return Layers(self.layers, self.names, [*parameters, *buffers])
+        return Layers(self.layers, self.names, [*parameters, *buffers], self.shown)
 
     def persistent_buffers(self) -> dict[str, int]:
         """Buffers that a state dict of the model has, by name, and their numbers."""
@@ -382,7 +393,7 @@ class Structure:
         if self.narrow is not None:
             for layer in self.layers[: layout.num_layers]:
                 compute_norms_in_float32(layer, self.narrow)
-        self.names = layout.names
+        self.names, self.shown = layout.names, layout.shown
         self.slot_names = [slot.name for slot in layout.slots]
         self._buffer_places = [
             [(layer.get_submodule(b.path), b.attribute, b.number) for b in bindings]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -138,7 +138,14 @@ def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES) -> ModelL
     trains = task.purpose is Purpose.TRAIN
     source = task.model.source if task.model.has_names_of_source else None
     return ModelLayout(
-        layers, names, loss, task.precision, trains=trains, alignment_bytes=alignment_bytes, source=source
+        layers,
+        names,
+        loss,
+        task.precision,
+        trains=trains,
+        alignment_bytes=alignment_bytes,
+        source=source,
+        shown=task.model.shown,
     )
 
 
@@ -154,11 +161,11 @@ class AttributeChanges:
         if (layer, attribute, value) not in self.tried and (layer, attribute, "") not in self.tried:
             self.untried[layer, attribute] = None
 
-    def doubts(self) -> list[str]:
-        """Say what may matter, for the report."""
+    def doubts(self, shown: Callable[[str], str]) -> list[str]:
+        """Say what may matter, for the report; `shown`: as `ModelLayout`'s."""
         if not self.untried:
             return []
-        found = [f"{attribute!r} of layer {layer}" for layer, attribute in self.untried]
+        found = [f"{attribute!r} of {shown(layer)}" for layer, attribute in self.untried]
         named = ", ".join(found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
         return [
             f"{named} changed in a forward as on no batch that was tried: each device went on from what was before, "
@@ -358,9 +365,9 @@ class TaskState:
         """
         for low, high in self.observed.coupled:
             if any(low < end <= high for end in boundaries):
-                names = self.layout.names
+                upper, lower = (self.layout.shown(self.layout.names[k]) for k in (high, low))
                 raise ValueError(
-                    f"{self.name}: layer {names[high]} takes a tensor that layer {names[low]} has left outside its "
+                    f"{self.name}: {upper} takes a tensor that {lower} has left outside its "
                     f"output, and memory asks for a cut between them, which it would not cross; return it, or pass it "
                     f"with Skips"
                 )
@@ -421,9 +428,9 @@ class TaskState:
         """Refuse layers whose recomputed forward gives another output than the one that was stored."""
         stored = self.staging.entering(shard.index + 1, m).tensors
         if len(stored) != len(tensors) or not all(map(_repeated, stored, tensors)):
-            layers = ", ".join(self.layout.names[shard.first : shard.last])
+            layers = ", ".join(map(self.layout.shown, self.layout.names[shard.first : shard.last]))
             raise ValueError(
-                f"{self.name}: run again on the same input, layers {layers} gave another output, so a backward could "
+                f"{self.name}: run again on the same input, {layers} gave another output, so a backward could "
                 f"not repeat their forward; keep what changes from call to call in buffers, and draw from torch's own "
                 f"generator instead of one of the layer"
             )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,24 +13,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hydra_engine.host import ModelLayout
-from hydra_engine.planning.costs import TaskCost
+from hydra_engine.errors import HostOutOfMemory
+from hydra_engine.host import NUM_LOANS, ModelLayout
+from hydra_engine.planning.costs import DeviceCost, TaskCost
 from hydra_engine.planning.cuts import cut_cost
-from hydra_engine.tasks import batch_size
+from hydra_engine.planning.same_model import check_own_forward
+from hydra_engine.planning.simulate import simulate
+from hydra_engine.planning.world import Simulation
+from hydra_engine.tasks import Model, batch_size
 from partitioners import (
     GPU,
+    STATED_RATES,
     Budget,
     LayerCost,
     Optimal,
     Partitioner,
     Rates,
     StepTime,
+    format_bytes,
+    make_partitioner,
+    parse_bytes,
     predict_step,
     profile,
     shard_bytes,
     slab_bytes,
 )
-from partitioners.profile import named_layers
+from partitioners.precision import DTYPES
 
 MASTER_BYTES = 4  # of the float32 weight that the host optimizer steps
 
@@ -46,6 +54,12 @@ class Sample(NamedTuple):
 
 # Bytes of state per parameter, in float32, of optimizers on the host.
 OPTIMIZERS = {"adamw": 8, "sgd": 0, "sgd-momentum": 4}
+# Of a device, kept for context and libraries.
+RESERVED_BYTES = {GPU: 2**30, "cpu": 0}
+# Bytes per second of DRAM, for the link of a device and for the host optimizer.
+LINK_BYTES_PER_S, DRAM_BYTES_PER_S = 25e9, 50e9
+# Steps of a simulation in which nothing is loaded ahead yet, and those after them.
+WARM_STEPS, STEADY_STEPS = 2, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +75,23 @@ class Machine:
     dram_bytes_per_s: float
     optimizer: str  # a key of OPTIMIZERS
     num_devices: int = 1
+    dram_bytes: int | None = None  # that as many tasks as there are devices may take; None: any number
+    split_weights: bool | None = None  # as `ModelTask`'s
+    early_release: bool | str = False  # likewise
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1:
+            raise ValueError(f"devices: {self.num_devices}, limit: at least 1")
+        if self.split_weights and self.precision != "bfloat16":
+            raise ValueError(
+                f"split_weights: with precision={self.precision!r} all weights are needed in float32; leave out one"
+            )
+        if self.early_release not in (False, True, "all"):
+            raise ValueError(f"early_release: {self.early_release!r}, known: False, True, 'all'")
+        if self.early_release and self.precision == "float16":
+            raise ValueError(
+                "early_release: with precision='float16' a step waits until all gradients are there; leave out one"
+            )
 
     @property
     def is_gpu(self) -> bool:
@@ -95,6 +126,7 @@ class Dram:
     state_bytes: int  # of the optimizer
     buffer_bytes: int
     boundary_bytes: int  # of one step: what enters the shards, and the gradients of it
+    has_split_weights: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -137,11 +169,26 @@ class AheadPlan:
     num_micro_batches: int
     dram: Dram
     step: StepTime
+    own_forward: str | None  # class of the module whose own forward was made into the layers; None: they are as given
 
     def task_cost(self, name: str, num_steps: int) -> TaskCost:
         """Return what the task takes in a simulation of so many steps."""
         budget, ends = self.machine.budget(self.num_micro_batches), [shard.last for shard in self.shards]
-        return cut_cost(name, self.costs, ends, budget, None, num_steps)
+        cost = cut_cost(name, self.costs, ends, budget, None, num_steps)
+        return replace(cost, early_release=self.machine.early_release)
+
+    def simulate(self, num_tasks: int = 1, num_steps: int = 100) -> Simulation:
+        """Simulate so many such tasks on the machine's devices, by the scheduler of a real run, to their end."""
+        rate = self.machine.link_bytes_per_s
+        device = DeviceCost(load_bytes_per_s=rate, store_bytes_per_s=rate)
+        tasks = [self.task_cost(f"task-{k}", num_steps) for k in range(num_tasks)]
+        return simulate(tasks, [device] * self.machine.num_devices)
+
+    @property
+    def step_s(self) -> float:
+        """Simulated seconds of a step of one task alone, in the middle of a run."""
+        ends = [self.simulate(num_steps=number).makespan_s for number in (WARM_STEPS, WARM_STEPS + STEADY_STEPS)]
+        return (ends[1] - ends[0]) / STEADY_STEPS
 
     def limits(self) -> list[Limit]:
         """What bounds the devices together, with at least as many such tasks; the tightest first.
@@ -152,6 +199,69 @@ class AheadPlan:
         seconds = {"devices": step.compute_s / num, "links": step.link_s / num, "host optimizer": step.update_s}
         limits = [Limit(name, 1 / each if each else math.inf) for name, each in seconds.items()]
         return sorted(limits, key=lambda limit: limit.steps_per_s)
+
+
+# More than seven parameters: it is public, and all but three of them are settings that are named one by one.
+def predict_training(
+    model: nn.Module | list[nn.Module],
+    batch: tuple[Any, Any],
+    loss_fn: Callable[[Any, Any], Tensor],
+    *,
+    memory: int | str,
+    devices: int = 1,
+    device: str = GPU,
+    precision: str = "float32",
+    optimizer: str = "adamw",
+    accumulation_steps: int | str = 1,
+    partitioner: str | Partitioner = "optimal",
+    dram: int | str | None = None,
+    split_weights: bool | None = None,
+    early_release: bool | str = False,
+    rates: Rates | None = None,
+    link_bytes_per_s: float = LINK_BYTES_PER_S,
+    dram_bytes_per_s: float = DRAM_BYTES_PER_S,
+) -> AheadPlan:
+    """Predict how a model would be cut and what its training would take, by arithmetic: nothing is computed.
+
+    Of the plan, `step_s` is the simulated time of a step, `simulate(num_tasks, num_steps).makespan_s` that of a run,
+    and `dram.total_bytes` what one task takes of DRAM. As `hydra-engine plan`.
+
+    Args:
+        model: as `ModelTask`'s; it may lie on the meta device, and so may the batch.
+        batch: (inputs, target).
+        memory: of one device: bytes, or "24GiB".
+        devices: number of equal devices.
+        device: whose kernels are assumed: "cuda" or "cpu". On "cuda" 1 GiB is left for context and libraries.
+        optimizer: on the host: "adamw", "sgd" or "sgd-momentum".
+        dram: that as many such tasks as there are devices may take.
+        accumulation_steps, precision, partitioner, split_weights, early_release: as `ModelTask`'s.
+        rates: of the device in practice; default: `partitioners.STATED_RATES`.
+        link_bytes_per_s: between DRAM and a device, each way. dram_bytes_per_s: for the optimizer.
+
+    Raises HostOutOfMemory where `dram` is too small, LayerTooLarge where `memory` is.
+    """
+    for field, value, known in (("device", device, RESERVED_BYTES), ("optimizer", optimizer, OPTIMIZERS)):
+        if value not in known:
+            raise ValueError(f"{field}: {value!r}, known: {', '.join(map(repr, known))}")
+    if precision not in DTYPES:
+        raise ValueError(f"precision: {precision!r}, known: {', '.join(map(repr, DTYPES))}")
+    machine = Machine(
+        memory_bytes=parse_bytes(memory, "memory"),
+        reserve_bytes=RESERVED_BYTES[device],
+        device=device,
+        precision=precision,
+        rates=rates or STATED_RATES[device, precision],
+        link_bytes_per_s=link_bytes_per_s,
+        dram_bytes_per_s=dram_bytes_per_s,
+        optimizer=optimizer,
+        num_devices=devices,
+        dram_bytes=None if dram is None else parse_bytes(dram, "dram"),
+        split_weights=split_weights,
+        early_release=early_release,
+    )
+    cuts = make_partitioner(partitioner) if isinstance(partitioner, str) else partitioner
+    number = None if accumulation_steps == "auto" else int(accumulation_steps)
+    return plan_ahead(Sample(model, *batch, loss_fn), machine, cuts, num_micro_batches=number)
 
 
 def plan_ahead(
@@ -167,7 +277,8 @@ def plan_ahead(
     num_samples: of the batch; None: as many as the sample has.
     num_micro_batches: None: the power of two with the least predicted step, which only `Optimal` can choose.
     """
-    model, inputs, target, loss_fn = sample
+    _, inputs, target, loss_fn = sample
+    model = as_layers(sample.model, inputs)
     own = batch_size(inputs)
     num_samples = own if num_samples is None else num_samples
     if num_micro_batches is not None and num_micro_batches > num_samples:
@@ -220,6 +331,13 @@ def plan_ahead(
     entering = [costs[shard.first].input_bytes for shard in shards]
     # Nothing runs backward below the batch itself.
     boundary_bytes = num_micro_batches * (sum(entering) + sum(entering[1:]) + costs[-1].target_bytes)
+    layout = ModelLayout(
+        [*model],
+        [*model._modules],
+        loss_fn if isinstance(loss_fn, nn.Module) else None,
+        machine.precision,
+        source=model.source if model.has_names_of_source else None,
+    )
     return AheadPlan(
         machine=machine,
         costs=costs,
@@ -227,7 +345,8 @@ def plan_ahead(
         num_samples=num_samples,
         num_tokens=_num_tokens(resized(inputs, own, num_samples)),
         num_micro_batches=num_micro_batches,
-        dram=_dram(sample, machine, boundary_bytes),
+        dram=_dram_within(layout, machine, boundary_bytes, boundaries),
+        own_forward=type(model.source).__name__ if model.is_converted else None,
         step=predict_step(costs, boundaries, machine.budget(num_micro_batches)),
     )
 
@@ -243,19 +362,55 @@ def resized(value: Any, size: int, wanted: int) -> Any:
     return pytree.tree_map_only(Tensor, of, value)
 
 
-def _dram(sample: Sample, machine: Machine, boundary_bytes: int) -> Dram:
-    names, layers = zip(*named_layers(sample.model), strict=True)
-    loss = sample.loss_fn if isinstance(sample.loss_fn, nn.Module) else None
-    layout = ModelLayout(layers, names, loss, machine.precision)
+def as_layers(model: nn.Module | list[nn.Module], inputs: Any) -> Model:
+    """Return the layers of a model as a task makes them: of a module's own forward, unless its children do the same."""
+    made = Model(model)
+    if made.is_pending:
+        made.convert(inputs)
+    elif made.has_own_forward:
+        layout = ModelLayout([*made], [*made._modules], None)
+        try:
+            check_own_forward(made, layout, inputs, device=torch.device("meta"))
+        except Exception:  # also what is not to be run there: making layers of it says what is wrong
+            made.convert(inputs)
+    return made
+
+
+def _dram_within(layout: ModelLayout, machine: Machine, boundary_bytes: int, ends: Sequence[int]) -> Dram:
+    """Return a task's bytes, with split weights where it does not fit otherwise. Raises HostOutOfMemory."""
+    limit, num = machine.dram_bytes, machine.num_devices
+    found = _dram(layout, machine, boundary_bytes, ends)
+    if limit is not None and num * found.total_bytes > limit:
+        if machine.precision == "bfloat16" and machine.split_weights is None:
+            found = _dram(layout, replace(machine, split_weights=True), boundary_bytes, ends)
+        if num * found.total_bytes > limit:
+            tasks = "the task takes" if num == 1 else f"{num} such tasks, one for each device, take"
+            total = num * found.total_bytes
+            raise HostOutOfMemory(
+                f"dram: {tasks} {format_bytes(total, rounds_up=True)} ({total} bytes), limit: "
+                f"dram={format_bytes(limit)} ({limit} bytes); raise dram, choose an optimizer with less state (SGD), "
+                f"or save bytes with precision='bfloat16', split_weights and early_release"
+            )
+    return found
+
+
+def _dram(layout: ModelLayout, machine: Machine, boundary_bytes: int, ends: Sequence[int]) -> Dram:
     trained = layout.trainable_slots()
-    masters = [slot.num_bytes for slot in trained if slot.link_dtype != slot.dtype]
+    masters = sum(slot.num_bytes for slot in trained if slot.link_dtype != slot.dtype)
+    if machine.split_weights:  # beside what devices get, the bits that it lacks
+        masters -= sum(slot.link_bytes for slot in trained if slot.link_dtype != slot.dtype)
+    gradients = [
+        sum(slot.link_bytes for slot in trained if first <= slot.owner < last) for first, last in pairwise([0, *ends])
+    ]
+    is_lent = machine.early_release is True
     return Dram(
         num_parameters=sum(slot.parameter.numel() for slot in layout.slots),
-        weight_bytes=sum(masters) + sum(slot.link_bytes for slot in layout.slots),
-        gradient_bytes=sum(slot.link_bytes for slot in trained),
+        weight_bytes=masters + sum(slot.link_bytes for slot in layout.slots),
+        gradient_bytes=min(NUM_LOANS, len(ends)) * max(gradients) if is_lent else sum(gradients),
         state_bytes=OPTIMIZERS[machine.optimizer] * sum(slot.parameter.numel() for slot in trained),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in layout.buffers),
         boundary_bytes=boundary_bytes,
+        has_split_weights=bool(machine.split_weights),
     )
 
 

@@ -237,7 +237,7 @@ def _message(
         needed = max(needed, room.memory_bytes - error.free_bytes + error.needed_bytes)
     kind = "training step" if batch.training else "evaluation batch"
     return (
-        f"{state.name}: layer {shard.first} ({state.layout.names[shard.first]})"
+        f"{state.name}: {state.layout.shown(state.layout.names[shard.first])}"
         + (f" needs {format_bytes(needed)} ({needed} bytes) and" if needed else "")
         + f" does not fit a device alone at {kind} {batch.step}, and {why_not}; limit: "
         + f"{format_bytes(room.memory_bytes)} ({room.memory_bytes} bytes)"

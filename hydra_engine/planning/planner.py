@@ -69,7 +69,7 @@ from partitioners import (
 from partitioners.boundary import UnfitTensor
 from partitioners.cost import ChangesParameters, skips_of
 from partitioners.plain_numbers import plain
-from partitioners.profile import names, noted
+from partitioners.profile import names, noted, spanned
 from partitioners.reach import reach
 
 # What a unit costs beside its kernels and copies: measured by benchmarks/overhead.
@@ -886,7 +886,7 @@ class Planner:
         shards = [*pairwise([0, *ends])]
         needed = [shard_bytes(costs, first, last, number) for first, last in shards]
         first, last = shards[needed.index(max(needed))]
-        what = f"layer {first} ({costs[first].name})" if last - first == 1 else f"layers {first} to {last - 1}"
+        what = spanned([cost.name for cost in costs[first:last]])
         slabs = [slab_bytes(costs, *shard) for shard in shards]
         work = max(both - slab for both, slab in zip(needed, slabs, strict=True))
         return LeastBytes(self._planned.name, max(needed), what, max(slabs), work)
@@ -959,7 +959,7 @@ class Planner:
         if self._trains or not isinstance(error, LayerTooLarge):
             return str(error)
         return (
-            f"layer {error.layer} needs {_size(error.needed_bytes)} alone on a device, available: "
+            f"{error.layer} needs {_size(error.needed_bytes)} alone on a device, available: "
             f"{_size(error.available_bytes)}; give smaller batches, or use a device with more memory"
         )
 
@@ -1000,8 +1000,9 @@ class Planner:
                 if finer is None:
                     first, last = self.state.cut.shards[error.shard].first, self.state.cut.shards[error.shard].last
                     needed = max(shard_bytes(costs, first, last, budget.num_micro_batches), error.needed_bytes)
+                    layers = spanned([cost.name for cost in costs[first:last]])
                     raise ShardDoesNotFit(
-                        f"shard {error.shard} (layers {first} to {last - 1}) needs {_size(needed)} on a device, "
+                        f"shard {error.shard} ({layers}) needs {_size(needed)} on a device, "
                         f"available: {_size(budget.memory_bytes)}; cut it smaller (Pilot does), "
                         f"{'raise accumulation_steps' if self._trains else 'give smaller batches'}, or use a device "
                         f"with more memory"

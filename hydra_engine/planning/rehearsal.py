@@ -233,8 +233,8 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
             del self._made[address]
         elif shard != self._shard:
             raise _Refused(
-                f"takes a tensor that layer {layer} has left outside its output, which crosses no shards; return it, "
-                f"or pass it with Skips"
+                f"takes a tensor that {self.executor.structure.shown(layer)} has left outside its output, which "
+                f"crosses no shards; return it, or pass it with Skips"
             )
         elif address not in self._entered and torch._C._current_graph_task_id() == -1 and layer != current:
             self.coupled.add((layer, current))
@@ -415,7 +415,8 @@ class _Onlooker:
             yield layer, attribute, found.pop() if len(found) == 1 else ""
 
     def because(self) -> str:
-        found = list(dict.fromkeys(f"{each.attribute!r} of layer {each.layer}" for each in self.changed))
+        shown = self._state.layout.shown
+        found = list(dict.fromkeys(f"{each.attribute!r} of {shown(each.layer)}" for each in self.changed))
         named = ", ".join(found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
         return f" (Python attributes that forwards change: {named})" if found else ""
 
@@ -563,7 +564,7 @@ class _Rehearsal:
         error, name = failed.error, self.state.name
         if isinstance(error, DeviceOutOfMemory):
             raise TooLarge(unit.shard, error.needed_bytes) from error
-        where = failed.where.replace("layer loss_fn", "loss_fn").replace("layer metric", "metric")
+        where = failed.where
         if isinstance(error, UnfitTensor):
             raise UnfitTensor(f"{name}: {error}") from error
         if isinstance(error, _Refused):
@@ -608,11 +609,10 @@ class _Checks:
             held = {id(each) for _, each, _ in reach(("", given), copied_only=True) if isinstance(each, CONTAINERS)}
             path = next((path for path, each, _ in reach(("loader", loader)) if id(each) in held), None)
             if path is not None:
-                named = layer if layer == LOSS else f"layer {layer}"
                 raise ValueError(
-                    f"{state.name}: {named} changes the {('inputs', 'target')[side]} of a batch, a dict or list that "
-                    f"{path} keeps, limit: what nobody else sees, since a device has a copy, and plain PyTorch would "
-                    f"go on from what is left there; change a copy of it (dict(batch), list(batch))"
+                    f"{state.name}: {state.layout.shown(layer)} changes the {('inputs', 'target')[side]} of a batch, "
+                    f"a dict or list that {path} keeps, limit: what nobody else sees, since a device has a copy, and "
+                    f"plain PyTorch would go on from what is left there; change a copy of it (dict(batch), list(batch))"
                 )
         is_listed = state.task.purpose is Purpose.TRAIN and isinstance(state.task.validation, (list, tuple))
         for (side, m, k), layer in written.items():
@@ -620,11 +620,10 @@ class _Checks:
             if not where and not batch.training and is_listed:
                 where = "the list of validation= keeps"
             if where:
-                named = layer if side and layer not in state.layout.names else f"layer {layer}"
                 raise ValueError(
-                    f"{state.name}: {named} works in place on the {('inputs', 'target')[side]} of a batch that "
-                    f"{where}, limit: what nobody else sees, since a device has a copy, and plain PyTorch would go on "
-                    f"from what is left there; clone it first, or let the loader give a copy"
+                    f"{state.name}: {state.layout.shown(layer)} works in place on the {('inputs', 'target')[side]} of "
+                    f"a batch that {where}, limit: what nobody else sees, since a device has a copy, and plain PyTorch "
+                    f"would go on from what is left there; clone it first, or let the loader give a copy"
                 )
             state.observed.free_parts.add((batch.training, len(batch.own) > 1, side, k))
 
@@ -745,13 +744,12 @@ class _Checks:
             if not self._rehearsal.repeats_bits and (has_bits or "." in a + b):
                 continue  # kernels there may give other bits
             layer = max((name for name in names if path.startswith(f"{name}.")), key=len, default=LOSS)
-            where = LOSS if layer == LOSS else f"layer {layer}"
             how = "to another value" if has_bits else f"from {a} to {b}"
             attribute = path[len(layer) + 1 :].replace(f"{GLOBALS}.", "").replace(f"{CLASS}.", "")
             raise ValueError(
-                f"{self._state.name}: {where}: forward changes its attribute {attribute!r} {how} "
-                f"when it runs again on the same input, limit: what is the same after each such run; "
-                + (KEEP_OUTSIDE if where == LOSS else KEEP_IN_BUFFERS)
+                f"{self._state.name}: {self._state.layout.shown(layer)}: forward changes its attribute {attribute!r} "
+                f"{how} when it runs again on the same input, limit: what is the same after each such run; "
+                + (KEEP_OUTSIDE if layer == LOSS else KEEP_IN_BUFFERS)
             )
 
     def _check_after_another(self, batch: Batch, seen: Seen) -> None:
@@ -780,12 +778,12 @@ class _Checks:
     def _refuse(self, different: tuple[int, str], when: str = "") -> None:
         (j, what), state = different, self._state
         shard = state.cut.shards[j]
-        layers = state.layout.names[shard.first : shard.last]
+        layers = [*map(state.layout.shown, state.layout.names[shard.first : shard.last])]
         if state.cut.is_last(shard) and state.task.purpose is not Purpose.PREDICT:
             layers = [*layers, "loss_fn", *(f"metric {name}" for name in state.task.metrics or {})]
         how = ", in a backward that draws random numbers or depends on earlier calls" if "gradient" in what else ""
         raise ValueError(
-            f"{state.name}: run twice on the same input, layers {', '.join(layers)} gave another {what}{when}{how}"
+            f"{state.name}: run twice on the same input, {', '.join(layers)} gave another {what}{when}{how}"
             f"{self._onlooker.because()}; {REMEDY}"
         )
 

@@ -23,6 +23,7 @@ from hydra_engine.tasks import Model
 from partitioners.profile import noted
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
 # Of the random state that a model's forward and its layers are compared from.
 SEED = 9973
 REMEDY = "; give the model as an nn.Sequential of its layers"
@@ -54,9 +55,9 @@ class _Trail:
         if _is_plain_sequence(layer):  # a forward may run it, or iterate over it, and the one is the other
             named = [(key, each) for key, each in layer._modules.items() if each is not None]
             return nn.Sequential(OrderedDict((key, self.stub(f"{name}.{key}", each)) for key, each in named))
-        self.names.append(name)
+        self.names.append(f"{name} ({type(layer).__name__})")
         # Not the layer itself: what looks for modules finds none.
-        return _Stub(name, partial(self.step, len(self.names) - 1, layer), self)
+        return _Stub(self.names[-1], partial(self.step, len(self.names) - 1, layer), self)
 
     def refused(self, what: str) -> LayerFault:
         """Return what to raise, and note it: `except Exception` in the model's code would hide it."""
@@ -82,12 +83,12 @@ class _Trail:
         name = self.names[position]
         if position != self.position:
             expected = self.names[self.position] if self.position < len(self.names) else "the end"
-            raise self.refused(f"runs layer {name!r} (index {position}) where {expected!r} comes next in order")
+            raise self.refused(f"runs {name} where {expected} comes next in order")
         if token is not self.token:
-            raise self.refused(f"changes the value that enters layer {name!r} (index {position})")
+            raise self.refused(f"changes the value that enters {name}")
         self.is_in_layer = True
         try:
-            self._check_around(f"before layer {name!r} (index {position})")
+            self._check_around(f"before {name}")
             with torch.set_grad_enabled(self._with_graphs):
                 self._value = pytree.tree_map_only(Tensor, _without_graph, self._run(layer))
             self._look_around()
@@ -104,12 +105,12 @@ class _Trail:
         """Run a layer on copies of its weights, one layer's at a time: it may write to them."""
         places = [(place, self._slots[id(place)]) for place in layer.parameters() if id(place) in self._slots]
         for place, slot in places:
-            place.data = copy_of(slot.parameter.data)
+            place.data = copy_of(slot.parameter.data.to(place.device))
         try:
             return layer(self._value)
         finally:
             for place, slot in places:
-                place.data = torch.empty(0, dtype=slot.dtype)
+                place.data = torch.empty(0, dtype=slot.dtype, device=place.device)
 
     def _look_around(self) -> None:
         was, self.is_in_layer = self.is_in_layer, True
@@ -172,27 +173,27 @@ class _Stub(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
             number = len(args) + len(kwargs)
-            raise self._trail.refused(f"calls layer {self._own_name!r} with {number} arguments instead of one")
+            raise self._trail.refused(f"calls {self._own_name} with {number} arguments instead of one")
         return self._run(args[0])
 
     def __getattr__(self, name: str) -> Any:
-        raise self._trail.refused(f"takes {name} of layer {self._own_name!r} instead of calling it")
+        raise self._trail.refused(f"takes {name} of {self._own_name} instead of calling it")
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse to be looked into: parameters() and modules() of the model come here."""
-        raise self._trail.refused(f"looks into layer {self._own_name!r} instead of calling it")
+        raise self._trail.refused(f"looks into {self._own_name} instead of calling it")
 
     def train(self, mode: bool = True) -> Any:
-        raise self._trail.refused(f"sets the mode of layer {self._own_name!r}")
+        raise self._trail.refused(f"sets the mode of {self._own_name}")
 
     def __iter__(self) -> Any:
-        raise self._trail.refused(f"runs over the children of layer {self._own_name!r} instead of calling it")
+        raise self._trail.refused(f"runs over the children of {self._own_name} instead of calling it")
 
     def __len__(self) -> int:
-        raise self._trail.refused(f"asks for the number of children of layer {self._own_name!r}")
+        raise self._trail.refused(f"asks for the number of children of {self._own_name}")
 
     def __getitem__(self, key: Any) -> Any:
-        raise self._trail.refused(f"takes child {key!r} of layer {self._own_name!r} instead of calling it")
+        raise self._trail.refused(f"takes child {key!r} of {self._own_name} instead of calling it")
 
     def __bool__(self) -> bool:
         return True
@@ -236,13 +237,17 @@ def _is_plain_sequence(layer: nn.Module) -> bool:
     return plain and "forward" not in vars(layer) and not any(hooks)
 
 
-def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, training: bool = True) -> None:
+def check_own_forward(
+    model: Model, layout: ModelLayout, inputs: Any, *, training: bool = True, device: torch.device = CPU
+) -> None:
     """Run the source module's forward with a stub for each child, on a sample; in eval() unless for `training`.
+
+    device: where the layers run; on meta nothing is computed.
 
     Raises LayerFault where it does more than to run each child once, in order, on what the child before returned: where
     it looks at a value, calls a function of torch's, sets a mode around a child, draws, or leaves something behind.
     """
-    _with_graphs_if_needed(partial(_check_own_forward, model, layout, inputs, training), training=training)
+    _with_graphs_if_needed(partial(_check_own_forward, model, layout, inputs, training, device), training=training)
 
 
 def _with_graphs_if_needed(run: Callable[[bool], T], *, training: bool) -> T:
@@ -267,12 +272,14 @@ def _note_no_grad(error: Exception) -> None:
         noted(error, UNDER_NO_GRAD)
 
 
-def _check_own_forward(model: Model, layout: ModelLayout, inputs: Any, training: bool, with_graphs: bool) -> None:
+def _check_own_forward(
+    model: Model, layout: ModelLayout, inputs: Any, training: bool, device: torch.device, with_graphs: bool
+) -> None:
     source: nn.Module = model.__dict__["source"]
     while isinstance(source, Model):
         source = source.__dict__["source"]
-    structure = Structure(layout, torch.device("cpu"), casts=False)
-    structure.bind({}, {index: copy_of(buffer) for index, buffer in enumerate(layout.buffers)})
+    structure = Structure(layout, device, casts=False)
+    structure.bind({}, {index: copy_of(buffer.to(device)) for index, buffer in enumerate(layout.buffers)})
     children, attributes, flag = dict(source._modules), dict(vars(source)), source.training
     try:
         if not training:
@@ -281,7 +288,9 @@ def _check_own_forward(model: Model, layout: ModelLayout, inputs: Any, training:
                 layer.eval()
         with torch.set_grad_enabled(training), installed(Stream(capture())):
             # Copies: a layer may work in place on its input, or have it require gradients.
-            own = pytree.tree_map_only(Tensor, lambda each: copy_of(each) if _is_plain(each) else each, inputs)
+            own = pytree.tree_map_only(
+                Tensor, lambda each: (copy_of(each) if _is_plain(each) else each).to(device), inputs
+            )
             trail = _Trail(structure, layout, own, with_graphs=with_graphs)
             for name, layer in zip(model._modules, structure.layers, strict=False):  # not the loss
                 source._modules[name] = trail.stub(name, layer)
@@ -295,9 +304,9 @@ def _check_own_forward(model: Model, layout: ModelLayout, inputs: Any, training:
         vars(source).update(attributes)  # a count of its calls, say
         source.training = flag
     if trail.position < len(trail.names):
-        raise _refusal(f"does not run layer {trail.names[trail.position]!r} (index {trail.position})")
+        raise _refusal(f"does not run {trail.names[trail.position]}")
     if out is not trail.token:
-        last = f"layer {trail.names[-1]!r} (index {len(trail.names) - 1})" if trail.names else "its last layer"
+        last = trail.names[-1] if trail.names else "its last layer"
         raise _refusal(f"changes the value that {last} returned")
     if before != after:
         changed = next(each for each in (*after, *before) if before.get(each) != after.get(each))

@@ -275,7 +275,7 @@ class HostWork:
             try:
                 self._workers.dismiss(task.state)
                 task.notifier.look_away()
-                doubts = task.state.observed.attributes.doubts()
+                doubts = task.state.observed.attributes.doubts(task.state.layout.shown)
                 task.planned.doubts += [*task.notifier.messages, *(f"{task.name}: {doubt}" for doubt in doubts)]
                 with self._common.opening:  # its set-up may be at it
                     if task.figures.best is not None and not task.end.is_paused:  # which goes on from its last step

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from hydra_engine.capture import are_as_recorded, called_with, carried, kept_message, layers_for, layers_of
+from hydra_engine.capture import Segment, are_as_recorded, called_with, carried, kept_message, layers_for, layers_of
+from partitioners.profile import NamesLayers
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # In names of classes whose forward is another one in eval(), with the attribute that may switch that off.
@@ -37,7 +38,7 @@ class OneLayer(nn.Module):
         return carried(self.module(*args, **kwargs))
 
 
-class Model(nn.Sequential):
+class Model(nn.Sequential, NamesLayers):
     """An `nn.Sequential` that shares the layers of `x`.
 
     x: an `nn.Sequential`, a list of layers, or any module. A module with a forward of its own becomes layers by itself:
@@ -107,13 +108,13 @@ class Model(nn.Sequential):
         for name, layer in layers:
             if not isinstance(layer, nn.Module):
                 raise TypeError(
-                    f"layer {name} of the model is a {type(layer).__name__}, not an nn.Module; "
-                    f"put what it does into the forward of one"
+                    f"{name} ({type(layer).__name__}) of the model is no nn.Module; put what it does into "
+                    f"the forward of one"
                 )
             if not _can_be_called(layer):
                 raise TypeError(
-                    f"layer {name} of the model is a {type(layer).__name__}, which has no forward and cannot be "
-                    f"called; give Model the list of layers in the order they run"
+                    f"{name} ({type(layer).__name__}) of the model has no forward and cannot be called; "
+                    f"give Model the list of layers in the order they run"
                 )
         holder = nn.Module() if source is None else source
         for kind, named in (("parameter", holder.named_parameters), ("buffer", holder.named_buffers)):
@@ -197,6 +198,34 @@ class Model(nn.Sequential):
     def kept_message(self) -> str:
         """Says that most of the model is one layer, and which line made it so; "": it is not."""
         return kept_message(self._modules.values())
+
+    def shown(self, path: str) -> str:
+        """Return a layer, a module or an attribute in one, as the user knows it: a module with its class.
+
+        path: the layer's key here, and where in the layer. Names are those of the module that the layers come from. A
+        layer that holds several of its modules, and is none of them: "blocks.1 to blocks.3". What is in no layer stays
+        as it is.
+        """
+        key, _, inner = path.partition(".")
+        layer: Any = self._modules.get(key)
+        if layer is None:  # the loss, a metric
+            return path
+        if isinstance(layer, OneLayer):
+            within = inner.partition(".")[2]
+            return _shown(self.source, within) if within else type(self.source).__name__
+        if isinstance(layer, Segment):
+            return _shown(self.source, inner) if inner else layer.place.name
+        if self.source is None or self.source._modules.get(key) is layer:
+            return _shown(self, path)
+        names = {id(module): name for name, module in self.source.named_modules() if name}
+        parts = inner.split(".") if inner else []
+        for k, module in reversed([*enumerate(_along(layer, parts))]):
+            if id(module) in names:
+                return _shown(self.source, ".".join((names[id(module)], *parts[k:])))
+        held = [] if inner else [names[id(module)] for module in layer.children() if id(module) in names]
+        if len(held) == 1:
+            return _shown(self.source, held[0])
+        return f"{held[0]} to {held[-1]}" if held else _shown(self, path)
 
     def check_hooks(self) -> None:
         """Raise ValueError for hooks on the model as a whole, or on the module that it comes from."""
@@ -348,6 +377,24 @@ def uncompiled(module: Any) -> Any:
             stacklevel=4,
         )
     return own
+
+
+def _along(module: nn.Module, parts: Iterable[str]) -> Iterator[nn.Module]:
+    """Yield a module and those in it that a path leads through."""
+    yield module
+    for name in parts:
+        found = module._modules.get(name)
+        if found is None:
+            return
+        module = found
+        yield module
+
+
+def _shown(root: nn.Module, path: str) -> str:
+    """Return the path of a module with its class, any other path as it is."""
+    parts = path.split(".")
+    *_, last = along = [*_along(root, parts)]
+    return f"{path} ({type(last).__name__})" if len(along) > len(parts) else path
 
 
 def _has_own_forward(module: nn.Module) -> bool:

@@ -75,10 +75,10 @@ class ModelWatch:
     makes a NumPy array of a tensor, or the like, all of that tensor is compared.
     """
 
-    def __init__(self, model: nn.Module, *others: object) -> None:
-        """`others`: the module that the model was made of, and the loss; only modules are watched."""
+    def __init__(self, model: nn.Module, source: object = None, loss: object = None) -> None:
+        """`source`: that the model was made of. Only modules are watched; names are those of the source, if any."""
         self._named: dict[nn.Module, str] = {}
-        for each in (model, *others):
+        for each in (source, model, loss):
             for name, module in each.named_modules() if isinstance(each, nn.Module) else ():
                 self._named.setdefault(module, name)
         self._types = list(map(type, self._named))
@@ -190,7 +190,7 @@ class ModelWatch:
         empty = set(map(id, self._empty))
         each = zip(self._named.items(), self._types, self._now, self._then, strict=True)
         for (module, name), kind, now, before in each:
-            where = f"layer {name!r} ({kind.__name__})" if name else f"the model ({kind.__name__})"
+            where = f"{name} ({kind.__name__})" if name else f"the model ({kind.__name__})"
             if type(module) is not kind:
                 return f"made {where} a {type(module).__name__}"
             for attribute in dict.fromkeys([*before, *now]):

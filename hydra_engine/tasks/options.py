@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from hydra_engine.adaptive import AdaptiveDataLoader, ScalingRule, StepChoice
 from hydra_engine.tasks.best import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS
 from hydra_engine.tasks.callback import Callback
+from hydra_engine.tasks.model import Model
 from partitioners.boundary import UnfitTensor, check_fit
 from partitioners.plain_numbers import plain
 from partitioners.precision import DTYPES
@@ -477,12 +478,12 @@ def _check_parameter(name: str, parameter: nn.Parameter, precision: str) -> None
         )
 
 
-def check_trainable(model: nn.Module, loss_fn: object) -> None:
+def check_trainable(model: Model, loss_fn: object) -> None:
     """Raise for a model that cannot be trained, and for a loss that would have to be."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise ValueError(
-                f"layer {name} is an {type(module).__name__} with sparse=True, whose gradient is sparse, limit: "
+                f"{model.shown(name)} has sparse=True, whose gradient is sparse, limit: "
                 f"dense gradients; set sparse=False, and choose an optimizer that steps from dense ones"
             )
     if not any(p.requires_grad for p in model.parameters()):

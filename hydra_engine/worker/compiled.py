@@ -158,7 +158,7 @@ class CompiledLayers:
             raise
         except Exception as error:  # the form has run uncompiled before, so it is the compilation's
             raise ValueError(
-                f"compile: layer {self._structure.names[index]} cannot be compiled as one graph: {str(error).strip()}\n"
+                f"compile: {self._shown(index)} cannot be compiled as one graph: {str(error).strip()}\n"
                 f"Decorate the layer's forward with torch.compiler.disable to leave it out, or leave out compile=True"
             ) from error
         self._begun[index].add(form)
@@ -183,7 +183,10 @@ class CompiledLayers:
     def _tell(self, index: int, form: Form, why: str) -> None:
         if not form.is_told:
             form.is_told = True
-            warnings.warn(f"compile: layer {self._structure.names[index]} runs uncompiled: {why}", stacklevel=2)
+            warnings.warn(f"compile: {self._shown(index)} runs uncompiled: {why}", stacklevel=2)
+
+    def _shown(self, index: int) -> str:
+        return self._structure.shown(self._structure.names[index])
 
 
 def _is_left_out(module: nn.Module) -> bool:

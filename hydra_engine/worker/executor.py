@@ -28,6 +28,7 @@ from hydra_engine.worker.thread_modes import ThreadModes, put_back, thread_modes
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput, UpdateOnDevice
 from partitioners.boundary import Boundary
 from partitioners.precision import cast
+from partitioners.profile import spanned
 from partitioners.skips import Frame
 
 Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
@@ -110,6 +111,11 @@ class Executor:
         if self.generator is None:
             register_draws()  # of what layers have imported
 
+    @property
+    def shown(self) -> str:
+        """What runs, as the user knows it."""
+        return self.structure.shown(self.current)
+
     def run(
         self,
         spec: UnitSpec,
@@ -140,9 +146,10 @@ class Executor:
             own = next((each for each in changed if each.is_own), None)
             if own is not None:
                 raise LayerFault(
-                    f"layer {own.layer}: its parameter, buffer or child {own.attribute!r} came, went or was replaced "
-                    f"while it ran, which only this device's copy would have; register it in __init__, or run a batch "
-                    f"through the model first; write to buffers of their final shape, and leave parameters in place"
+                    f"{self.structure.shown(own.layer)}: its parameter, buffer or child {own.attribute!r} came, went "
+                    f"or was replaced while it ran, which only this device's copy would have; register it in __init__, "
+                    f"or run a batch through the model first; write to buffers of their final shape, and leave "
+                    f"parameters in place"
                 )
             if changed and self.inspector is not None:
                 self.inspector.leaves(k, attributes)
@@ -276,8 +283,9 @@ class UnitRunning:
         # In a run other tasks' layers may be at work, inside a change of the process that they undo.
         changed = put_back(self._thread_modes, of_process=self._inspector is not None)
         if changed:
+            layers = map(structure.shown, structure.names[shard.first : self._end])
             raise LayerFault(
-                f"one of layers {', '.join(structure.names[shard.first : self._end])} leaves {changed} changed when it "
+                f"one of {', '.join(layers)} leaves {changed} changed when it "
                 f"returns, limit: as it was, since layers of other shards run in other threads; use a context manager "
                 f"in the layer (torch.no_grad, torch.autocast), or set it before generate()"
             )
@@ -326,8 +334,9 @@ class UnitRunning:
             elif micro.value.shares_memory and versions != [tensor._version for tensor in tensors]:
                 changed = "an input that shares memory with another input, which crossing between shards takes apart"
             if changed:
-                layers = f"layers {self._structure.names[self._shard.first]} to {executor.current}"
-                raise ValueError(f"{layers} work in place on {changed}; clone it first")
+                names = self._structure.names[self._shard.first : self._shard.last]
+                layers = spanned([*map(self._structure.shown, names)])
+                raise ValueError(f"{layers}: work in place on {changed}; clone it first")
             if executor.is_narrow and micro.target is not None:
                 value = cast(value, torch.float32)  # what the loss and the metrics compute in
             loss = self._loss(value, micro) if micro.target is not None else None
@@ -356,11 +365,12 @@ class UnitRunning:
 
     def _passed_on(self, value: Any, arrivals: list[Arrival | None], frame: Frame, drawing: Drawing) -> MicroOutput:
         """Return what a forward leaves to the shards above."""
-        out, saved = Boundary.of(value, f"the output of layer {self._executor.current}"), self._saved
+        shown, saved = self._executor.shown, self._saved
+        out = Boundary.of(value, f"the output of {shown}")
         for tensor in out.tensors:
             if tensor.device.type != self._structure.device.type:  # or it would come back here, from DRAM
                 raise ValueError(
-                    f"layer {self._executor.current} gave a tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
+                    f"{shown} gave a tensor of shape {tuple(tensor.shape)} on {tensor.device}, "
                     f"limit: {self._structure.device}, where its inputs are; make it there, or pass it on as a number"
                 )
         if saved is not None:
@@ -410,12 +420,12 @@ class UnitRunning:
 
     def _around(self, value: Boundary) -> Boundary:
         """Return a value without its graph, that nothing else writes to."""
-        apart, current = self._gradients.apart, self._executor.current
+        apart, current = self._gradients.apart, self._executor.shown
         return value.around([apart(tensor, current) for tensor in value.tensors])
 
     def _of_arrivals(self, arrivals: Sequence[Arrival | None]) -> list[Tensor | None]:
         found = [None if arrival is None else arrival.gradient for arrival in arrivals]
-        return [None if each is None else self._gradients.apart(each, self._executor.current) for each in found]
+        return [None if each is None else self._gradients.apart(each, self._executor.shown) for each in found]
 
     def _arrive(self, value: Boundary) -> Arrived:
         """Bring a value into this shard's graph, where it needs gradients."""
@@ -465,7 +475,7 @@ class UnitRunning:
     def _backward(self, value: Any, micro: MicroInput, m: int, skips: Mapping[str, Arrived], frame: Frame) -> None:
         """Run the backward of a shard that passes a value on."""
         shard, compiled, on_recomputed = self._shard, self._executor.compiled, self._spec.on_recomputed
-        tensors = Boundary.of(value, f"the output of layer {self._executor.current}").tensors
+        tensors = Boundary.of(value, f"the output of {self._executor.shown}").tensors
         # A metered unit runs uncompiled, and another one of its step may not.
         if on_recomputed is not None and (compiled is None or not compiled.any_graph):
             on_recomputed(shard, m, tensors)

@@ -83,7 +83,7 @@ class Runner:
             if output.buffers and claim.state.note_resized(output.buffers) and not run.is_metered:
                 raise BuffersChanged(f"{claim.unit} resized buffers that its shard's forward left alone before")
         except BaseException as error:
-            claim.fail(error, f"layer {executor.current}" if executor.current else "")
+            claim.fail(error, executor.shown)
         try:
             device.finish()  # before anything that it works with is given back
             if timer is not None and claim.error is None:

@@ -217,7 +217,9 @@ class Spiller:
     def load_input(self, state: TaskState, kind: str, shard: Shard, m: int, arriving: Arriving) -> MicroInput:
         """Fill an input's room, in any lane."""
         if shard.is_first and kind != BACKWARD and state.observed.index_limit is not None:
-            check_indices(state.staging.entering(0, m), state.observed.index_limit, state.layout.names[0])
+            check_indices(
+                state.staging.entering(0, m), state.observed.index_limit, state.layout.shown(state.layout.names[0])
+            )
         if arriving.micro.target is not None and state.observed.classes:
             tensors = state.staging.given.targets[m].tensors
             for place, classes in state.observed.classes.items():

@@ -366,3 +366,82 @@ class Wrapped(nn.Module):
 @pytest.mark.rest
 def test_a_decorator_may_give_the_forward_more_arguments():
     assert_same(Wrapped(), torch.randn(3, 4))
+
+
+# Names.
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.down(F.relu(self.up(self.norm(x))))
+
+
+class Around(nn.Module):
+    """What two modules give is added to what they get."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.a, self.b, self.last = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(x + self.b(self.a(x)))
+
+
+class Products(nn.Module):
+    """Two weights of its own, and nothing inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x):
+        return F.relu(x @ self.a) @ self.b
+
+
+class Mixed(nn.Module):
+    """Blocks in a list, weights of its own between two of them, an embedding whose weight is the head's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(10, 4), nn.ModuleList(Block() for _ in range(2))
+        self.weight, self.products = nn.Parameter(torch.ones(4, 4)), Products()
+
+    def forward(self, ids):
+        x = self.blocks[0](self.embed(ids))
+        x = self.products(self.blocks[1](F.relu(x @ self.weight)))
+        return x @ self.embed.weight.T
+
+
+@pytest.mark.parametrize(
+    ("module", "batch", "names"),
+    [
+        (
+            Mixed(),
+            torch.ones(2, 3, dtype=torch.long),
+            [
+                "embed (Embedding)",
+                "blocks.0 (Block)",
+                "forward of Mixed between blocks.0 and blocks.1",
+                "blocks.1 (Block)",
+                "forward of products (Products)",
+                "forward of products (Products)",
+                "forward of Mixed after products",
+            ],
+        ),
+        (Products(), torch.ones(2, 4), ["forward of Products", "forward of Products"]),
+        (Around(), torch.ones(2, 4), ["first (Linear)", "a to b", "last (Linear)"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_layers_have_the_names_of_the_modules_that_run_in_them(module, batch, names):
+    layers = layers_of(module, batch)
+    assert [layer.place.name for layer in layers] == names
+    assert all(layer.extra_repr() == name for layer, name in zip(layers, names, strict=True))
+    model = Model(module, example=batch)
+    assert [model.shown(key) for key in model._modules] == names
+    assert [copy.deepcopy(model).shown(key) for key in model._modules] == names

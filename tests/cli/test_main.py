@@ -47,6 +47,54 @@ class OwnForward(nn.Module):
         return self.second(self.first(x))
 
 
+class Residual(nn.Module):
+    """README's `Net`."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(64, 32)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        return self.head(x)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.out = nn.Linear(64, 8), nn.Linear(64, 8), nn.Linear(8, 1)
+
+    def forward(self, x, y):
+        return self.out(self.left(x) * self.right(y))
+
+
+class OwnWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Residual()
+        self.scale = nn.Parameter(torch.ones(1, 1))
+
+    def forward(self, x):
+        return self.inner(x) @ self.scale
+
+
+RESIDUAL = ["embed (Linear)", "blocks.0 (Linear)", "blocks.1 (Linear)", "blocks.2 (Linear)", "head (Linear)"]
+OWN_FORWARDS = {
+    lambda: (Residual(), mlp()[1], F.mse_loss): RESIDUAL,
+    lambda: (TwoInputs(), ((torch.randn(8, 64), torch.randn(8, 64)), torch.randn(8, 1)), F.mse_loss): [
+        *("left (Linear)", "right (Linear)", "out (Linear)"),
+    ],
+    lambda: (OwnWeights(), mlp()[1], F.mse_loss): [
+        *(f"inner.{name}" for name in RESIDUAL),
+        "forward of OwnWeights after inner",
+    ],
+}
+
+
 def own_forward():
     return OwnForward(), mlp()[1], F.mse_loss
 
@@ -160,8 +208,8 @@ def test_one_row_per_shard(plan):
     assert cells(lines[4]) == ["shard", "layers", "slab", "needs", "forward", "backward"]
     rows = [cells(row) for row in rows_of(lines)]
     assert [row[0] for row in rows] == ["0", "1", "2"]
-    assert rows[0][1].startswith("0 Linear to ")
-    assert rows[2][1].endswith(" to 17 Linear")
+    assert rows[0][1].startswith("0 (Linear) to ")
+    assert rows[2][1].endswith(" to 17 (Linear)")
 
 
 def test_equal_shards_share_a_row_when_there_are_many(plan):
@@ -171,9 +219,9 @@ def test_equal_shards_share_a_row_when_there_are_many(plan):
     assert 18 > MOST_ROWS > len(rows)
     # The first has no gradient to give back, the last ends in the loss.
     assert [(row[0], row[1], row[2], row[-1]) for row in rows] == [
-        ("0", "0 Linear", "16.2 KiB", "1"),
-        ("1 ... 16", "1 Linear ...", "16.2 KiB", "16"),
-        ("17", "17 Linear", "320 B", "1"),
+        ("0", "0 (Linear)", "16.2 KiB", "1"),
+        ("1 ... 16", "1 (Linear) ...", "16.2 KiB", "16"),
+        ("17", "17 (Linear)", "320 B", "1"),
     ]
 
 
@@ -218,9 +266,41 @@ def test_flops_are_read(plan):
         assert "stated rates: 80 TFLOP/s" in line_of(plan("mlp", "--flops", flops), "stated rates: ")
 
 
-def test_a_forward_of_its_own_is_mentioned(plan):
-    assert "OwnForward has a forward of its own: it is taken to run its children in order" in plan("own_forward")
-    assert not [line for line in plan("mlp") + plan("tokens") if "forward of its own" in line]
+def test_layers_are_made_of_a_forward_of_its_own(plan, monkeypatch):
+    for function, shown in OWN_FORWARDS.items():
+        monkeypatch.setattr(sys.modules[__name__], "made", function, raising=False)
+        lines = plan("made", "--partitioner", f"balanced:{len(shown)}")
+        assert "the layers are made of " in lines[3]
+        assert [cells(row)[1] for row in rows_of(lines)] == shown
+    # What runs its children in order keeps them as its layers.
+    assert not [line for name in ("mlp", "tokens", "own_forward") for line in plan(name) if "own forward" in line]
+
+
+def test_dram_is_a_limit_for_as_many_tasks_as_devices(plan, refused):
+    base = ("plan", "tests.cli.test_main:mlp", "--memory", "64MiB", "--device", "cpu")
+    assert plan("mlp", "--dram", "1.1MiB")
+    names(refused(*base, "--dram", "1MiB"), says="dram: dram=1 split_weights")
+    names(refused(*base, "--dram", "1.1MiB", "--devices", "2"), says="2 dram=1.1")
+    narrow = ("--precision", "bfloat16")
+    assert line_of(plan("mlp", *narrow, "--dram", "1MiB"), "DRAM: ").startswith(
+        "DRAM: 970."
+    )  # split, or it does not fit
+    names(refused(*base, *narrow, "--dram", "1MiB", "--no-split-weights"), says="dram=1")
+
+
+def test_split_weights_and_early_release_save_bytes(plan):
+    narrow = ("--precision", "bfloat16", "--partitioner", "balanced:18")
+
+    def dram(*options):
+        return line_of(plan("mlp", *narrow, *options), "DRAM: ")
+
+    assert "= weights 414.8 KiB + gradients 138.3 KiB + adamw 553 KiB (16 bytes" in dram()
+    assert "= split weights 276.5 KiB + gradients 138.3 KiB + adamw 553 KiB (14 bytes" in dram("--split-weights")
+    # Of two shards, or of all.
+    assert "gradients 16.2 KiB" in dram("--early-release")
+    assert "gradients 138.3 KiB" in dram("--early-release", "all")
+    assert line_of(plan("mlp", "--early-release"), "with early_release=True a step takes ").endswith(" by simulation")
+    assert line_of(plan("mlp", "--early-release", "all"), "with early_release='all' a step takes ")
 
 
 def test_nothing_is_allocated(plan):
@@ -254,8 +334,8 @@ FUNCTIONS = {
     "a_pair": "tuple 2 loss_fn",
     "nothing": "NoneType",
     "no_model": "model int",
-    "no_modules": "layer 0 builtin_function_or_method",
-    "no_layers": "model: 0 layers",
+    "no_modules": "0 (builtin_function_or_method)",
+    "no_layers": "model (list) layers",
     "no_batch": "batch Tensor",
     "no_loss": "loss_fn str",
     "wrong_width": "RuntimeError: 3 (Linear)",
@@ -302,6 +382,10 @@ OPTIONS = {
     ("--link", "0"): "--link: '0'",
     ("--dram-bandwidth", "50G"): "--dram-bandwidth: '50G'",
     ("--memory-bandwidth", "x/s"): "--memory-bandwidth: 'x'",
+    ("--dram", "much"): "--dram: 'much'",
+    ("--split-weights",): "split_weights: precision='float32'",
+    ("--early-release", "late"): "'late' all",
+    ("--early-release", "--precision", "float16"): "early_release: precision='float16'",
     ("--no-such-option",): "--no-such-option",
 }
 
@@ -314,7 +398,7 @@ def test_options_that_cannot_be_meant(refused, options):
 
 def test_a_layer_too_large_names_what_to_change(refused):
     line = refused("plan", "tests.cli.test_main:mlp", "--memory", "20KiB", "--device", "cpu")
-    names(line, layer="layer 0 (Linear)", says="20480 --memory --reserve")
+    names(line, layer="0 (Linear)", says="20480 --memory --reserve")
 
 
 def test_names_that_lead_nowhere(refused, tmp_path, monkeypatch):

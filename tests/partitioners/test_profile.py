@@ -81,7 +81,7 @@ def test_a_linear_and_a_loss_by_hand():
     # Output and difference, of which the loss keeps the difference; the loss.
     assert last.saved_bytes == batch * FLOAT + FLOAT
     assert [cost.index for cost in (first, last)] == [0, 1]
-    assert [cost.name for cost in (first, last)] == ["Linear", "Linear"]
+    assert [cost.name for cost in (first, last)] == ["0 (Linear)", "1 (Linear)"]
     assert first.forward_s > 0
     assert first.backward_s > 0
 
@@ -133,7 +133,7 @@ def test_names_are_keys_and_classes_where_keys_are_numbers():
     model.append(nn.ReLU())
     model.add_module("head", nn.Linear(4, 1))
     costs = profile(model, torch.randn(3, 4), torch.zeros(3, 1), loss_by_mean)
-    assert [cost.name for cost in costs] == ["embed", "ReLU", "head"]
+    assert [cost.name for cost in costs] == ["embed (Linear)", "1 (ReLU)", "head (Linear)"]
 
 
 # What it sees.
@@ -388,7 +388,7 @@ def test_a_lazy_layer_is_refused():
     [
         ([], ValueError, "model 0"),
         (nn.Sequential(), ValueError, "model 0"),
-        ([torch.relu], TypeError, "layer 0 builtin_function_or_method"),
+        ([torch.relu], TypeError, "0 (builtin_function_or_method)"),
     ],
 )
 def test_what_is_no_model_is_refused(model, error, text):
@@ -473,7 +473,8 @@ def test_what_depends_on_values_is_run():
     by_value = Function(lambda x: x * (2 if x.sum().item() > 0 else 3))
     costs = evaluated(by_value, nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     counted = evaluated(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))  # on fake tensors
-    assert [replace(cost, index=cost.index - 1) for cost in costs[1:]] == counted
+    pairs = zip(costs[1:], counted, strict=True)
+    assert [replace(cost, index=other.index, name=other.name) for cost, other in pairs] == counted
     assert costs[0].forward_peak_bytes >= costs[0].output_bytes == 3 * 4 * FLOAT
     with pytest.raises(DependsOnValues):
         evaluated(by_value, may_run=False)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from hydra_engine import DeviceCost, HostOutOfMemory, predict_training, simulate
 from hydra_engine.planning.ahead import Machine, Sample, plan_ahead, resized
 from partitioners import (
     GPU,
@@ -251,3 +252,69 @@ def test_shards_follow_one_another():
     shards = ahead(partitioner=Optimal(), memory_bytes=128 * KIB).shards
     assert len(shards) > 1
     assert all(a.last == b.first for a, b in pairwise(shards))
+
+
+class TestPredictTraining:
+    """The one call from Python."""
+
+    def plan(self, model=None, inputs=None, **options):
+        made, *batch, loss_fn = mlp()
+        settings = {"memory": "64MiB", "device": "cpu", "partitioner": "pilot"} | options
+        return predict_training(
+            model or made, (inputs if inputs is not None else batch[0], batch[1]), loss_fn, **settings
+        )
+
+    def test_is_the_plan_of_the_command(self):
+        plan = self.plan()
+        assert plan == ahead(partitioner=Pilot())
+        assert plan.step == predict_step(plan.costs, [4], plan.machine.budget())
+
+    @pytest.mark.parametrize(("devices", "num_tasks"), [(1, 1), (1, 3), (2, 3)])
+    def test_predicts_a_step_and_a_run(self, devices, num_tasks):
+        plan = self.plan(devices=devices, link_bytes_per_s=1e6)
+        found = plan.simulate(num_tasks, 10)
+        assert found.makespan_s >= found.bound_s > 0
+        assert plan.step_s == pytest.approx(plan.simulate(num_steps=12).makespan_s / 12, rel=0.3)
+        costs = [plan.task_cost(str(k), 10) for k in range(num_tasks)]
+        link = DeviceCost(load_bytes_per_s=1e6, store_bytes_per_s=1e6)
+        assert found.makespan_s == simulate(costs, [link] * devices).makespan_s
+
+    def test_early_release_shortens_a_step_that_the_host_bounds(self):
+        options = {"partitioner": Balanced(4), "dram_bytes_per_s": 1e7}
+        late, early = self.plan(**options), self.plan(early_release="all", **options)
+        assert early.step_s < late.step_s
+        assert early.dram == late.dram
+
+    def test_a_forward_of_its_own_becomes_layers(self):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+            def forward(self, x):
+                return self.b(torch.relu(self.a(x)))
+
+        for make in (torch.device("meta"), torch.device("cpu")):
+            with make:
+                net = Net()
+                found = self.plan(net, torch.ones(8, 64))
+            assert [cost.name for cost in found.costs] == ["a (Linear)", "b (Linear)"]
+            assert found.own_forward == "Net"
+            assert list(net.state_dict()) == ["a.weight", "a.bias", "b.weight", "b.bias"]
+            assert next(net.parameters()).device == make
+
+    @pytest.mark.parametrize(
+        ("options", "error", "says"),
+        [
+            ({"memory": "1KiB"}, LayerTooLarge, "0 (Linear)"),
+            ({"dram": "100KiB"}, HostOutOfMemory, "dram=100"),
+            ({"optimizer": "lion"}, ValueError, "'lion' adamw"),
+            ({"device": "tpu"}, ValueError, "'tpu' cuda"),
+            ({"precision": "int8"}, ValueError, "'int8' bfloat16"),
+            ({"early_release": "late"}, ValueError, "early_release 'late'"),
+            ({"devices": 0}, ValueError, "devices: 0"),
+        ],
+    )
+    def test_refuses_what_cannot_be(self, options, error, says):
+        with refused(error, says=says):
+            self.plan(**options)

@@ -139,7 +139,7 @@ def test_a_fixed_number_is_kept_or_the_task_fails_by_name(warned_by, options, nu
     failed = report.tasks["a"]
     assert (failed.status, failed.steps) == ("failed", 2)
     assert isinstance(failed.exception, ShardDoesNotFit)
-    names(failed.exception, task="a: ", layer="layer", says=f"2 accumulation_steps={number} 81920")
+    names(failed.exception, task="a: ", layer="0 (Linear)", says=f"2 accumulation_steps={number} 81920")
     assert {revision.accumulation_steps for revision in failed.revisions} <= {number}
     cases = ("a", large[:2], 1, number), ("b", small, 2, 1)
     for model, original, (name, loader, epochs, steps) in zip(models, originals, cases, strict=True):
@@ -249,7 +249,7 @@ def test_a_batch_of_one_sample_that_does_not_fit_fails_the_task_with_its_last_co
         model, lambda output, y: F.cross_entropy(output.flatten(0, -2), y.flatten()), [*loader, large], seed=SEED
     )
     orchestra = orchestra_of([EmulatedDevice("80KiB")], task)
-    with refused(ValueError, task="task-0", layer="layer", says="step 2 1"):
+    with refused(ValueError, task="task-0", layer="0 (Linear)", says="step 2 1"):
         orchestra.train_models()
     report = orchestra.report.tasks["task-0"]
     assert (report.status, report.steps) == ("failed", 2)

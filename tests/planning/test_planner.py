@@ -321,7 +321,7 @@ class Text(nn.Module):
 @pytest.mark.parametrize(
     ("layers", "target", "error", "words", "place"),
     [
-        ([nn.Linear(4, 4), Text(), nn.Linear(4, 4)], torch.randn(2, 4), TypeError, "output str", "layer 1 (Text)"),
+        ([nn.Linear(4, 4), Text(), nn.Linear(4, 4)], torch.randn(2, 4), TypeError, "output str", "1 (Text)"),
         ([nn.Linear(4, 4)], torch.randint(4, (3,)), ValueError, "batch_size", "loss_fn"),
     ],
 )

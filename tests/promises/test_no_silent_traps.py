@@ -125,7 +125,7 @@ def test_the_least_memory_that_is_told_works_for_all_tasks_and_less_does_not():
         small, large = (ModelTask(net(n), F.mse_loss, loader(n), name=f"n{n}", seed=0) for n in (64, 256))
         return orchestra(small, large, memory=memory).train_models()
 
-    with refused(ShardDoesNotFit, task="n64", layer="layer 2", says="Linear n256") as caught:
+    with refused(ShardDoesNotFit, task="n64", layer="2 (Linear)", says="n256") as caught:
         trained("1KiB")
     least = int(re.search(r"least memory .* \((\d+) bytes\)", str(caught.value))[1])
     assert {task.status for task in trained(least).tasks.values()} == {"finished"}

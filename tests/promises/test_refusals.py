@@ -335,3 +335,90 @@ def test_model_that_needs_more_dram_than_the_machine_has(monkeypatch):
         monkeypatch.setattr(module, "available_dram_bytes", lambda: 200_000)
     message = assert_refused(big_layer_in_the_middle(), HostOutOfMemory, says="DRAM")
     assert len(SIZE.findall(message)) >= 2, f"needed and available bytes: {message}"
+
+
+# Names of layers
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + self.linear(x)
+
+
+class Blocks(nn.Module):
+    """A forward of its own; `middle` runs between two blocks."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), middle, Block()])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.head(x)
+
+
+class Numbers(Block):
+    """Each run gives another value."""
+
+    runs = 0
+
+    def forward(self, x):
+        self.runs += 1
+        return super().forward(x) * self.runs
+
+
+@pytest.mark.parametrize(
+    ("middle", "memory", "error", "name"),
+    [
+        (Block, "500B", ShardDoesNotFit, "t: blocks.0 (Block) needs "),
+        (Block, "990B", ShardDoesNotFit, "for blocks.1 (Block) of t"),
+        (Numbers, "8MiB", ValueError, "t: blocks.1 (Numbers): forward changes its attribute 'runs' "),
+    ],
+)
+def test_errors_name_layers_of_an_own_forward_by_its_modules(middle, memory, error, name):
+    with pytest.raises(error) as caught:
+        exact.silent([task(Blocks(middle()), name="t", partitioner="pilot")], memory).generate()
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert name in text
+    assert not re.search(r"Segment|Holder|\blayers? \d", text)
+
+
+class Counts(nn.Module):
+    """Raises at the second batch."""
+
+    def forward(self, x):
+        if (x.abs().max() > 1e6).item():
+            raise LookupError("no such row")
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (lambda: nn.Sequential(Counts(), *layers()), "0 (Counts)"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Sequential(Counts()), *layers()), "1 (Sequential)"),
+        (lambda: Counting(), "a to count"),
+    ],
+)
+def test_a_task_that_fails_names_the_module_that_ran(model, name):
+    loader = [(torch.full((4, 6), value), torch.zeros(4, dtype=torch.long)) for value in (1.0, 1e9)]
+    tasks = [task(model(), loader, name="t"), task(name="other")]
+    error = exact.silent(tasks, "8MiB").train_models().tasks["t"].error
+    assert str(error).startswith(f"t failed in t.fb0@1, {name}\n")
+
+
+class Counting(nn.Module):
+    """A forward of its own around a module that raises at the second batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, (self.a, _, _, self.b) = Counts(), layers()
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.count(self.a(x))))

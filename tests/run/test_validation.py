@@ -36,6 +36,41 @@ class Noise(nn.Module):
         return x + 0.1 * torch.randn_like(x)
 
 
+def test_a_plain_loop_has_these_bits_if_its_validation_draws_elsewhere():
+    """As docs/errors.md says: a DataLoader draws a seed from torch's generator whenever its iterator is made."""
+    data = TensorDataset(torch.randn(16, 4), torch.arange(16) % 3)
+
+    def parts(generator):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+        return model, DataLoader(data, 4, shuffle=True), DataLoader(data, 8, generator=generator)
+
+    def plain(*, fork=False, generator=None):
+        model, loader, validation = parts(generator)
+        optimizer, losses = torch.optim.SGD(model.parameters(), LR), []
+        torch.manual_seed(SEED)
+        for _ in range(2):
+            model.train()
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            model.eval()
+            with torch.random.fork_rng(devices=[], enabled=fork), torch.no_grad():
+                assert [F.cross_entropy(model(x), y).item() for x, y in validation]
+        return losses
+
+    model, loader, validation = parts(None)
+    task = ModelTask(model, F.cross_entropy, loader, LR, 2, seed=SEED, validation=validation)
+    found = exact.silent([task]).train_models().tasks["task-0"].losses
+    assert plain(fork=True) == plain(generator=torch.Generator()) == found
+    other = plain()
+    assert other[:4] == found[:4]
+    assert other[4:] != found[4:]
+
+
 def noisy():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(12, 16), Noise(), nn.Dropout(0.3), nn.Tanh(), Noise(), nn.Linear(16, 5))

@@ -135,12 +135,6 @@ class TestModel:
             assert not Model(source).has_own_forward
 
     def test_takes_lists_and_dicts_of_modules_that_can_be_called(self):
-        class InTurn(nn.ModuleList):
-            def forward(self, x):
-                for layer in self:
-                    x = layer(x)
-                return x
-
         class Dense(nn.ModuleDict):
             def __call__(self, x):
                 for layer in self.values():
@@ -152,7 +146,7 @@ class TestModel:
 
     @pytest.mark.parametrize("layer", [nn.ModuleList([nn.ReLU()]), nn.ModuleDict(), nn.Module()])
     def test_refuses_layers_without_a_forward(self, layer):
-        with refused(TypeError, layer="layer 1", says=f"{type(layer).__name__} forward"):
+        with refused(TypeError, layer=f"1 ({type(layer).__name__})", says="forward"):
             Model([nn.ReLU(), layer])
 
     def test_layer_in_two_places_runs_twice(self):
@@ -187,3 +181,42 @@ def test_what_is_refused_keeps_its_cause_and_notes_under_the_tasks_name(name):
     assert str(caught.value.__cause__) == "the disk is gone"
     assert caught.value.__notes__ == ["in shard 3 of the file"]
     assert any(each.name == "__iter__" for each in caught.traceback)
+
+
+class InTurn(nn.ModuleList):
+    def forward(self, x):
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class TestNamesOfLayers:
+    def test_of_a_sequence_are_keys_and_classes(self):
+        model = Model(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU())))
+        assert [model.shown(path) for path in ("0", "1", "1.0", "1.0.gate", "loss_fn", "metric f1")] == [
+            "0 (Linear)",
+            "1 (Sequential)",
+            "1.0 (ReLU)",
+            "1.0.gate",
+            "loss_fn",
+            "metric f1",
+        ]
+
+    def test_of_children_are_their_names(self):
+        model = Model(nn.Sequential(OrderedDict(embed=nn.Linear(2, 2), head=nn.Sequential(nn.ReLU()))))
+        assert [model.shown(path) for path in ("embed", "head.0")] == ["embed (Linear)", "head.0 (ReLU)"]
+
+    def test_of_layers_made_by_hand_are_those_of_the_modules_that_they_hold(self):
+        source = nn.Module()
+        source.body = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        source.norm, source.head = nn.LayerNorm(2), nn.Linear(2, 2)
+        held = InTurn([source.norm, source.head])
+        model = Model.by_hand(source, [source.body[0], InTurn([source.body[1]]), held, nn.ReLU()])
+        assert [model.shown(path) for path in ("0", "1", "2", "3", "2.1", "2.1.weight")] == [
+            "body.0 (Linear)",
+            "body.1 (Linear)",
+            "norm to head",
+            "3 (ReLU)",
+            "head (Linear)",
+            "head.weight",
+        ]

@@ -130,7 +130,7 @@ def test_bits_are_those_of_plain_pytorch(name, num_devices, accumulation_steps):
 
 def test_one_that_is_changed_past_versions_is_refused():
     model = chain(Block, PastVersions, Block)
-    with pytest.raises(ValueError, match="run again on the same input, layers 2 gave another output"):
+    with pytest.raises(ValueError, match=r"run again on the same input, 2 .* gave another output"):
         train(model, partition=Presharded(list(range(1, len(model) + 1))))
 
 
