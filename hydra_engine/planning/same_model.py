@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -231,6 +231,7 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
     structure = Structure(layout, torch.device("cpu"), casts=False)
     structure.bind({}, {index: copy_of(buffer) for index, buffer in enumerate(layout.buffers)})
     children, attributes, flag = dict(source._modules), dict(vars(source)), source.training
+    held = _containers(vars(module).values() for module in source.modules())  # hooks of children may add to them
     try:
         if not training:
             source.training = False
@@ -248,6 +249,7 @@ def check_own_forward(model: Model, layout: ModelLayout, inputs: Any, *, trainin
         source._modules.update(children)
         vars(source).clear()
         vars(source).update(attributes)  # a count of its calls, say
+        _restore(held)
         source.training = flag
     if trail.position < len(trail.names):
         raise _refusal(f"does not run layer {trail.names[trail.position]!r} (index {trail.position})")
@@ -275,8 +277,7 @@ def check_converted(
     modules = [*source.modules(), *(module for layer in model._modules.values() if layer for module in layer.modules())]
     attributes = [(module, dict(vars(module))) for module in modules]
     # Hooks, buffers, records: a forward that is the model's first may add some.
-    values = (value for _, named in attributes for value in named.values())
-    held = [(value, copy.copy(value)) for value in values if isinstance(value, (dict, list, set))]
+    held = _containers(named.values() for _, named in attributes)
     buffers = [(buffer, buffer.clone()) for buffer in source.buffers()]
     mode = "training" if training else "evaluation"
     # Not the state of now, in which a forward that seeds the generators may have left them as it was recorded.
@@ -302,9 +303,7 @@ def check_converted(
             for module, before in attributes:
                 vars(module).clear()
                 vars(module).update(before)
-            for value, entries in held:
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(entries)
+            _restore(held)
             for buffer, before in buffers:
                 buffer.copy_(before)
 
@@ -342,6 +341,17 @@ def check_converted(
             f"{len(expected)}{REMEDY}"
         )
     return drawn.moved_outside_torch(state)
+
+
+def _containers(values: Iterable[Iterable[Any]]) -> list[tuple[Any, Any]]:
+    """Return the lists, dicts and sets among values, each with a copy of what is in it."""
+    return [(each, copy.copy(each)) for among in values for each in among if isinstance(each, (dict, list, set))]
+
+
+def _restore(held: Iterable[tuple[Any, Any]]) -> None:
+    for value, entries in held:
+        value.clear()
+        (value.extend if isinstance(value, list) else value.update)(entries)
 
 
 def _read_of(
