@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,10 @@ class Shadow:
             memo.setdefault(id(buffer), on_meta(buffer))
         self._sources = {id(memo[id(each)]): each for each in (*model.parameters(), *model.buffers())}
         try:
+            # What forwards have left in attributes may be in a graph, and cannot be copied.
+            for value in [each.value for each in reach(("", model), copied_only=True)]:
+                if isinstance(value, Tensor) and not value.is_leaf:
+                    memo.setdefault(id(value), on_meta(value))
             self.model = copy.deepcopy(model, memo)
         except Exception as error:
             raise TypeError(
@@ -55,6 +60,15 @@ class Shadow:
         # Runs a module of this copy, which `call` does: of (module, call, args, kwargs).
         self.recorder: Callable[[nn.Module, Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
         self._paths = dict(self.model.named_modules())
+        self.closing: dict[str, str] = {}  # by path of a module: a hook of it that closes over a module of the model
+        self._records: set[int] = set()  # lists, dicts and sets of the model that hooks close over
+        for path, module in self._paths.items():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in hooks.items():
+                    hooks[key], closed_over = _following(hook, memo)
+                    self._records |= {id(each) for each in closed_over if isinstance(each, (list, dict, set))}
+                    if any(isinstance(each, nn.Module) for each in closed_over):
+                        self.closing[path] = hook.__qualname__
         classes: dict[type, type] = {}
         for module in self._paths.values():
             own = type(module)
@@ -94,6 +108,12 @@ class Shadow:
             for where, told in state_of(self.model, ends).items()
             if not isinstance(told, _Kind) and where.rpartition(".")[2] != "training"
         }
+
+    def is_record(self, where: str) -> bool:
+        """Return True for a path into a list, dict or set of a module that hooks close over, which may keep records."""
+        owner = self.owner(where)
+        name = where[len(owner) :].lstrip(".").partition("[")[0]
+        return id(vars(self._paths[owner]).get(name)) in self._records
 
     def owner(self, where: str) -> str:
         """Return the path of the module that a path to an attribute of it leads through."""
@@ -228,6 +248,26 @@ def _holding(module: nn.Module, value: Callable[[Tensor], Tensor]) -> Iterator[N
     finally:
         for holder, name, tensor in before:
             holder[name] = tensor
+
+
+def _following(hook: Any, copies: Mapping[int, Any]) -> tuple[Any, list[Any]]:
+    """Return a hook that closes over copies, by id, of what it closes over, and those; the same if there are none."""
+    if not isinstance(hook, FunctionType):  # copies of methods and partial functions are those of what they hold
+        return hook, []
+    cells, found = [], []
+    for cell in hook.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not assigned yet
+            value = None
+        made = copies.get(id(value), value)
+        cells.append(cell if made is value else CellType(made))
+        found += [] if made is value else [made]
+    if not found:
+        return hook, []
+    made = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, tuple(cells))
+    made.__kwdefaults__ = hook.__kwdefaults__
+    return made, found
 
 
 def on_meta(tensor: Tensor) -> Tensor:

@@ -281,6 +281,7 @@ def _check_own_forward(
     structure = Structure(layout, device, casts=False)
     structure.bind({}, {index: copy_of(buffer.to(device)) for index, buffer in enumerate(layout.buffers)})
     children, attributes, flag = dict(source._modules), dict(vars(source)), source.training
+    held = _containers(vars(module).values() for module in source.modules())  # hooks of children may add to them
     try:
         if not training:
             source.training = False
@@ -302,6 +303,7 @@ def _check_own_forward(
         source._modules.update(children)
         vars(source).clear()
         vars(source).update(attributes)  # a count of its calls, say
+        _restore(held)
         source.training = flag
     if trail.position < len(trail.names):
         raise _refusal(f"does not run {trail.names[trail.position]}")
@@ -387,6 +389,17 @@ def check_converted(
     return drawn.moved_outside_torch(state)
 
 
+def _containers(values: Iterable[Iterable[Any]]) -> list[tuple[Any, Any]]:
+    """Return the lists, dicts and sets among values, each with a copy of what is in it."""
+    return [(each, copy.copy(each)) for among in values for each in among if isinstance(each, (dict, list, set))]
+
+
+def _restore(held: Iterable[tuple[Any, Any]]) -> None:
+    for value, entries in held:
+        value.clear()
+        (value.extend if isinstance(value, list) else value.update)(entries)
+
+
 def _read_of(
     source: nn.Module,
     attributes: Sequence[tuple[nn.Module, Mapping[str, Any]]],
@@ -433,8 +446,7 @@ def _put_back(roots: Iterable[Any]) -> Iterator[list[tuple[nn.Module, dict[str, 
     modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
     attributes = [(module, dict(vars(module))) for module in modules]
     # Hooks, buffers, records: a forward that is the model's first may add some.
-    values = (value for _, named in attributes for value in named.values())
-    held = [(value, copy.copy(value)) for value in values if isinstance(value, (dict, list, set))]
+    held = _containers(named.values() for _, named in attributes)
     buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
     try:
         yield attributes
@@ -442,9 +454,7 @@ def _put_back(roots: Iterable[Any]) -> Iterator[list[tuple[nn.Module, dict[str, 
         for module, before in attributes:
             vars(module).clear()
             vars(module).update(before)
-        for value, entries in held:
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(entries)
+        _restore(held)
         with torch.no_grad():
             for buffer, content in buffers:
                 buffer.copy_(content)

@@ -495,3 +495,117 @@ def test_a_number_that_the_model_itself_draws_and_decides_by_is_refused_with_its
     with pytest.raises(ValueError, match=r"test_usual_models.py:\d+: .*torch.rand.* put that part into a module"):
         Model(DropsLayers(), example=batches()[0][0])
     assert_trains(type("Net", (Around,), {"part": DropsLayers}))
+
+
+class Features(nn.Module):
+    """Takes features by hooks, and reads them in the same forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh())
+        self.out, self.features = nn.Linear(6, 6), {}
+        self.hook()
+
+    def forward(self, x):
+        y = self.net(x)
+        return self.out(y) + sum(self.features.values())
+
+
+class OverSelf(Features):
+    def hook(self):
+        def keep(key):
+            def hook(module, inputs, output):
+                self.features[key] = output
+
+            return hook
+
+        for key in (1, 3):
+            self.net[key].register_forward_hook(keep(key))
+
+
+class OverList(Features):
+    def hook(self):
+        self.list = features = []
+        self.net[1].register_forward_hook(lambda module, inputs, output: features.append(output))
+
+    def forward(self, x):
+        y = self.out(self.net(x)) + self.list[-1]
+        self.list.clear()
+        return y
+
+
+class OnOwn(OverSelf):
+    """The hook is on a module of the user's own, and on the inputs of another."""
+
+    def hook(self):
+        self.inner = Leaves()
+        self.inner.register_forward_hook(lambda module, inputs, output: self.features.update(inner=output))
+        self.out.register_forward_pre_hook(lambda module, inputs: self.features.update(out=inputs[0]))
+
+    def forward(self, x):
+        y = self.out(self.net(self.inner(x)))
+        return y + self.features["inner"] * self.features["out"]
+
+
+class NotRead(OverList):
+    """The list is for people to look at."""
+
+    def forward(self, x):
+        return self.out(self.net(x))
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("make", [OverSelf, OverList, OnOwn, NotRead])
+def test_features_that_hooks_take_are_those_of_the_same_forward(make):
+    assert_trains(make, [*batches(), *((x[:2], y[:2]) for x, y in batches())])
+
+
+class Late(OverSelf):
+    """Reads what the forward before has left."""
+
+    def forward(self, x):
+        late = self.features.get(1, 0.0)
+        return self.out(self.net(x)) + late
+
+
+class WholeOverSelf(Features):
+    """A hook in a module that is one layer closes over that."""
+
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.features = nn.Linear(6, 6), []
+            self.linear.register_forward_hook(lambda module, inputs, output: self.features.append(output))
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y + self.features.pop() if y.sum() > 0 else y - self.features.pop()
+
+    def hook(self):
+        self.features = {"none": 0.0}
+        self.part = self.Part()
+
+    def forward(self, x):
+        return super().forward(self.part(x))
+
+
+class WholeWithMethod(WholeOverSelf):
+    """Does what the refusal says."""
+
+    class Part(WholeOverSelf.Part):
+        def __init__(self):
+            super().__init__()
+            self.linear._forward_hooks.clear()
+            self.linear.register_forward_hook(self.hook)
+
+        def hook(self, module, inputs, output):
+            self.features.append(output)
+
+
+@pytest.mark.net
+def test_features_that_layers_would_not_take_are_refused():
+    with pytest.raises(ValueError, match=r"late.* uses a tensor that no call of torch's Python functions made"):
+        exact.run([task_of(Late(), batches())]).raise_failures()
+    with pytest.raises(ValueError, match=r"module part of .* is one layer, and a hook on part.linear in it .*a method"):
+        exact.run([task_of(WholeOverSelf(), batches())]).raise_failures()
+    assert_trains(WholeWithMethod)
