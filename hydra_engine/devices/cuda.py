@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,12 @@ from hydra_engine.devices.libraries import load_libraries
 from hydra_engine.devices.page_locked import PageLocked
 from hydra_engine.devices.rates import LINK_RATES, MEASURED_NOW, Ceilings, stored
 from hydra_engine.errors import DeviceFailed, DeviceLost, DeviceOutOfMemory
+from hydra_engine.system import host_threads
 from hydra_engine.trace import Trace
 from partitioners import format_bytes, parse_bytes
 from partitioners.boundary import extent_bytes
 from partitioners.plain_numbers import plain
+from partitioners.precision import DTYPES
 
 # Kernels choose by alignment, and torch's own CUDA allocator starts tensors at such addresses.
 # https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
@@ -54,6 +56,9 @@ PAGE_BYTES = 2**21
 PIECE_BYTES = 2**25
 # Copies that tell the speed of the link.
 PROBE_BYTES, NUM_PROBES = 2**26, 5
+# Products and passes over DRAM are measured so often for a plan; matrices take this part of a device's memory.
+NUM_PRODUCTS, PRODUCT_SHARE = 3, 4
+_MEASURED: dict[str, Ceilings] = {}  # by kind of device
 # Places in DRAM for what units leave are cut from page-locked regions of about so many bytes.
 PLACES_BYTES = 2**25
 # cudaErrorMemoryAllocation.
@@ -172,17 +177,37 @@ class CudaDevice(DeviceSpec):
             )
 
     def ceilings(self) -> Ceilings:
-        """Return the rates of its link: as stored, or else each direction alone, measured now."""
-        return stored(self.ceilings_name) or self._measured
+        """Return the rates of its kind: as stored, or else measured once in a process, which keeps a device busy."""
+        found = stored(self.ceilings_name)
+        if found is None and self.ceilings_name not in _MEASURED:
+            _MEASURED[self.ceilings_name] = self._measured()
+        return found or _MEASURED[self.ceilings_name]
 
-    @cached_property  # since it keeps the device from working
     def _measured(self) -> Ceilings:
+        """Return the link's rates each direction alone, those of products, and that of a pass over DRAM."""
+        from hydra_engine.devices.probe import dram_bytes_per_s, matmul_flops  # which opens devices of all kinds
+
+        host = host_threads(intra_op_threads=torch.get_num_threads(), device_nodes=[None], computes_here=False)
+        workers = host.optimizer_threads, host.optimizer_intra_op_threads
+        synchronize, most_bytes = partial(torch.cuda.synchronize, self.index), self.memory_bytes // PRODUCT_SHARE
         with torch.cuda.device(self.index):
             there = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self.torch_device)
             here = torch.empty(0, dtype=torch.uint8).set_(PageLocked(self.index).new(PROBE_BYTES))
             up, down = _copy_bytes_per_s(there, here), _copy_bytes_per_s(here, there)
-        rates = dict(zip(LINK_RATES, (up, down, up, down), strict=True))
-        return Ceilings(name=self.ceilings_name, origin=MEASURED_NOW, **rates)  # type: ignore[arg-type]
+            del there, here
+            products = {
+                precision: matmul_flops(self.torch_device, dtype, most_bytes, synchronize, NUM_PRODUCTS)
+                for precision, dtype in DTYPES.items()
+            }
+        _forget_workspaces()
+        return Ceilings(
+            name=self.ceilings_name,
+            origin=MEASURED_NOW,
+            dram_bytes_per_s=dram_bytes_per_s(*workers, NUM_PRODUCTS),
+            matmul_flops=products,
+            num_threads=workers[1],
+            **dict(zip(LINK_RATES, (up, down, up, down), strict=True)),  # type: ignore[arg-type]
+        )
 
     def numa_node(self) -> int | None:
         found = torch.cuda.get_device_properties(self.index)

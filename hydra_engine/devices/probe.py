@@ -80,7 +80,9 @@ def measure(
     link: dict[str, Any] = dict(zip(LINK_RATES, _link_rates(opened, new_host_bytes), strict=True))
     most_bytes = opened.ledger.memory_bytes // SHARE
     matmul = {
-        precision: _in_lane(opened, COMPUTE, partial(_matmul_flops, opened, dtype, most_bytes)).result()
+        precision: _in_lane(
+            opened, COMPUTE, partial(matmul_flops, opened.torch_device, dtype, most_bytes, opened.finish)
+        ).result()
         for precision, dtype in DTYPES.items()
     }
     return Ceilings(
@@ -94,7 +96,7 @@ def measure(
     )
 
 
-def dram_bytes_per_s(num_workers: int, num_threads: int) -> float:
+def dram_bytes_per_s(num_workers: int, num_threads: int, repeats: int = NUM_REPEATS) -> float:
     """Bytes read and written in a second by copies in DRAM, one in each of so many threads."""
     num_bytes = max(1, min(DRAM_BYTES, dram.available_dram_bytes() // 8) // num_workers)
     pairs = [(plain_host_bytes(num_bytes), plain_host_bytes(num_bytes)) for _ in range(num_workers)]
@@ -104,7 +106,7 @@ def dram_bytes_per_s(num_workers: int, num_threads: int) -> float:
             for copied in [pool.submit(target.copy_, source) for source, target in pairs]:
                 copied.result()
 
-        seconds = _median_s(copy_all)
+        seconds = _median_s(copy_all, repeats)
     return 2 * num_bytes * num_workers / seconds
 
 
@@ -148,30 +150,32 @@ def _both_s(opened: OpenDevice, copies: Sequence[tuple[str, Callable[[], None]]]
     return [promise.result() for promise in promises]
 
 
-def _matmul_flops(opened: OpenDevice, dtype: torch.dtype, most_bytes: int) -> float:
+def matmul_flops(
+    device: torch.device, dtype: torch.dtype, most_bytes: int, finish: Callable[[], None], repeats: int = NUM_REPEATS
+) -> float:
     """Operations per second of a product of square matrices, as large as takes MATMUL_S or fits."""
-    generator = torch.Generator(opened.torch_device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     size = SMALLEST_MATRIX
     while True:
         shape = (size, size)
-        left, right, product = (torch.empty(shape, dtype=dtype, device=opened.torch_device) for _ in range(3))
+        left, right, product = (torch.empty(shape, dtype=dtype, device=device) for _ in range(3))
         for factor in (left, right):  # of zeros, some devices make more in a second
             factor.uniform_(-1, 1, generator=generator)
 
         def multiply(factors: tuple[Tensor, Tensor] = (left, right), out: Tensor = product) -> None:
             torch.mm(*factors, out=out)
-            opened.finish()
+            finish()
 
-        seconds = _median_s(multiply)
+        seconds = _median_s(multiply, repeats)
         if seconds >= MATMUL_S or 3 * (2 * size) ** 2 * dtype.itemsize > most_bytes:
             return 2 * size**3 / seconds
         size *= 2
 
 
-def _median_s(work: Callable[[], None]) -> float:
+def _median_s(work: Callable[[], None], repeats: int = NUM_REPEATS) -> float:
     """Median seconds, after a first time that is not counted."""
     seconds = []
-    for _ in range(1 + NUM_REPEATS):
+    for _ in range(1 + repeats):
         start_s = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - start_s)

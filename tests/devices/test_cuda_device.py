@@ -5,6 +5,7 @@ of use is checked; nothing here says that CUDA itself does what is expected of i
 """
 
 import errno
+import sys
 import threading
 import weakref
 from contextlib import nullcontext
@@ -48,6 +49,19 @@ def cuda():
     with found.installed():
         yield found
     found.check_all_left_as_found()
+
+
+def test_rates_of_a_kind_of_card_are_measured_once_in_a_process(cuda, monkeypatch, tmp_path):
+    monkeypatch.setenv("HYDRA_ENGINE_CEILINGS", str(tmp_path / "none"))
+    monkeypatch.setattr("hydra_engine.devices.cuda._MEASURED", {})
+    monkeypatch.setattr(sys.modules["hydra_engine.devices.probe"], "DRAM_BYTES", 2**22)
+    state = torch.get_rng_state()
+    first = CudaDevice(0, asked(cuda, MIB)).ceilings()
+    assert set(first.matmul_flops) == {"float32", "bfloat16", "float16"}
+    assert first.dram_bytes_per_s > 0
+    monkeypatch.setattr("hydra_engine.devices.cuda.time", None)  # nothing is timed any more
+    assert CudaDevice(1, asked(cuda, MIB)).ceilings() is first
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def asked(cuda, budget_bytes):

@@ -290,10 +290,10 @@ def test_matrices_grow_until_a_product_takes_long_or_memory_ends(monkeypatch, op
 
     monkeypatch.setattr(torch, "mm", noting)
     monkeypatch.setattr(probing, "MATMUL_S", 0.0)
-    probing._matmul_flops(opened, torch.float32, 2**30)
+    probing.matmul_flops(opened.torch_device, torch.float32, 2**30, opened.finish)
     assert set(sizes) == {64}
     monkeypatch.setattr(probing, "MATMUL_S", 1e9)
-    probing._matmul_flops(opened, torch.float32, 3 * 4 * 128**2)
+    probing.matmul_flops(opened.torch_device, torch.float32, 3 * 4 * 128**2, opened.finish)
     assert set(sizes) == {64, 128}
 
 
@@ -310,7 +310,7 @@ def test_a_device_too_small_to_measure_on_is_refused():
 
 def test_dram_traffic_counts_reads_and_writes(monkeypatch):
     monkeypatch.setattr(probing, "DRAM_BYTES", 2**20)
-    monkeypatch.setattr(probing, "_median_s", lambda work: work() or 0.5)
+    monkeypatch.setattr(probing, "_median_s", lambda work, repeats: work() or 0.5)
     assert dram_bytes_per_s(4, 1) == 2 * 2**20 / 0.5
 
 
