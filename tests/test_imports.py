@@ -51,6 +51,8 @@ OPTIONAL = (
     *("IPython", "matplotlib", "optuna", "pandas", "peft", "pynvml", "ray", "rich", "shtab"),
     *("sklearn", "tensorboard", "wandb"),
 )
+# Importing torch's symbols takes a second, and most runs do without.
+TAKES_A_SECOND = ("sizes.py",)
 # Only modules of hydra_engine/integrations import these.
 INTEGRATED = ("lightning", "peft", "safetensors", "transformers")
 # The modules that may mention CUDA, streams and pinning.
@@ -200,7 +202,8 @@ def test_partitioners_never_import_the_engine():
 def test_no_import_inside_a_function():
     for path in ALL_PATHS:
         for package, line in in_functions(path):
-            assert package in OPTIONAL, f"{path}:{line}: import inside a function"
+            is_late = package == "torch" and path.name in TAKES_A_SECOND
+            assert is_late or package in OPTIONAL, f"{path}:{line}: import inside a function"
 
 
 def test_only_two_modules_mention_cuda():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import itertools
@@ -10,6 +9,7 @@ import threading
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from hydra_engine.capture.names import names_of_layers
 from hydra_engine.capture.outputs import carried
 from hydra_engine.capture.piece import Piece
 from hydra_engine.capture.shadow import Caches, Shadow, on_meta, state_of
-from hydra_engine.capture.sizes import AnySize, Recorded, stand_ins
+from hydra_engine.capture.sizes import BySize, Recorded, stand_ins
 from hydra_engine.capture.tape import (
     HERE,
     Asked,
@@ -50,10 +50,6 @@ _RANDOM_NUMBERS = (torch.rand, torch.rand_like)
 _TOLD = (*PLAIN, np.ndarray, range, slice, Enum)
 # A module with more of the model's weights than this, and modules with weights in it, is not kept whole without a word.
 MOST_KEPT = 0.8
-
-
-# Once a forward was recorded for so many sizes, it is for all sizes. That takes as long as some 20 recordings.
-NUM_RECORDED = 8
 
 
 class _OfTensor(NamedTuple):
@@ -129,10 +125,7 @@ class Programs(Shared):
         # By `narrow`: one in whose attributes forwards leave something, and why nothing may depend on that.
         self._left: dict[torch.dtype | None, tuple[Shadow, Unknown]] = {}
         self._roots: dict[Form, _Node] = {}
-        # By a form without its sizes: those that were recorded, and what was; and that for all sizes, once it is known.
-        self._seen: dict[Form, list[tuple[Sequence[Sequence[int]], str]]] = {}
-        self._any_size: dict[Form, AnySize] = {}
-        self._for_each_size: set[Form] = set()  # that have to be recorded for each
+        self._sizes = BySize()
         self.by_name: dict[str, Program] = {}
         self.kept_message = ""  # of a module that is one layer, and most of the model
         self._cuts: list[Site] | None = None
@@ -200,14 +193,14 @@ class Programs(Shared):
 
     def _made(self, form: Form, batch: _Batch) -> Program:
         kind, shapes = form.without_sizes()
-        known = self._any_size.get(kind)
-        found = None if known is None else known.at(shapes)
+        found = self._sizes.find(kind, shapes)
         if found is not None:
             program = self._cut(*found)
             self._roots[form] = _Node(program=program)
             return program
         recorded = self._record(form, batch)
-        self._note_sizes(kind, shapes, form, batch, recorded)
+        if shapes and not batch.asked and not self._kept:
+            self._sizes.note(kind, shapes, recorded, partial(self._run_on, form, batch))
         program = self._cut(*recorded)
         node = self._roots.setdefault(form, _Node())
         for asked, answer in batch.asked:
@@ -218,35 +211,14 @@ class Programs(Shared):
             self._usual.extend(answer for _, answer in batch.asked)
         return program
 
-    def _note_sizes(
-        self, kind: Form, shapes: Sequence[Sequence[int]], form: Form, batch: _Batch, recorded: Recorded
-    ) -> None:
-        """Record the forward for all sizes once it was recorded for many, if it is then the same for each of those."""
-        if batch.asked or self._kept or not shapes or kind in self._for_each_size:
-            return
-        seen = self._seen.setdefault(kind, [])
-        seen.append((shapes, recorded.text()))
-        if len(seen) % NUM_RECORDED:
-            return
-
-        def run(sizes: Sequence[Sequence[Any]]) -> Recorded:
-            shadow, bare = Shadow(self.model, form.narrow), batch.of_sizes(sizes)
-            with shadow.apart():
-                found = self._run(shadow, form, bare, Caches())
-            if bare.asked:
-                raise ValueError("a forward that asks for values")
-            return found
-
-        per_tensor = [list(zip(*column, strict=True)) for column in zip(*(each for each, _ in seen), strict=True)]
-        varies = [[len(set(sizes)) > 1 for sizes in dims] for dims in per_tensor]
-        with contextlib.suppress(Exception):  # what does not run on symbols is recorded for each size
-            found = AnySize(shapes, varies, run)
-            if all(
-                one is not None and one.text() == text for one, text in ((found.at(each), text) for each, text in seen)
-            ):
-                self._any_size[kind] = found
-                return
-        self._for_each_size.add(kind)
+    def _run_on(self, form: Form, batch: _Batch, sizes: Sequence[Sequence[Any]]) -> Recorded:
+        """Record the forward for tensors of other sizes, which may be symbols."""
+        shadow, bare = Shadow(self.model, form.narrow), batch.of_sizes(sizes)
+        with shadow.apart():
+            found = self._run(shadow, form, bare, Caches())
+        if bare.asked:
+            raise ValueError("a forward that asks for values")
+        return found
 
     def _record(self, form: Form, batch: _Batch) -> Recorded:
         caches = Caches()

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
@@ -21,8 +21,13 @@ from torch.utils import _pytree as pytree
 from hydra_engine.capture.shadow import bytes_of
 from hydra_engine.capture.tape import Call, Tape, Value, name_of, replaced
 
+# Once a forward was recorded for so many sizes, it is for all sizes. That takes as long as some 20 recordings.
+NUM_RECORDED = 8
 # Sizes of 0 and 1 are no symbols: much is otherwise for them.
 LEAST_SIZE = 2
+
+
+Shapes: TypeAlias = Sequence[Sequence[int]]  # of a batch's tensors
 
 
 class Recorded(NamedTuple):
@@ -46,9 +51,7 @@ class AnySize:
     Raises whatever torch does for a forward that it cannot run on symbols, and ValueError if some are none any more.
     """
 
-    def __init__(
-        self, shapes: Sequence[Sequence[int]], varies: Sequence[Sequence[bool]], run: Callable[..., Recorded]
-    ) -> None:
+    def __init__(self, shapes: Shapes, varies: Sequence[Sequence[bool]], run: Callable[[Any], Recorded]) -> None:
         """Run it on shapes of which some sizes vary. run: records the forward, for inputs with these symbols."""
         # torch has no public way to symbols. Importing these takes a second, which most runs do without.
         from torch._dynamo.source import ConstantSource
@@ -76,7 +79,7 @@ class AnySize:
         calls = self._recorded.tape.calls
         self._with_symbols = [k for k, call in enumerate(calls) if _has_symbols((call.args, call.kwargs))]
 
-    def at(self, shapes: Sequence[Sequence[int]]) -> Recorded | None:
+    def at(self, shapes: Shapes) -> Recorded | None:
         """Return the run for inputs of these shapes; None: it may be another one."""
         known: dict[Any, int] = {}
         for k, shape in enumerate(shapes):
@@ -120,6 +123,42 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+class BySize:
+    """What a forward was recorded as, for forms of batches that differ in their sizes alone."""
+
+    def __init__(self) -> None:
+        # By a form without its sizes: those that were recorded, and what was; and that for all sizes, once it is known.
+        self._seen: dict[Hashable, list[tuple[Shapes, str]]] = {}
+        self._known: dict[Hashable, AnySize] = {}
+        self._for_each: set[Hashable] = set()  # that have to be recorded for each
+
+    def find(self, kind: Hashable, shapes: Shapes) -> Recorded | None:
+        """Return what would be recorded for these sizes; None: it has to be."""
+        known = self._known.get(kind)
+        return None if known is None else known.at(shapes)
+
+    def note(self, kind: Hashable, shapes: Shapes, recorded: Recorded, run: Callable[[Any], Recorded]) -> None:
+        """Record the forward for all sizes once it was for many, if it is then the same for each of those.
+
+        run: records it, for shapes with symbols in them.
+        """
+        if kind in self._for_each:
+            return
+        seen = self._seen.setdefault(kind, [])
+        seen.append((shapes, recorded.text()))
+        if len(seen) % NUM_RECORDED:
+            return
+        per_tensor = [list(zip(*column, strict=True)) for column in zip(*(each for each, _ in seen), strict=True)]
+        varies = [[len(set(sizes)) > 1 for sizes in dims] for dims in per_tensor]
+        with suppress(Exception):  # what does not run on symbols is recorded for each size
+            made = AnySize(shapes, varies, run)
+            again = [made.at(each) for each, _ in seen]
+            if all(one is not None and one.text() == text for one, (_, text) in zip(again, seen, strict=True)):
+                self._known[kind] = made
+                return
+        self._for_each.add(kind)
 
 
 def _has_symbols(tree: Any) -> bool:

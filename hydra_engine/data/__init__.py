@@ -26,7 +26,7 @@ from hydra_engine.data.memory import (
 )
 from hydra_engine.data.position import Beginning, TaskPosition
 from hydra_engine.data.reader import Reader
-from hydra_engine.data.signature import NO_BATCH, Signature, resized
+from hydra_engine.data.signature import NO_BATCH, Signature
 from hydra_engine.data.streams import (
     GLOBAL_GENERATORS,
     DrawsRefused,

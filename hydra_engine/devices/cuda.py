@@ -32,7 +32,7 @@ from hydra_engine.devices.device import DeviceGenerator, DeviceSpec, OpenDevice,
 from hydra_engine.devices.lanes import COMPUTE, QUEUES, open_lanes
 from hydra_engine.devices.libraries import load_libraries
 from hydra_engine.devices.page_locked import PageLocked
-from hydra_engine.devices.rates import LINK_RATES, MEASURED_NOW, Ceilings, stored
+from hydra_engine.devices.rates import LINK_RATES, MEASURED_NOW, Ceilings, dram_bytes_per_s, matmul_flops, stored
 from hydra_engine.errors import DeviceFailed, DeviceLost, DeviceOutOfMemory
 from hydra_engine.system import host_threads
 from hydra_engine.trace import Trace
@@ -185,8 +185,6 @@ class CudaDevice(DeviceSpec):
 
     def _measured(self) -> Ceilings:
         """Return the link's rates each direction alone, those of products, and that of a pass over DRAM."""
-        from hydra_engine.devices.probe import dram_bytes_per_s, matmul_flops  # which opens devices of all kinds
-
         host = host_threads(intra_op_threads=torch.get_num_threads(), device_nodes=[None], computes_here=False)
         workers = host.optimizer_threads, host.optimizer_intra_op_threads
         synchronize, most_bytes = partial(torch.cuda.synchronize, self.index), self.memory_bytes // PRODUCT_SHARE

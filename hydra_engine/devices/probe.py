@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from functools import partial
-from statistics import median
 from threading import Barrier, Event
 from typing import Any, TypeVar
 
@@ -17,31 +14,26 @@ from torch import Tensor
 from hydra_engine.devices.choose import host_memory
 from hydra_engine.devices.device import DeviceSpec, OpenDevice
 from hydra_engine.devices.lanes import COMPUTE, LOAD, STORE, Promise
-from hydra_engine.devices.rates import LINK_RATES, Ceilings
-from hydra_engine.system import dram
+from hydra_engine.devices.rates import (
+    LINK_RATES,
+    SMALLEST_MATRIX,
+    Ceilings,
+    dram_bytes_per_s,
+    matmul_flops,
+    median_s,
+    plain_host_bytes,
+)
 from hydra_engine.trace import Trace
 from partitioners import format_bytes
 from partitioners.precision import DTYPES
 
 T = TypeVar("T")
 
-# A median of so many; what is measured was done once before.
-NUM_REPEATS = 7
 # One copy over the link: long enough that starting and awaiting it is nothing beside.
 COPY_BYTES = 2**26
-# One copy in DRAM, of all threads together: more than any cache holds.
-DRAM_BYTES = 2**29
-# A product takes so long at least: its matrices are grown until it does.
-MATMUL_S = 4e-3
-SMALLEST_MATRIX = 64
 # Of a device's memory, that one copy may take, and the matrices of a product.
 SHARE = 4
 LEAST_MEMORY_BYTES = SHARE * 3 * 4 * SMALLEST_MATRIX**2
-
-
-def plain_host_bytes(num_bytes: int) -> Tensor:
-    """Bytes of DRAM, each page of them written to."""
-    return torch.ones(num_bytes, dtype=torch.uint8)
 
 
 def probe(spec: DeviceSpec, *, num_workers: int, num_threads: int) -> Ceilings:
@@ -96,20 +88,6 @@ def measure(
     )
 
 
-def dram_bytes_per_s(num_workers: int, num_threads: int, repeats: int = NUM_REPEATS) -> float:
-    """Bytes read and written in a second by copies in DRAM, one in each of so many threads."""
-    num_bytes = max(1, min(DRAM_BYTES, dram.available_dram_bytes() // 8) // num_workers)
-    pairs = [(plain_host_bytes(num_bytes), plain_host_bytes(num_bytes)) for _ in range(num_workers)]
-    with ThreadPoolExecutor(num_workers, "hydra-probe", torch.set_num_threads, (num_threads,)) as pool:
-
-        def copy_all() -> None:
-            for copied in [pool.submit(target.copy_, source) for source, target in pairs]:
-                copied.result()
-
-        seconds = _median_s(copy_all, repeats)
-    return 2 * num_bytes * num_workers / seconds
-
-
 def _link_rates(opened: OpenDevice, new_host_bytes: Callable[[int], Tensor]) -> list[float]:
     """Bytes per second, in the order of `LINK_RATES`."""
     num_bytes = min(COPY_BYTES, opened.ledger.memory_bytes // SHARE)
@@ -118,8 +96,8 @@ def _link_rates(opened: OpenDevice, new_host_bytes: Callable[[int], Tensor]) -> 
         on_device = [slab.bytes(0, num_bytes) for slab in slabs]
         up = partial(_copy, opened, LOAD, on_device[0], new_host_bytes(num_bytes))
         down = partial(_copy, opened, STORE, new_host_bytes(num_bytes), on_device[1])
-        up_s = _in_lane(opened, LOAD, partial(_median_s, up)).result()
-        down_s = _in_lane(opened, STORE, partial(_median_s, down)).result()
+        up_s = _in_lane(opened, LOAD, partial(median_s, up)).result()
+        down_s = _in_lane(opened, STORE, partial(median_s, down)).result()
         both_up_s, both_down_s = _both_s(opened, [(LOAD, up), (STORE, down)])
     finally:
         for slab in slabs:
@@ -139,7 +117,7 @@ def _both_s(opened: OpenDevice, copies: Sequence[tuple[str, Callable[[], None]]]
     def job(k: int, copy: Callable[[], None]) -> float:
         together.wait()
         try:
-            seconds = _median_s(copy)
+            seconds = median_s(copy)
         finally:
             timed[k].set()
         while not all(each.is_set() for each in timed):
@@ -148,38 +126,6 @@ def _both_s(opened: OpenDevice, copies: Sequence[tuple[str, Callable[[], None]]]
 
     promises = [_in_lane(opened, lane, partial(job, k, copy)) for k, (lane, copy) in enumerate(copies)]
     return [promise.result() for promise in promises]
-
-
-def matmul_flops(
-    device: torch.device, dtype: torch.dtype, most_bytes: int, finish: Callable[[], None], repeats: int = NUM_REPEATS
-) -> float:
-    """Operations per second of a product of square matrices, as large as takes MATMUL_S or fits."""
-    generator = torch.Generator(device).manual_seed(0)
-    size = SMALLEST_MATRIX
-    while True:
-        shape = (size, size)
-        left, right, product = (torch.empty(shape, dtype=dtype, device=device) for _ in range(3))
-        for factor in (left, right):  # of zeros, some devices make more in a second
-            factor.uniform_(-1, 1, generator=generator)
-
-        def multiply(factors: tuple[Tensor, Tensor] = (left, right), out: Tensor = product) -> None:
-            torch.mm(*factors, out=out)
-            finish()
-
-        seconds = _median_s(multiply, repeats)
-        if seconds >= MATMUL_S or 3 * (2 * size) ** 2 * dtype.itemsize > most_bytes:
-            return 2 * size**3 / seconds
-        size *= 2
-
-
-def _median_s(work: Callable[[], None], repeats: int = NUM_REPEATS) -> float:
-    """Median seconds, after a first time that is not counted."""
-    seconds = []
-    for _ in range(1 + repeats):
-        start_s = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start_s)
-    return median(seconds[1:])
 
 
 def _in_lane(opened: OpenDevice, lane: str, work: Callable[[], T]) -> Promise[T]:

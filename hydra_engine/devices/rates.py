@@ -10,13 +10,19 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from hydra_engine.system import cache_folder, warn
+import torch
+from torch import Tensor
+
+from hydra_engine.system import cache_folder, dram, warn
 from partitioners.plain_numbers import make_plain
 
 # Names the file, where it is not to lie in the user's cache.
@@ -25,6 +31,13 @@ FORMAT, VERSION = "hydra_engine ceilings", 1
 
 _warn_once = cache(warn)  # as a warning of Python's: once for each text
 
+# A median of so many; what is measured was done once before.
+NUM_REPEATS = 7
+# One copy in DRAM, of all threads together: more than any cache holds.
+DRAM_BYTES = 2**29
+# A product takes so long at least: its matrices are grown until it does.
+MATMUL_S = 4e-3
+SMALLEST_MATRIX = 64
 # Where figures come from: given by the user, measured for this plan, or read from the file.
 STATED, MEASURED_NOW, STORED = "stated", "measured now", "stored"
 
@@ -146,3 +159,57 @@ def _entry(name: str, entry: dict[str, Any]) -> Ceilings:
     if not is_entry or not isinstance(entry["matmul_flops"], dict) or not isinstance(entry["measured"], str):
         raise ValueError(f"entry {name!r} does not have the figures of a device")
     return replace(Ceilings(**entry), origin=STORED)
+
+
+# -- measuring
+
+
+def plain_host_bytes(num_bytes: int) -> Tensor:
+    """Bytes of DRAM, each page of them written to."""
+    return torch.ones(num_bytes, dtype=torch.uint8)
+
+
+def dram_bytes_per_s(num_workers: int, num_threads: int, repeats: int = NUM_REPEATS) -> float:
+    """Bytes read and written in a second by copies in DRAM, one in each of so many threads."""
+    num_bytes = max(1, min(DRAM_BYTES, dram.available_dram_bytes() // 8) // num_workers)
+    pairs = [(plain_host_bytes(num_bytes), plain_host_bytes(num_bytes)) for _ in range(num_workers)]
+    with ThreadPoolExecutor(num_workers, "hydra-probe", torch.set_num_threads, (num_threads,)) as pool:
+
+        def copy_all() -> None:
+            for copied in [pool.submit(target.copy_, source) for source, target in pairs]:
+                copied.result()
+
+        seconds = median_s(copy_all, repeats)
+    return 2 * num_bytes * num_workers / seconds
+
+
+def matmul_flops(
+    device: torch.device, dtype: torch.dtype, most_bytes: int, finish: Callable[[], None], repeats: int = NUM_REPEATS
+) -> float:
+    """Operations per second of a product of square matrices, as large as takes MATMUL_S or fits."""
+    generator = torch.Generator(device).manual_seed(0)
+    size = SMALLEST_MATRIX
+    while True:
+        shape = (size, size)
+        left, right, product = (torch.empty(shape, dtype=dtype, device=device) for _ in range(3))
+        for factor in (left, right):  # of zeros, some devices make more in a second
+            factor.uniform_(-1, 1, generator=generator)
+
+        def multiply(factors: tuple[Tensor, Tensor] = (left, right), out: Tensor = product) -> None:
+            torch.mm(*factors, out=out)
+            finish()
+
+        seconds = median_s(multiply, repeats)
+        if seconds >= MATMUL_S or 3 * (2 * size) ** 2 * dtype.itemsize > most_bytes:
+            return 2 * size**3 / seconds
+        size *= 2
+
+
+def median_s(work: Callable[[], None], repeats: int = NUM_REPEATS) -> float:
+    """Median seconds, after a first time that is not counted."""
+    seconds = []
+    for _ in range(1 + repeats):
+        start_s = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start_s)
+    return median(seconds[1:])

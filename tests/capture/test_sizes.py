@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_engine.capture.programs import NUM_RECORDED, Programs
+from hydra_engine.capture.programs import Programs
 from hydra_engine.capture.segment import layers_of
+from hydra_engine.capture.sizes import NUM_RECORDED
 
 WIDTH = 8
 

@@ -5,7 +5,6 @@ of use is checked; nothing here says that CUDA itself does what is expected of i
 """
 
 import errno
-import sys
 import threading
 import weakref
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTas
 from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.data import memory
 from hydra_engine.data.streams import TaskGenerator
-from hydra_engine.devices import Residents
+from hydra_engine.devices import Residents, rates
 from hydra_engine.devices.choose import host_memory
 from hydra_engine.devices.lanes import COMPUTE, INPUT, LOAD, QUEUES, STORE
 from hydra_engine.errors import DeviceLost
@@ -54,7 +53,7 @@ def cuda():
 def test_rates_of_a_kind_of_card_are_measured_once_in_a_process(cuda, monkeypatch, tmp_path):
     monkeypatch.setenv("HYDRA_ENGINE_CEILINGS", str(tmp_path / "none"))
     monkeypatch.setattr("hydra_engine.devices.cuda._MEASURED", {})
-    monkeypatch.setattr(sys.modules["hydra_engine.devices.probe"], "DRAM_BYTES", 2**22)
+    monkeypatch.setattr(rates, "DRAM_BYTES", 2**22)
     state = torch.get_rng_state()
     first = CudaDevice(0, asked(cuda, MIB)).ceilings()
     assert set(first.matmul_flops) == {"float32", "bfloat16", "float16"}

@@ -49,8 +49,8 @@ def file(tmp_path, monkeypatch):
 @pytest.fixture
 def shortly(monkeypatch):
     """Little is measured."""
-    monkeypatch.setattr(probing, "DRAM_BYTES", 2**20)
-    monkeypatch.setattr(probing, "MATMUL_S", 1e-5)
+    monkeypatch.setattr(stored_ceilings, "DRAM_BYTES", 2**20)
+    monkeypatch.setattr(stored_ceilings, "MATMUL_S", 1e-5)
 
 
 # --- the file ---
@@ -238,7 +238,7 @@ def test_copies_go_through_their_lanes_alone_and_then_together(shortly):
     watched = Watched(opened)
     measure(watched, "cpu", num_workers=1, num_threads=1, new_host_bytes=plain_host_bytes)
     opened.close()
-    num = 1 + probing.NUM_REPEATS
+    num = 1 + stored_ceilings.NUM_REPEATS
     alone = [(what, lane) for lane in (LOAD, STORE) for _ in range(num) for what in ("begin", "end")]
     assert watched.log[: 4 * num] == alone
     both = [event for event in watched.log[4 * num :] if event[1] in (LOAD, STORE)]
@@ -289,11 +289,11 @@ def test_matrices_grow_until_a_product_takes_long_or_memory_ends(monkeypatch, op
         return mm(left, right, out=out)
 
     monkeypatch.setattr(torch, "mm", noting)
-    monkeypatch.setattr(probing, "MATMUL_S", 0.0)
-    probing.matmul_flops(opened.torch_device, torch.float32, 2**30, opened.finish)
+    monkeypatch.setattr(stored_ceilings, "MATMUL_S", 0.0)
+    stored_ceilings.matmul_flops(opened.torch_device, torch.float32, 2**30, opened.finish)
     assert set(sizes) == {64}
-    monkeypatch.setattr(probing, "MATMUL_S", 1e9)
-    probing.matmul_flops(opened.torch_device, torch.float32, 3 * 4 * 128**2, opened.finish)
+    monkeypatch.setattr(stored_ceilings, "MATMUL_S", 1e9)
+    stored_ceilings.matmul_flops(opened.torch_device, torch.float32, 3 * 4 * 128**2, opened.finish)
     assert set(sizes) == {64, 128}
 
 
@@ -309,8 +309,8 @@ def test_a_device_too_small_to_measure_on_is_refused():
 
 
 def test_dram_traffic_counts_reads_and_writes(monkeypatch):
-    monkeypatch.setattr(probing, "DRAM_BYTES", 2**20)
-    monkeypatch.setattr(probing, "_median_s", lambda work, repeats: work() or 0.5)
+    monkeypatch.setattr(stored_ceilings, "DRAM_BYTES", 2**20)
+    monkeypatch.setattr(stored_ceilings, "median_s", lambda work, repeats: work() or 0.5)
     assert dram_bytes_per_s(4, 1) == 2 * 2**20 / 0.5
 
 

@@ -178,7 +178,7 @@ def test_a_buffer_that_grows_past_the_device_fails_the_task_by_name(monkeypatch,
     assert trained.report.status == "failed"
     assert 3 < trained.report.steps < 40
     assert isinstance(trained.report.exception, ShardDoesNotFit)
-    names(trained.report.exception, task="grows", layer=f"layer {place} ({place})", says="buffers")
+    names(trained.report.exception, task="grows", layer=f"{place} (Bank)", says="buffers")
 
 
 @covering(strength=1, change=BOUNDED, place=[0, 3], num_devices=[1, 2])

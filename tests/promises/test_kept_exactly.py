@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.planning.cuts import Kept
+from hydra_engine.system import HostMemory
 from hydra_engine.worker.executor import UnitRunning
 from hydra_engine.worker.kept_graphs import KeptGraphs
 from hydra_engine.worker.spiller import Spiller
@@ -205,13 +206,15 @@ def test_a_task_without_room_leaves_nothing_behind():
     orchestra.generate()
     calls = []
 
-    def new_storage(num_bytes):
+    new = HostMemory.new
+
+    def fails_once(memory, num_bytes, **options):
         calls.append(num_bytes)
         if len(calls) == 1:
             raise MemoryError("no DRAM")
-        return torch.UntypedStorage(num_bytes)
+        return new(memory, num_bytes, **options)
 
-    with mock.patch("hydra_engine.system.dram.new_storage", new_storage):
+    with mock.patch.object(HostMemory, "new", fails_once):
         report = orchestra.train_models()
     assert [task.status for task in report.tasks.values()] == ["failed", "finished"]
     assert not orchestra._tasks._frozen._blocks
