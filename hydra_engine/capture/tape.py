@@ -266,7 +266,7 @@ class Values:
         return found[::-1]
 
 
-# More than 15 attributes: four are what the caller knows and decides, and the others where the run stands.
+# Past 300 lines: calls, modules and questions are recorded by the frames, values and answers of one run.
 class Tape(TorchFunctionMode):
     """Records a run of a model's forward."""
 
