@@ -110,7 +110,8 @@ class _Node:
     children: dict[Hashable, _Node] = field(default_factory=dict)
 
 
-# More than 15 attributes: six are what the model was when it was recorded, and seven what was recorded.
+# Past 300 lines: finding a program, recording it and cutting it share what is known of the model.
+# More than 15 attributes: six are what the model was when it was recorded, and eight what was recorded.
 class Programs(Shared):
     """Records a model's forward, once for each form of inputs, and finds the program for a batch. From any thread."""
 

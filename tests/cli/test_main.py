@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from hydra_engine.cli import command, main
 from hydra_engine.cli.plan import DEVICES, MOST_ROWS
+from hydra_engine.devices import rates
 from hydra_engine.devices.rates import load_all
 from hydra_engine.planning.ahead import OPTIMIZERS
 from partitioners.precision import DTYPES
@@ -441,9 +442,8 @@ def file(tmp_path, monkeypatch):
     """Where `probe` stores in this test; little is measured."""
     monkeypatch.setenv("HYDRA_ENGINE_CEILINGS", str(tmp_path / "ceilings.json"))
     monkeypatch.setattr(import_module("hydra_engine.cli.probe"), "EMULATED_BYTES", 2**20)
-    probing = import_module("hydra_engine.devices.probe")
-    monkeypatch.setattr(probing, "DRAM_BYTES", 2**20)
-    monkeypatch.setattr(probing, "MATMUL_S", 1e-5)
+    monkeypatch.setattr(rates, "DRAM_BYTES", 2**20)
+    monkeypatch.setattr(rates, "MATMUL_S", 1e-5)
     return tmp_path / "ceilings.json"
 
 
