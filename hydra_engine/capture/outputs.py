@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +14,10 @@ from partitioners.reach import PLAIN
 
 # Entries of the outputs of language models.
 _CACHES = frozenset(("past_key_values", "cache_params"))
+
+
+class UsesNotCarried(TypeError):
+    """Something reads what layers do not carry."""
 
 
 class NotCarried:
@@ -39,10 +44,10 @@ class NotCarried:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # what copies and tests ask for
             raise AttributeError(name)
-        raise TypeError(self._text)
+        raise UsesNotCarried(self._text)
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise TypeError(self._text)
+        raise UsesNotCarried(self._text)
 
     __getitem__ = __iter__ = __len__ = __call__ = __bool__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
 
@@ -56,7 +61,7 @@ def carried(output: Any) -> Any:
         output = type(output)(**{key: value for key, value in output.items() if key not in _CACHES})
     while kinds := {type(each) for each in pytree.tree_leaves(output) if _is_record(each)}:
         for kind in kinds:
-            pytree.register_dataclass(kind)
+            _register(kind)
 
     def of(path: Any, leaf: Any) -> Any:
         is_plain = isinstance(leaf, PLAIN) and not isinstance(leaf, torch.device)
@@ -71,5 +76,24 @@ def _is_record(leaf: Any) -> bool:
     return (
         dataclasses.is_dataclass(kind)
         and "__slots__" not in vars(kind)
-        and all(each.init and each.name in vars(leaf) for each in dataclasses.fields(kind))
+        and vars(leaf).keys() <= {each.name for each in dataclasses.fields(kind)}
+        and all(hasattr(leaf, each.name) for each in dataclasses.fields(kind))
+    )
+
+
+def _register(kind: type) -> None:
+    """Let pytree look into a dataclass, and make one of its fields without its own `__init__` and `__post_init__`."""
+    names = [each.name for each in dataclasses.fields(kind)]
+
+    def made(values: Iterable[Any], _: Any) -> Any:
+        found: Any = object.__new__(kind)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(found, name, value)
+        return found
+
+    pytree.register_pytree_node(
+        kind,
+        lambda found: ([getattr(found, name) for name in names], None),
+        made,
+        flatten_with_keys_fn=lambda found: ([(pytree.GetAttrKey(name), getattr(found, name)) for name in names], None),
     )

@@ -25,7 +25,7 @@ from hydra_engine.capture.cuts import Lives, choose_cuts
 from hydra_engine.capture.names import names_of_layers
 from hydra_engine.capture.outputs import carried
 from hydra_engine.capture.piece import Piece
-from hydra_engine.capture.shadow import Caches, Shadow, on_meta, state_of
+from hydra_engine.capture.shadow import Caches, Shadow, is_opaque, on_meta, state_of
 from hydra_engine.capture.sizes import BySize, Recorded, stand_ins
 from hydra_engine.capture.tape import (
     HERE,
@@ -216,9 +216,11 @@ class Programs(Shared):
         """Record the forward for tensors of other sizes, which may be symbols."""
         shadow, bare = Shadow(self.model, form.narrow), batch.of_sizes(sizes)
         with shadow.apart():
+            before = shadow.left(lambda _: False, has_kinds=True)
             found = self._run(shadow, form, bare, Caches())
-        if bare.asked:
-            raise ValueError("a forward that asks for values")
+            after = shadow.left(lambda _: False, has_kinds=True)
+        if bare.asked or any(told != before.get(where) and is_opaque(told) for where, told in after.items()):
+            raise ValueError("a forward that asks for values, or leaves what may depend on sizes")
         return found
 
     def _record(self, form: Form, batch: _Batch) -> Recorded:
@@ -255,10 +257,13 @@ class Programs(Shared):
             text = self._run(shadow, form, batch, caches).text()
             if text != recorded.text():
                 raise self._depends(owner, f"changes {named}, which its next call depends on")
-            again = _difference(
-                *({k: v for k, v in each.items() if not shadow.is_record(k)} for each in (after, left()))
-            )
-            if again:
+            # A hook may record tensors, which the same forward reads.
+            if again := _difference(
+                *(
+                    {k: v for k, v in each.items() if not (is_opaque(v) and shadow.is_record(k))}
+                    for each in (after, left())
+                )
+            ):
                 raise self._depends(
                     shadow.owner(again), f"changes {_shown(again)} with each call, which its layers would not"
                 )

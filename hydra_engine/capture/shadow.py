@@ -96,17 +96,18 @@ class Shadow:
         now = {path: _tensors(module) for path, module in self._paths.items()}
         return [path for path in now if not _are_same(now[path], self._before[path])]
 
-    def left(self, runs_as_it_is: Callable[[str], bool]) -> dict[str, str]:
+    def left(self, runs_as_it_is: Callable[[str], bool], *, has_kinds: bool = False) -> dict[str, str]:
         """Return what is in the modules' attributes, and what their closures and globals hold, by path.
 
-        Of a tensor on meta no more than that it is there. runs_as_it_is: leave out a module, by path.
+        Of a tensor on meta no more than that it is there. runs_as_it_is: leave out a module, by path. has_kinds: of
+        what is neither plain nor a tensor, tell its class.
         """
         ends = {id(module) for path, module in self._paths.items() if path and runs_as_it_is(path)}
         ends |= {id(tensor) for each in self._paths.values() for tensor in _tensors(each).values()}
         return {
             where: told
             for where, told in state_of(self.model, ends).items()
-            if not isinstance(told, _Kind) and where.rpartition(".")[2] != "training"
+            if (has_kinds or not isinstance(told, _Kind)) and where.rpartition(".")[2] != "training"
         }
 
     def is_record(self, where: str) -> bool:
@@ -163,6 +164,11 @@ class _Kind(str):
     """Tells of a value no more than of which class it is, or which code a function runs."""
 
     __slots__ = ()
+
+
+def is_opaque(told: str) -> bool:
+    """Return True if that is all that is told of a value: it is no plain one."""
+    return isinstance(told, _Kind) or told.startswith(("a tensor", "an array"))
 
 
 def state_of(model: nn.Module, besides: Collection[int]) -> dict[str, str]:

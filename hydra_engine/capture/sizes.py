@@ -7,9 +7,12 @@ https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_dy
 
 from __future__ import annotations
 
+import builtins
 import copy
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
@@ -19,13 +22,20 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.utils import _pytree as pytree
 
 from hydra_engine.capture.shadow import bytes_of
-from hydra_engine.capture.tape import Call, Tape, Value, name_of, replaced
+from hydra_engine.capture.tape import Call, Tape, is_machinery, name_of, replaced
 
 # Once a forward was recorded for so many sizes, it is for all sizes. That takes as long as some 20 recordings.
 NUM_RECORDED = 8
+# For so many sets of conditions at most.
+MOST_CONDITIONS = 4
 # Sizes of 0 and 1 are no symbols: much is otherwise for them.
 LEAST_SIZE = 2
 
+
+_MUTEX = threading.Lock()  # while symbols are watched
+# Modules between a forward and its question for a symbol's class, and its arithmetic; torch's operations are in others.
+_CLASSES = ("abc", "typing", "numbers", __name__)
+_SYMBOLS = ("torch", "torch.fx.experimental.sym_node", "torch.fx.experimental.symbolic_shapes", __name__)
 
 Shapes: TypeAlias = Sequence[Sequence[int]]  # of a batch's tensors
 
@@ -41,8 +51,7 @@ class Recorded(NamedTuple):
     def text(self) -> str:
         """Return what is run, to compare."""
         calls = [(name_of(call.func), call.args, call.kwargs, call.result) for call in self.tape.calls]
-        plain = [leaf for leaf in self.output if not isinstance(leaf, Value)]
-        return repr((calls, plain, list(map(bytes_of, self.tape.values.constants))))
+        return repr((calls, self.output, self.spec, list(map(bytes_of, self.tape.values.constants))))
 
 
 class AnySize:
@@ -71,11 +80,13 @@ class AnySize:
             [symbol((k, d), size) if varies[k][d] else size for d, size in enumerate(shape)]
             for k, shape in enumerate(shapes)
         ]
-        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment):
+        with _MUTEX, _quiet(), _watched(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment):
             self._recorded = run(sizes)
         self._conditions = list(dict.fromkeys(guard.expr for guard in environment.guards))
         if environment.deferred_runtime_asserts or any(each.is_number for each in environment.replacements.values()):
             raise ValueError("sizes that are no symbols any more")
+        for each in self._conditions:
+            _check_whole(each)
         calls = self._recorded.tape.calls
         self._with_symbols = [k for k, call in enumerate(calls) if _has_symbols((call.args, call.kwargs))]
 
@@ -125,19 +136,73 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
+@contextmanager
+def _watched() -> Iterator[None]:
+    """Refuse what a forward does with a symbol without leaving a condition: text or a float of it, or for its class.
+
+    Raises ValueError at the end as well, since the forward may catch it.
+    """
+    mine, is_instance = threading.get_ident(), builtins.isinstance
+    refused: list[str] = []
+
+    def refuse(what: str, between: tuple[str, ...] = _CLASSES) -> None:
+        if threading.get_ident() != mine:
+            return
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_globals.get("__name__", "") in between:
+            frame = frame.f_back
+        if not is_machinery(frame.f_globals.get("__name__", "")):
+            refused.append(what)
+            raise ValueError(what)
+
+    def checked(value: Any, classes: Any) -> bool:
+        found = is_instance(value, classes)
+        if is_instance(value, SymInt) and found != is_instance(0, classes):
+            refuse("the class of a size")
+        return found
+
+    def text(own: Callable[..., str]) -> Callable[..., str]:
+        def of(symbol: Any, *args: Any) -> str:
+            refuse("a size as text")
+            return own(symbol, *args)
+
+        return of
+
+    def no_float(symbol: Any, *args: Any) -> None:
+        refuse("a float made of sizes", _SYMBOLS)
+        make_float(symbol, *args)
+
+    floats: Any = SymFloat
+    make_float, names = floats.__init__, ("__str__", "__repr__", "__format__")
+    before = {name: vars(SymInt).get(name) for name in names}
+    for name in names:
+        setattr(SymInt, name, text(getattr(SymInt, name)))
+    vars(builtins)["isinstance"], floats.__init__ = checked, no_float
+    try:
+        yield
+    finally:
+        vars(builtins)["isinstance"], floats.__init__ = is_instance, make_float
+        for name, own in before.items():
+            if own is None:
+                delattr(SymInt, name)
+            else:
+                setattr(SymInt, name, own)
+    if refused:
+        raise ValueError(refused[0])
+
+
 class BySize:
     """What a forward was recorded as, for forms of batches that differ in their sizes alone."""
 
     def __init__(self) -> None:
         # By a form without its sizes: those that were recorded, and what was; and that for all sizes, once it is known.
         self._seen: dict[Hashable, list[tuple[Shapes, str]]] = {}
-        self._known: dict[Hashable, AnySize] = {}
+        self._known: dict[Hashable, list[AnySize]] = {}
         self._for_each: set[Hashable] = set()  # that have to be recorded for each
 
     def find(self, kind: Hashable, shapes: Shapes) -> Recorded | None:
         """Return what would be recorded for these sizes; None: it has to be."""
-        known = self._known.get(kind)
-        return None if known is None else known.at(shapes)
+        return next(filter(None, (each.at(shapes) for each in self._known.get(kind, ()))), None)
 
     def note(self, kind: Hashable, shapes: Shapes, recorded: Recorded, run: Callable[[Any], Recorded]) -> None:
         """Record the forward for all sizes once it was for many, if it is then the same for each of those.
@@ -150,15 +215,28 @@ class BySize:
         seen.append((shapes, recorded.text()))
         if len(seen) % NUM_RECORDED:
             return
-        per_tensor = [list(zip(*column, strict=True)) for column in zip(*(each for each, _ in seen), strict=True)]
-        varies = [[len(set(sizes)) > 1 for sizes in dims] for dims in per_tensor]
+        varies = _varying(shapes for shapes, _ in seen)
+        # Others are recorded for each anyway.
+        seen[:] = [each for each in seen if all(map(_are_symbols, each[0], varies))]
+        varies = _varying(shapes for shapes, _ in seen)
+        known = self._known.setdefault(kind, [])
         with suppress(Exception):  # what does not run on symbols is recorded for each size
-            made = AnySize(shapes, varies, run)
-            again = [made.at(each) for each, _ in seen]
-            if all(one is not None and one.text() == text for one, (_, text) in zip(again, seen, strict=True)):
-                self._known[kind] = made
+            made = AnySize(seen[-1][0], varies, run)
+            again = [(made.at(each), text) for each, text in seen]  # None: under other conditions
+            is_same = all(one is None or one.text() == text for one, text in again)
+            if is_same and again[-1][0] is not None and len(known) < MOST_CONDITIONS:
+                known.append(made)
                 return
         self._for_each.add(kind)
+
+
+def _varying(shapes: Iterable[Shapes]) -> list[list[bool]]:
+    """Return which sizes of tensors are not the same in all of these."""
+    return [[len(set(sizes)) > 1 for sizes in zip(*tensor, strict=True)] for tensor in zip(*shapes, strict=True)]
+
+
+def _are_symbols(shape: Sequence[int], varies: Sequence[bool]) -> bool:
+    return all(size >= LEAST_SIZE for size, is_symbol in zip(shape, varies, strict=True) if is_symbol)
 
 
 def _has_symbols(tree: Any) -> bool:
@@ -169,11 +247,22 @@ def _has_symbols(tree: Any) -> bool:
         nonlocal found
         if isinstance(leaf, (SymFloat, SymBool)):
             raise ValueError("numbers that are no sizes")
-        found |= any(isinstance(each, SymInt) for each in (leaf if isinstance(leaf, torch.Size) else (leaf,)))
+        for each in leaf if isinstance(leaf, torch.Size) else (leaf,):
+            if isinstance(each, SymInt):
+                found = True
+                _check_whole(each.node.expr)
         return leaf
 
     replaced(tree, look)
     return found
+
+
+def _check_whole(term: Any) -> None:
+    """Raise ValueError for a term that goes through floats, as torch's own operations may: sympy rounds otherwise."""
+    if any(each.is_Float or "Float" in type(each).__name__ or "TrueDiv" in type(each).__name__ for each in term.args):
+        raise ValueError("floats made of sizes")
+    for each in term.args:
+        _check_whole(each)
 
 
 def stand_ins(inputs: Any, sizes: Sequence[Sequence[Any]]) -> Any:

@@ -654,7 +654,7 @@ def _line() -> str:
     """Return the line of the model's code that runs: 'modeling.py:12: if x.sum() > 0:'."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_back is not None:
-        if not _is_machinery(frame.f_globals.get("__name__", "")):
+        if not is_machinery(frame.f_globals.get("__name__", "")):
             break
         frame = frame.f_back
     summary = traceback.extract_stack(frame, limit=1)[0]
@@ -691,5 +691,5 @@ def _moves_averages(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
 
 
-def _is_machinery(module: str) -> bool:
+def is_machinery(module: str) -> bool:
     return module.partition(".")[0] in ("torch", "contextlib", "functools") or module.startswith("hydra_engine.capture")

@@ -123,7 +123,10 @@ def make_states(optimizer: Optimizer, parameters: Sequence[nn.Parameter], dtype:
             names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
         else:
             names = ["momentum_buffer"] if group["momentum"] and not group["dampening"] else []
-        places = iter(new_private([parameter for parameter in mine for _ in names], dtype))
+        # As `is_moment` has it: those of numbers stay wide.
+        kinds = [dtype if p.dim() and p.dtype == torch.float32 else None for p in mine]
+        like = [torch.empty_like(p, dtype=kind, device="meta") for p, kind in zip(mine, kinds, strict=True)]
+        places = iter(new_private(each for each in like for _ in names))
         counts_in_double = torch.get_default_dtype() == torch.float64 and not group.get("fused")
         for parameter in mine if names else ():
             moments = {name: next(places) for name in names}
@@ -135,12 +138,12 @@ def make_states(optimizer: Optimizer, parameters: Sequence[nn.Parameter], dtype:
                 optimizer.state[parameter] = moments
 
 
-def new_private(like: Iterable[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+def new_private(like: Iterable[Tensor]) -> list[Tensor]:
     """Return zeros laid out as `torch.zeros_like` would, side by side in DRAM that the C library does not manage.
 
     It keeps freed blocks of up to 32 MiB, and gives small pages.
     """
-    layouts = [torch.empty_like(each, dtype=dtype, device="meta") for each in like]
+    layouts = [torch.empty_like(each, device="meta") for each in like]
     starts = list(accumulate((-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in layouts), initial=0))
     storage = HostMemory().new(starts[-1])
     return [

@@ -389,7 +389,11 @@ class TaskOptimizer:
         self.secure(shard.owned)
         slots, without = record.received(pool.owned(shard)), self._without(pool.owned(shard), record)
         new = [slot for slot in slots if not self.optimizer.state.get(slot.parameter)]
-        make_states(self.optimizer, [slot.parameter for slot in new], MOMENTS if self._narrows_moments else None)
+        make_states(
+            part_of(self.optimizer, record.groups),
+            [slot.parameter for slot in new],
+            MOMENTS if self._narrows_moments else None,
+        )
         new = [slot for slot in new if not self.optimizer.state.get(slot.parameter)]
         self._update([slot for slot in slots if slot.index in record.hooked], pool, record, None, ())
         rest = [slot for slot in slots if slot.index not in record.hooked]

@@ -39,19 +39,24 @@ class Misfit(NamedTuple):
 def has_to_fit(state: TaskState, batch: Batch, *, is_spread: bool) -> bool:
     """Return True if a batch has to be fitted before it begins. Any other is where a device has run out of memory.
 
-    is_spread: over several devices, of which one that runs out knows of its part alone.
+    is_spread: over several devices, of which one that runs out knows of its part alone. With early release, shards are
+    updated by then.
     """
     if not batch.training:
         return _sizes_of_whole(batch) in state.measured.evaluated_parts
     if batch.accumulation_steps != state.cut.num_micro_batches:
         return True
-    may_fail = is_spread or _splits_early(state, batch)
+    may_fail = is_spread or _splits_early(state, batch) or bool(state.pool.early_release)
     return may_fail and not state.measured.known.fits(True, batch.signature)
 
 
 def _splits_early(state: TaskState, batch: Batch) -> bool:
     """Return True if a batch cannot be split any more once it has begun: the next is read from where it left off."""
-    return state.observed.draws and batch.training and state.task.accumulation_steps == "auto"
+    return (
+        state.observed.draws
+        and batch.training
+        and (state.task.accumulation_steps == "auto" or batch.choice is not None)
+    )
 
 
 def _sizes_of_whole(batch: Batch) -> Hashable:

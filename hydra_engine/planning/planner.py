@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.adaptive import Adaptation
-from hydra_engine.capture import check_call
+from hydra_engine.capture import UsesNotCarried, check_call
 from hydra_engine.checkpoints import SavedTask
 from hydra_engine.data import ALIGNMENT_BYTES, Batch, Beginning, Reader, Stream, beside_loaders, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
@@ -565,7 +565,7 @@ class PlannedTask:
         try:
             return planner.plan()
         except Exception as error:
-            has_remedy = isinstance(error, LayerFault) or str(error).startswith(f"{self.name}:")
+            has_remedy = isinstance(error, (LayerFault, UsesNotCarried)) or str(error).startswith(f"{self.name}:")
             may_be_one = model.is_converted or model.has_own_forward
             is_of_layers = error is planner.fault and not isinstance(error, (DeviceLost, DeviceFailed, MemoryError))
             if not is_of_layers or (has_remedy and not may_be_one) or not self._may_try_plain():

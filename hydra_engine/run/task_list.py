@@ -291,7 +291,7 @@ class TaskList:
         """
         cut_off = self.cut_off
         for each in cut_off:
-            if each.report.steps and (found is None or each.name not in found.task_names):
+            if found is None or each.name not in found.task_names:  # its first step may have moved weights, or a loader
                 raise CheckpointError(
                     f"{each.name}: it ended at step {each.report.steps}, and nothing of it is saved, limit: a "
                     f"checkpoint to go on from; make a new orchestrator, and a new task with a new model"

@@ -75,7 +75,8 @@ def _followed(callback: Callback, live: LiveTrial, trials: Trials) -> Callback:
                 live.is_ended_by_callback = True
                 if not isinstance(error, load_optuna().TrialPruned):
                     raise
-                trials.prune(live.trial)
+                if not live.is_pruned:
+                    trials.prune(live.trial)
                 live.is_pruned = True
                 raise StopTask("it is pruned") from error
 

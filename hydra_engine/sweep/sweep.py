@@ -117,7 +117,7 @@ class Sweep:
         self._cluster = cluster
         if not callable(build_task):
             raise TypeError(f"build_task: {build_task!r} is not callable; give a function (trial) -> ModelTask")
-        num_trials, parallel, seed = map(plain, (num_trials, parallel, seed))
+        num_trials, parallel, seed, timeout = map(plain, (num_trials, parallel, seed, timeout))
         for field, number in (("num_trials", num_trials), ("parallel", parallel), ("seed", seed)):
             if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
                 raise TypeError(f"{field}: {number!r} is a {type(number).__name__}; give an int")

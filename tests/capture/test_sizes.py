@@ -1,6 +1,7 @@
 """A forward that was recorded for many sizes is not recorded for others, unless it runs otherwise for these."""
 
 import math
+import numbers
 
 import numpy as np
 import pytest
@@ -24,6 +25,15 @@ class Body(nn.Module):
 
     def forward(self, tokens, mask=None):
         return self.last(self.between(self, self.embed(tokens), mask)).mean(1)
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return {f"of {x.shape[1]}": self.linear(x)}
 
 
 def heads(model, x, mask):
@@ -83,6 +93,37 @@ def by_numpy(model, x, mask):
     return x * torch.from_numpy(np.linspace(0, 1, x.shape[1], dtype=np.float32)).view(1, -1, 1)
 
 
+def by_text(model, x, mask):
+    return x * {"30": 2.0}.get(str(x.shape[1]), 1.0)
+
+
+def by_format(model, x, mask):
+    return x * 2 if f"{x.shape[1]}" in ("30", "31") else x
+
+
+def by_text_with_care(model, x, mask):
+    try:
+        return x * {"30": 2.0}.get(str(x.shape[1]), 1.0)
+    except ValueError:
+        return x
+
+
+def by_class(model, x, mask):
+    return x * 2 if isinstance(x.shape[1], int) and x.shape[1] > 20 else x
+
+
+def by_abstract_class(model, x, mask):
+    return x * 2 if isinstance(x.shape[1], numbers.Integral) and x.shape[1] > 20 else x
+
+
+def rounded(model, x, mask):
+    return x[:, : math.ceil(x.shape[1] * 0.9 - x.shape[1] * 0.6) + 1]
+
+
+def at_most(model, x, mask):
+    return x[:, : min(x.shape[1], 12)]
+
+
 def batches(lengths, *, has_mask=False, sizes=(3,)):
     generator = torch.Generator().manual_seed(0)
     for k, length in enumerate(lengths):
@@ -127,13 +168,43 @@ def test_a_size_on_the_other_side_of_a_condition_is_recorded(monkeypatch):
     assert num_recorded(monkeypatch, long_ones, batches([*range(5, 15), 30, 18, 20, 31, 32])) == NUM_RECORDED - 1 + 3
 
 
+def test_sizes_on_both_sides_of_a_condition_have_a_recording_each(monkeypatch):
+    assert num_recorded(monkeypatch, at_most, batches(range(5, 40))) == 2 * NUM_RECORDED - 1
+
+
+def test_a_batch_of_one_sample_among_the_first_keeps_nothing_from_being_recorded_for_many(monkeypatch):
+    loader = [*batches(range(5, 8)), *batches([8], sizes=(1,)), *batches(range(9, 40))]
+    assert num_recorded(monkeypatch, heads, loader) == NUM_RECORDED - 1
+
+
+def test_names_in_an_output_that_are_made_of_sizes_are_those_of_each_batch():
+    layers = nn.Sequential(*layers_of(Named(), torch.zeros(2, 5, WIDTH)))
+    for length in range(5, 20):
+        assert [*layers(torch.zeros(2, length, WIDTH))] == [f"of {length}"]
+
+
+def test_a_forward_that_keeps_the_largest_size_is_refused(monkeypatch):
+    def longest(model, x, mask):
+        model.kind = max(model.kind or 0, x.shape[1])
+        return x * (1 + model.kind // 64)
+
+    with pytest.raises(ValueError, match="changes kind"):
+        num_recorded(monkeypatch, longest, batches([*range(5, 13), 64, 6]))
+
+
 def test_a_size_of_one_is_recorded(monkeypatch):
     assert num_recorded(monkeypatch, positions, batches([*range(5, 15), 1])) == NUM_RECORDED
 
 
-@pytest.mark.parametrize("between", [in_windows, step_by_step, scaled, averaged, by_numpy])
+@pytest.mark.parametrize(
+    "between",
+    [
+        *(in_windows, step_by_step, scaled, averaged, by_numpy, rounded),
+        *(by_text, by_format, by_text_with_care, by_class, by_abstract_class),
+    ],
+)
 def test_what_python_makes_of_sizes_is_recorded_for_each(monkeypatch, between):
-    assert num_recorded(monkeypatch, between, batches(range(5, 19))) == 13
+    assert num_recorded(monkeypatch, between, batches([*range(5, 16), 30, 31, 64])) == 13
 
 
 def test_tensors_that_are_not_contiguous_are_recorded_for_each_size(monkeypatch):

@@ -137,6 +137,21 @@ class InRecord(Two):
         return Output(super().forward(x), Cache(x))
 
 
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """Makes more of its fields as it is made, which must not be made again."""
+
+    logits: torch.Tensor
+
+    def __post_init__(self):
+        object.__setattr__(self, "logits", self.logits * 2)
+
+
+class InScaled(Two):
+    def forward(self, x):
+        return Scaled(super().forward(x))
+
+
 class InDict(Two):
     def forward(self, x):
         return {"logits": super().forward(x), "inner": {"model": self, "kind": torch.float32, "cache": Cache(x)}}
@@ -151,7 +166,9 @@ def logits(output, target):
 
 
 @pytest.mark.net
-@pytest.mark.parametrize(("make", "loss_fn"), [(InTuple, first), (InRecord, logits), (InDict, logits)])
+@pytest.mark.parametrize(
+    ("make", "loss_fn"), [(InTuple, first), (InRecord, logits), (InScaled, logits), (InDict, logits)]
+)
 def test_what_the_loss_does_not_read_need_not_be_a_tensor(make, loss_fn):
     assert_trains(make, loss_fn=loss_fn)
 
@@ -600,6 +617,36 @@ class WholeWithMethod(WholeOverSelf):
 
         def hook(self, module, inputs, output):
             self.features.append(output)
+
+
+class CountsCalls(Features):
+    """A hook counts its calls, and the forward goes by their number later on."""
+
+    def hook(self):
+        self.counter = counter = {"n": 0}
+
+        def count(module, inputs, output):
+            counter["n"] += 1
+
+        self.net[1].register_forward_hook(count)
+
+    def forward(self, x):
+        return self.out(self.net(x)) * (2 if self.counter["n"] > 30 else 1)
+
+
+class NotesShapes(NotRead):
+    """Shapes that a copy of the model would note are lost."""
+
+    def hook(self):
+        self.list = shapes = []
+        self.net[1].register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(("make", "name"), [(CountsCalls, "counter"), (NotesShapes, "list")])
+def test_a_hook_that_changes_plain_values_with_each_call_is_refused(make, name):
+    with pytest.raises(ValueError, match=f"changes {name}"):
+        exact.run([task_of(make(), batches())]).raise_failures()
 
 
 @pytest.mark.net

@@ -150,6 +150,22 @@ def test_other_states_are_left_to_the_first_step(kind, options):
     assert not optimizer.state
 
 
+def test_states_of_a_number_stay_wide_where_those_of_others_are_narrow():
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.ones(2).double())]
+    optimizer = torch.optim.Adam(parameters, 0.1)
+    make_states(optimizer, parameters, torch.bfloat16)
+    kinds = [optimizer.state[parameter]["exp_avg"].dtype for parameter in parameters]
+    assert kinds == [torch.bfloat16, torch.float32, torch.float64]
+
+
+def test_states_are_made_where_a_schedule_has_wrapped_the_step():
+    engine = ByShard(torch.optim.Adam, 0.1, [5], lr_scheduler=partial(lr_scheduler.StepLR, step_size=1))
+    engine.step([torch.ones_like(parameter) for parameter in trainable(engine.layers)])
+    states = [engine.optimizer.optimizer.state[parameter] for parameter in trainable(engine.layers)]
+    assert len({state["exp_avg"].untyped_storage().data_ptr() for state in states}) == 1
+    engine.pool.close()
+
+
 @pytest.mark.parametrize(("kind", "name"), [(torch.optim.Adam, "exp_avg"), (torch.optim.RMSprop, "square_avg")])
 def test_states_lie_side_by_side_in_memory_of_the_engines_own(kind, name):
     engine = ByShard(kind, 0.1, [5])

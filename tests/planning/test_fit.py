@@ -275,6 +275,17 @@ def test_layers_that_draw_cannot_be_split_once_the_next_batch_is_read(monkeypatc
         train(dense(draws=True), batches(32, 600, 32), "260KiB", accumulation_steps="auto")
 
 
+@pytest.mark.parametrize("memory", [2_000_000, 2_400_000])
+@pytest.mark.parametrize("options", [{"early_release": True}, {"early_release": "all"}, {"optimizer_device": "device"}])
+def test_a_larger_batch_is_fitted_before_shards_above_are_updated(memory, options):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(WIDTH, 128), *(nn.Linear(128, 128) for _ in range(4)), nn.Linear(128, 3))
+    original, loader = copy.deepcopy(model), batches(16, 16, 16, 600, 16)
+    report = train(model, loader, memory, partitioner=Presharded([4, 6]), **options)
+    assert report.status == "finished"
+    assert_as_plain(model, original, loader, report)
+
+
 def test_larger_shapes_are_not_measured_before_they_begin(monkeypatch):
     measured = []
     count = hydra_engine.planning.fit._count

@@ -663,6 +663,20 @@ def test_a_task_that_nothing_is_saved_of_does_not_begin_with_moved_weights(tmp_p
         orchestra.train_models(resume=True)
 
 
+def test_a_task_that_failed_in_its_first_step_does_not_begin_with_what_that_has_moved(tmp_path):
+    task = task_of()
+    orchestra = orchestra_of([task], tmp_path)
+    orchestra.generate()
+    task.callbacks = [FailsAfter(1)]
+    with pytest.raises(Boom):
+        orchestra.train_models()
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    orchestra.report.tasks["task"].steps = 0
+    with refused(CheckpointError, task="task", says="step 0 new"):
+        orchestra.train_models(resume=True)
+
+
 @pytest.mark.rest
 def test_a_second_call_of_an_orchestrator_goes_on_in_its_directory(tmp_path):
     orchestra = orchestra_of([task_of(name="a")], tmp_path)
