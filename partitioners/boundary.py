@@ -158,11 +158,6 @@ class Boundary(NamedTuple):
         """The same value with its tensors elsewhere."""
         return Boundary(tuple(tensors), *self[1:])
 
-    def with_numbers(self, numbers: Sequence[int]) -> Boundary:
-        """The same value with other whole numbers, in the order of its signature."""
-        others = iter(numbers)
-        return self._replace(leaves=tuple(next(others) if _is_number(leaf) else leaf for leaf in self.leaves))
-
     @property
     def num_bytes(self) -> int:
         """Bytes its tensors take once copied: strides are kept, so gaps travel too."""

@@ -376,8 +376,9 @@ class HasAuxiliary(Two):
         return self.b(self.expert(self.a(x)))
 
 
-@pytest.mark.net
-@pytest.mark.parametrize("part", [Leaves, LeavesInNone, LeavesInZero, LeavesInList])
+@pytest.mark.parametrize(
+    "part", [pytest.param(Leaves, marks=pytest.mark.net), LeavesInNone, LeavesInZero, LeavesInList]
+)
 def test_a_part_of_the_loss_in_an_attribute_is_refused_by_its_name_and_module(part):
     module = type("Net", (HasAuxiliary,), {"part": part})()
     name = "losses" if part is LeavesInList else "aux_loss"
@@ -490,8 +491,7 @@ class Repeats(DropsPath):
         return x
 
 
-@pytest.mark.net
-@pytest.mark.parametrize("part", [DropsPath, DropsInPlace, Repeats])
+@pytest.mark.parametrize("part", [pytest.param(DropsPath, marks=pytest.mark.net), DropsInPlace, Repeats])
 def test_a_block_that_decides_by_a_number_it_draws_is_one_layer(part):
     class Net(Two):
         def more(self):
@@ -571,8 +571,7 @@ class NotRead(OverList):
         return self.out(self.net(x))
 
 
-@pytest.mark.net
-@pytest.mark.parametrize("make", [OverSelf, OverList, OnOwn, NotRead])
+@pytest.mark.parametrize("make", [pytest.param(OverSelf, marks=pytest.mark.net), OverList, OnOwn, NotRead])
 def test_features_that_hooks_take_are_those_of_the_same_forward(make):
     assert_trains(make, [*batches(), *((x[:2], y[:2]) for x, y in batches())])
 
@@ -642,8 +641,9 @@ class NotesShapes(NotRead):
         self.net[1].register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
 
 
-@pytest.mark.net
-@pytest.mark.parametrize(("make", "name"), [(CountsCalls, "counter"), (NotesShapes, "list")])
+@pytest.mark.parametrize(
+    ("make", "name"), [pytest.param(CountsCalls, "counter", marks=pytest.mark.net), (NotesShapes, "list")]
+)
 def test_a_hook_that_changes_plain_values_with_each_call_is_refused(make, name):
     with pytest.raises(ValueError, match=f"changes {name}"):
         exact.run([task_of(make(), batches())]).raise_failures()

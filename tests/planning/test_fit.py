@@ -275,7 +275,7 @@ def test_layers_that_draw_cannot_be_split_once_the_next_batch_is_read(monkeypatc
         train(dense(draws=True), batches(32, 600, 32), "260KiB", accumulation_steps="auto")
 
 
-@pytest.mark.parametrize("memory", [2_000_000, 2_400_000])
+@pytest.mark.parametrize("memory", [2_000_000, pytest.param(2_400_000, marks=pytest.mark.rest)])
 @pytest.mark.parametrize("options", [{"early_release": True}, {"early_release": "all"}, {"optimizer_device": "device"}])
 def test_a_larger_batch_is_fitted_before_shards_above_are_updated(memory, options):
     torch.manual_seed(1)

@@ -170,6 +170,7 @@ def run(directory, kind, *, resume=False, epochs=2):
     return conductor.train_models(resume=resume).tasks["t"]
 
 
+@pytest.mark.rest
 def test_a_run_and_its_resume_have_the_bits_of_pythons_numbers(tmp_path):
     run(tmp_path / "a", np.int32)
     resumed, whole = run(tmp_path / "a", np.int64, resume=True, epochs=3), run(tmp_path / "b", int, epochs=3)
