@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import ismethod
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +130,21 @@ class Shard:
         return tuple(sorted({*self.borrowed.values(), *([self.index] if self.owned else ())}))
 
 
+class Labels:
+    """How the user knows layers, for messages. Refers to the model weakly: others of its structure may ask on."""
+
+    def __init__(self, shown: Callable[[str], str]) -> None:
+        """`shown`: tells it of a layer or a path in one; kept alive by its object, if it is a method."""
+        self._shown = WeakMethod(shown) if ismethod(shown) else lambda: shown
+        self._known: dict[str, str] = {}  # units ask for those of layers
+
+    def __call__(self, path: str) -> str:
+        if path not in self._known:
+            shown = self._shown()
+            self._known[path] = path if shown is None else shown(path)
+        return self._known[path]
+
+
 # More than 15 attributes: what layers hold is found in one walk through them, and never changes.
 class ModelLayout:
     """The parameters and buffers of a task in layer order; a module loss counts as part of the last layer's shard.
@@ -156,8 +173,7 @@ class ModelLayout:
         shown: tells how the user knows a layer or a path in one, for messages.
         """
         self._alignment_bytes = alignment_bytes
-        self._shown = shown
-        self._labels: dict[str, str] = {}  # that `shown` gave: units ask for those of layers
+        self.shown = Labels(shown)
         named = nn.Module() if source is None else source
         self._source_names: dict[int, list[str]] = {}  # by id, every one that a state dict has; see `_names`
         both = named.named_parameters, named.named_buffers
@@ -230,12 +246,6 @@ class ModelLayout:
         """Names of an attribute as state dicts of the model have it."""
         own = ".".join(filter(None, (self.names[layer], path, attribute)))
         return self._source_names.get(id(tensor), [own])
-
-    def shown(self, path: str) -> str:
-        """Return a layer, or a path in one, as the user knows it, for messages."""
-        if path not in self._labels:
-            self._labels[path] = self._shown(path)
-        return self._labels[path]
 
     @cached_property
     def originals(self) -> Layers:
