@@ -293,9 +293,13 @@ def chosen(choices):
     return [((x, choice), y) for (x, y), choice in zip(batches(len(choices)), choices, strict=True)]
 
 
-@pytest.mark.net
 @pytest.mark.parametrize(
-    ("make", "choices"), [(ByTask, "abab"), (ByLanguage, ["ab", "ba", "aa", "bb"]), (Adapted, "abba")]
+    ("make", "choices"),
+    [
+        pytest.param(ByTask, "abab", marks=pytest.mark.net),
+        (ByLanguage, ["ab", "ba", "aa", "bb"]),
+        (Adapted, "abba"),
+    ],
 )
 def test_batches_may_choose_between_branches(make, choices):
     assert_trains(make, chosen(choices))
@@ -454,9 +458,13 @@ class Around(nn.Module):
         return self.out(self.part_of_most(x * 2))
 
 
-@pytest.mark.net
 @pytest.mark.parametrize(
-    ("part", "line"), [(GateOfMost, r"x.sum\(\) > 0"), (Recurrent, "pack_padded_sequence"), (DropsLayers, "torch.rand")]
+    ("part", "line"),
+    [
+        pytest.param(GateOfMost, r"x.sum\(\) > 0", marks=pytest.mark.net),
+        (Recurrent, "pack_padded_sequence"),
+        (DropsLayers, "torch.rand"),
+    ],
 )
 def test_a_module_with_most_of_the_weights_is_one_layer_and_the_report_says_why(part, line):
     report = assert_trains(type("Net", (Around,), {"part": part}), batches(6))

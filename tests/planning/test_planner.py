@@ -289,7 +289,7 @@ def test_without_a_scan_longer_batches_are_made_room_for_as_they_come():
     batches = list(DataLoader(Lengths(8, 9, 40, 17, 8, 30), batch_size=1))
     report = orchestra_of(task_of(model, batches, epochs=2), memory="160KiB").train_models().tasks["gpt"]
     assert [revision.accumulation_steps for revision in report.revisions] == [1]
-    assert report.revisions[0].reason == "a batch of a larger shape came"
+    assert "is out of memory" in report.revisions[0].reason
     reference.train(original, next_byte_loss, batches, lr=1e-3, epochs=2, optimizer=torch.optim.AdamW, seed=SEED)
     assert_same_state(model.state_dict(), original.state_dict())
 

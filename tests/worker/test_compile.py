@@ -360,9 +360,9 @@ OF_CHILD = ["body._orig_mod.weight", "body._orig_mod.bias", "head.weight", "head
     ("change", "names"),
     [
         (wrapped, OWN),
-        (in_place, OWN),
+        pytest.param(in_place, OWN, marks=pytest.mark.rest),
         (with_child(wrapped), OF_CHILD),
-        (with_child(in_place), OWN),
+        pytest.param(with_child(in_place), OWN, marks=pytest.mark.rest),
         (lambda model: [wrapped(model.body), nn.ReLU(), model.head], ["0.weight", "0.bias", "2.weight", "2.bias"]),
     ],
     ids=["wrapped", "in place", "child", "child in place", "layers"],
