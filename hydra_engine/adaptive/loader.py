@@ -230,7 +230,7 @@ class AdaptiveDataLoader:
             # The pass drew its seed when it began; that torch draws one here must not move the user's generators.
             self._chunks.generator = (self.generator or torch.default_generator).clone_state()
         try:
-            with begin_workers(self):
+            with begin_workers(self.num_workers):
                 chunks = iter(self._chunks)
         finally:
             self._chunks.generator = self.generator

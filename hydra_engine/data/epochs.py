@@ -11,7 +11,7 @@ from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader, StepChoice
 from hydra_engine.data.batch import Item
 from hydra_engine.data.calls import UserCalls
 from hydra_engine.data.draws import LoaderDraws
-from hydra_engine.data.generators import putting_back, states_of
+from hydra_engine.data.generators import num_workers_of, putting_back, states_of
 from hydra_engine.data.position import (
     EpochStart,
     TaskPosition,
@@ -51,12 +51,14 @@ class _Loader:
         self.calls = calls
 
     def opened(self, stream: Stream) -> Iterator[Any]:
-        with self._asking(stream), begin_workers(self.loader):
+        with self._asking(stream), begin_workers(num_workers_of(self.loader)):
             return iter(self.loader)
 
     def pairs(self, iterator: Iterator[Any], stream: Stream) -> Iterator[Any]:
+        num_workers = num_workers_of(self.loader)  # which an __iter__ that yields begins with its first batch
         while True:
-            with self._asking(stream):
+            with self._asking(stream), begin_workers(num_workers):
+                num_workers = 0
                 try:
                     batch = next(iterator, _END)
                 except RuntimeError as error:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from hydra_engine.data.streams import copied
 
@@ -35,6 +36,11 @@ def held_by(loader: Any) -> list[Any]:
 
     walk(loader, _MAX_DEPTH)
     return list(seen.values())
+
+
+def num_workers_of(loader: Any) -> int:
+    """Return how many workers a loader begins, or the loaders that it holds: many a one is wrapped."""
+    return sum(getattr(each, "num_workers", 0) for each in (loader, *held_by(loader)) if isinstance(each, DataLoader))
 
 
 def generators_of(loader: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # what loaders keep has no public class
 
 from hydra_engine.adaptive import AdaptiveDataLoader, StepChoice
-from hydra_engine.data.generators import OPEN, held_by, same_states, set_states, states_of
+from hydra_engine.data.generators import OPEN, held_by, num_workers_of, same_states, set_states, states_of
 from hydra_engine.data.streams import RandomState, Stream, capture, copied, install, installed, random_from_state
 from hydra_engine.system import begin_workers
 
@@ -152,7 +152,7 @@ def _restored(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[It
     if begins or position.own is None:
         set_states(loader, start.generators)
     if position.own is not None or (begins and not start.has_workers):
-        with installed(stream), begin_workers(loader):
+        with installed(stream), begin_workers(num_workers_of(loader)):
             iterator = iter(loader)
         if not begins:
             stream.state = position.random
@@ -160,7 +160,7 @@ def _restored(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[It
     is_replayed = _is_by_index(loader, stream, start.generators)
     if start.has_workers and not is_replayed:
         _make_workers(loader, stream, start.generators)
-    with installed(stream), begin_workers(loader):
+    with installed(stream), begin_workers(num_workers_of(loader)):
         if is_replayed:
             iterator, drew_later = _replayed(loader, position)
         else:
@@ -295,7 +295,7 @@ def _end_workers(loader: Any) -> None:
 
 def _make_workers(loader: Any, stream: Stream, generators: tuple[Any, ...]) -> None:
     """Make those of an epoch before, for which `iter` then draws no seed. What making them draws is dropped."""
-    with installed(Stream(stream.state)), begin_workers(loader):
+    with installed(Stream(stream.state)), begin_workers(num_workers_of(loader)):
         for each in _persistent(loader):
             iter(each)
     set_states(loader, generators)

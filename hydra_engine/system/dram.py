@@ -91,14 +91,14 @@ class HostMemory:
 
 
 @contextlib.contextmanager
-def begin_workers(loader: object) -> Iterator[None]:
-    """Open a loader in the body, whose workers are forked without the DRAM that updates write to.
+def begin_workers(num_workers: int) -> Iterator[None]:
+    """Fork workers of a loader in the body without the DRAM that updates write to. num_workers: 0: it has none.
 
     Two processes share a page until one of them writes to it, which then copies it: every weight, gradient and state
     once an epoch, from large pages into small ones. Processes that anything else forks have all memory, as usual.
     """
     with _MUTEX:
-        written = list(_WRITTEN) if getattr(loader, "num_workers", 0) else []
+        written = list(_WRITTEN) if num_workers else []
     try:
         for storage in written:
             _advise(storage, 0, storage.nbytes(), "MADV_DONTFORK")

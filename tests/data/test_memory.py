@@ -101,15 +101,26 @@ class Scored(Dataset):
         return torch.ones(8) * self.model.weight.sum().item(), torch.ones(8)
 
 
+class Wrapped:
+    """A loader around another one, whose workers begin with the first batch."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        yield from self.loader
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems fork otherwise")
-@pytest.mark.parametrize("whose", ["in training", "copied", "frozen"])
+@pytest.mark.parametrize("whose", ["in training", "in training, wrapped", "copied", "frozen"])
 def test_worker_that_reads_weights_of_a_model_in_training_ends_with_a_note(whose):
     model = nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 8))
     model[0].requires_grad_(whose != "frozen")
     layer = copy.deepcopy(model)[0] if whose == "copied" else model[0]
     loader = DataLoader(Scored(layer), 2, num_workers=1)
+    loader = Wrapped(loader) if whose.endswith("wrapped") else loader
     orchestra = exact.silent([ModelTask(model, F.mse_loss, loader, 0.1, epochs=2)])
-    if whose == "in training":
+    if whose.startswith("in training"):
         with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
             orchestra.train_models()
         assert "copy.deepcopy" in caught.value.__notes__[0]

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from hydra_engine.system import HostMemory, begin_workers
 from hydra_engine.system.dram import available_dram_bytes
@@ -45,7 +44,7 @@ def test_memory_of_the_host_may_be_given_in_large_pages_and_is_not_locked():
 @pytest.mark.parametrize(("num_workers", "is_hidden"), [(2, True), (0, False)])
 def test_workers_are_forked_without_the_memory_that_is_written_to(num_workers, is_hidden):
     written, read = HostMemory().new(2**22), HostMemory().new(2**22, is_written=False)
-    with begin_workers(DataLoader([1, 2], num_workers=num_workers)):
+    with begin_workers(num_workers):
         found = [flags_of(storage) for storage in (written, read)]
     assert ["dc" in flags for flags in found] == [is_hidden, False]
     assert "dc" not in flags_of(written)
@@ -54,7 +53,7 @@ def test_workers_are_forked_without_the_memory_that_is_written_to(num_workers, i
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems fork otherwise")
 def test_processes_are_forked_with_all_memory_again_after_a_loader_that_raises():
     written = HostMemory().new(2**22)
-    with pytest.raises(KeyError), begin_workers(DataLoader([1, 2], num_workers=1)):
+    with pytest.raises(KeyError), begin_workers(1):
         raise KeyError
     assert "dc" not in flags_of(written)
 
