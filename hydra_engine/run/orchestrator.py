@@ -656,6 +656,7 @@ class ModelOrchestrator:
                     report = Report(makespan_s=0.0, tasks={}, devices=[], host=site.host, checkpoints=saved)
                 messages += [text for each in trained for text in (*each.reader.messages, *each.doubts)]
                 messages += [] if run is None else [*run.workers.messages, *run.messages]
+                messages += tasks.unclaimed(found, messages)
                 self.report = tasks.joined(report, messages)
         failed = [task for task in self.report.tasks.values() if task.status == FAILED]
         if len(failed) == len(self.report.tasks):
