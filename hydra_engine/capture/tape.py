@@ -34,6 +34,7 @@ from torch.utils._device import _device_constructors
 
 from hydra_engine.capture.shadow import Shadow, on_meta
 from partitioners.precision import is_norm
+from partitioners.profile import noted
 
 META = torch.device("meta")
 
@@ -479,7 +480,12 @@ class Tape(TorchFunctionMode):
             with torch._C.DisableTorchFunction(), self._noting():
                 return self._whole(module, path, call, args, kwargs, name)
         with self._in_frame(path, name):
-            return call(*args, **kwargs)
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:
+                if path and not isinstance(error, Unknown) and not getattr(error, "__notes__", ()):  # the innermost
+                    noted(error, f"in {path} ({type(module).__name__})")
+                raise
 
     @contextmanager
     def _in_frame(self, path: str, name: str) -> Iterator[None]:

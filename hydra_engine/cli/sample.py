@@ -104,6 +104,8 @@ def unpacked(name: str, returned: Any) -> Sample:
         raise Mistake(f"{name}: its sample batch is {_kind(batch)}, {rule}")
     if not callable(loss_fn):
         raise Mistake(f"{name}: its loss_fn is {_kind(loss_fn)}, limit: callable with (output, target); return such")
+    if isinstance(loss_fn, type):
+        raise Mistake(f"{name}: its loss_fn, {loss_fn.__name__}, is a class; return an instance of it")
     inputs, target = batch
     return Sample(model if isinstance(model, nn.Module) else list(model), inputs, target, loss_fn)
 

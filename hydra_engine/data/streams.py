@@ -111,12 +111,13 @@ def ask(method: Callable[..., Any], *args: Any) -> Any:
 
 
 def capture() -> RandomState:
-    return RandomState(ask(torch.get_rng_state), random.getstate(), np.random.get_state())
+    """The process-wide states, also in a thread whose draws go elsewhere: `torch.get_rng_state` has what stands in."""
+    return RandomState(ask(torch.default_generator.get_state), random.getstate(), np.random.get_state())
 
 
 def install(state: RandomState) -> None:
     """Make these the process-wide states."""
-    ask(torch.set_rng_state, state.torch)
+    ask(torch.default_generator.set_state, state.torch)
     random.setstate(state.python)
     np.random.set_state(state.numpy)
 

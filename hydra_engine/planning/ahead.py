@@ -240,6 +240,12 @@ def predict_training(
 
     Raises HostOutOfMemory where `dram` is too small, LayerTooLarge where `memory` is.
     """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise TypeError(
+            f"batch: a {type(batch).__name__}, limit: a pair (inputs, target); give next(iter(loader)), say"
+        )
+    if isinstance(loss_fn, type):
+        raise TypeError(f"loss_fn: {loss_fn.__name__} is a class; give an instance of it")
     for field, value, known in (("device", device, RESERVED_BYTES), ("optimizer", optimizer, OPTIMIZERS)):
         if value not in known:
             raise ValueError(f"{field}: {value!r}, known: {', '.join(map(repr, known))}")

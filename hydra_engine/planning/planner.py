@@ -820,7 +820,8 @@ class Planner:
             self._estimate.rates(device)  # layers are not timed there, but counted against them
         for training in (True, False) if self._validates else (self._trains,):
             if task.model.is_converted:
-                with self._noting_fault():
+                mode = "train()" if training else "eval()"
+                with self._noting_fault(), _noting(self._planned.name, f"as its own forward was tried in {mode}"):
                     self._check_converted(training=training)
         is_auto = task.accumulation_steps == "auto"
         is_open = is_auto and saved is None

@@ -248,7 +248,7 @@ class ModelOrchestrator:
         _refuse_autocast("add_task")
         if not isinstance(task, ModelTask):
             raise TypeError(f"tasks: {one_line(task)} is a {type(task).__name__}, not a ModelTask; make one of it")
-        with self._quotas.coming(task, quota):
+        with self._quotas.coming(task, quota), drawing_as_usual():  # its loader is read, maybe by a callback
             with self._tasks.changed_by("add_task") as tasks:
                 planned, run = tasks.made(task), self._running
                 at = (Station.WAITING,) if run is None else (Station.JOINING, Station.TRAINING)
@@ -286,7 +286,7 @@ class ModelOrchestrator:
         cores, joining, plan = site.host.bound_cores, run.joining, None
         try:
             # Bound without helpers: what begins meanwhile may be the run's.
-            with drawing_as_usual(), joining.planning(planned), bound(cores, with_helpers=False), suppress(RunOver):
+            with joining.planning(planned), bound(cores, with_helpers=False), suppress(RunOver):
                 plan = site.plan_one(planned, beside, joining.borrowed, run.workers.can_hold, run.steps_left)
                 run.workers.check_room(planned)
         except BaseException:
@@ -656,6 +656,7 @@ class ModelOrchestrator:
                     report = Report(makespan_s=0.0, tasks={}, devices=[], host=site.host, checkpoints=saved)
                 messages += [text for each in trained for text in (*each.reader.messages, *each.doubts)]
                 messages += [] if run is None else [*run.workers.messages, *run.messages]
+                messages += tasks.unclaimed(found, messages)
                 self.report = tasks.joined(report, messages)
         failed = [task for task in self.report.tasks.values() if task.status == FAILED]
         if len(failed) == len(self.report.tasks):

@@ -309,6 +309,18 @@ class TaskList:
             self.put(again or each, Station.OVER if again is None else Station.WAITING)
         return [] if found is None else [*found.messages, *_matched(found, [each.name for each in waiting])]
 
+    def unclaimed(self, found: Checkpoint | None, told: Sequence[str]) -> list[str]:
+        """Say which tasks are saved to go on, and in no run of this program; `told`: what is said already."""
+        saved = {} if found is None else found.data["tasks"]
+        names = [name for name, each in saved.items() if each["over"] is None and name not in self._stations]
+        left = ", ".join(repr(name) for name in names if not any(repr(name) in text for text in told))
+        if found is None or not left:
+            return []
+        return [
+            f"{left}: saved in {found.path} to go on, and no task has that name=; callbacks of tasks that were over "
+            f"there are told nothing: add the next task after train_models()"
+        ]
+
     def put_back(self, planned: PlannedTask, *, while_training: bool) -> PlannedTask | None:
         """A task as it goes on from what was saved of it, if something was; None where it is over."""
         name, task = planned.name, planned.task

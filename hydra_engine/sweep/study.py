@@ -6,9 +6,10 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from enum import Enum
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,6 +47,12 @@ def load_optuna() -> Any:
             "or `pip install optuna`"
         ) from error
     return optuna
+
+
+def directions_of(given: Any) -> list[str]:
+    """Return the names of one direction, or of several: strings, or Optuna's own."""
+    several = [given] if isinstance(given, (str, Enum)) or not isinstance(given, Iterable) else given
+    return [each.name.lower() if isinstance(each, Enum) else each for each in several]
 
 
 def open_study(
@@ -141,15 +148,19 @@ def _answered(job: Callable[[], T]) -> T:
 class _Stop:
     """Stands for `Study.stop` while a sweep runs: Optuna's own refuses calls from outside of `study.optimize`."""
 
-    def __init__(self, study: Any) -> None:
+    def __init__(self, study: Any, *, is_of_copy: bool = False) -> None:
         self._study = study
+        self._is_of_copy = is_of_copy
         self.is_called = False
 
     def __call__(self) -> None:
         self.is_called = True
+        if self._is_of_copy:
+            with suppress(RuntimeError):  # it does not optimize: a loss that stops the study is tried before it trains
+                type(self._study).stop(self._study)
 
     def __reduce__(self) -> Any:
-        return getattr, (self._study, "stop")  # a copy of the study has Optuna's own
+        return partial(_Stop, is_of_copy=True), (self._study,)
 
 
 class _Progress:

@@ -21,7 +21,7 @@ from hydra_engine.sweep.policy import SweepPolicy
 from hydra_engine.sweep.population import Population
 from hydra_engine.sweep.rungs import Rungs
 from hydra_engine.sweep.search import MODELS_PER_DEVICE, Search, SearchSettings
-from hydra_engine.sweep.study import Trials, fixed_trial, load_optuna, open_study
+from hydra_engine.sweep.study import Trials, directions_of, fixed_trial, load_optuna, open_study
 from hydra_engine.system import dram as host_dram
 from hydra_engine.system import process as restart
 from hydra_engine.system import warn
@@ -59,8 +59,9 @@ class Sweep:
         metric: the figure of the last validation, or of the best one where the task has `keep_best`, that is a trial's
             value: "validation_loss", or a name in the task's `metrics`; for several objectives a list, one name per
             direction. None: the validation loss.
-        direction: "minimize" or "maximize", or a list, of a study that is made here, or of one that is there already,
-            which must have the same; needed for a metric, where no `optuna.Study` is given.
+        direction: "minimize" or "maximize", or Optuna's `StudyDirection`, or a list, of a study that is made here, or
+            of one that is there already, which must have the same; needed for a metric, where no `optuna.Study` is
+            given.
         seed: of the trials' random streams.
         rungs: `Rungs(min_resource=1, reduction_factor=3)`: synchronous successive halving, instead of the study's
             pruner. A trial waits at a rung in `checkpoint_dir`, and not in DRAM, until all trials have come there.
@@ -102,7 +103,7 @@ class Sweep:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: str | int = "10min",
         metric: str | Sequence[str] | None = None,
-        direction: str | Sequence[str] | None = None,
+        direction: str | optuna.study.StudyDirection | Sequence[str | optuna.study.StudyDirection] | None = None,
         seed: int = 0,
         rungs: Rungs | None = None,
         population: Population | None = None,
@@ -130,7 +131,7 @@ class Sweep:
         if parallel is not None and parallel < 1:
             raise ValueError(f"parallel: {parallel}, limit: at least 1; None is {MODELS_PER_DEVICE} per device")
         objective = Objective.parse(metric)
-        self._directions = None if direction is None else [direction] if isinstance(direction, str) else list(direction)
+        self._directions = None if direction is None else directions_of(direction)
         if self._directions is not None and len(self._directions) != len(objective.names):
             raise ValueError(
                 f"direction: {len(self._directions)}, limit: one for each of {len(objective.names)} metrics"

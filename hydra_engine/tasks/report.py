@@ -230,8 +230,12 @@ class TaskReport:
 
     @property
     def reason(self) -> str | None:
-        """Why it ended before its last batch: the first line of what was raised, or `stop_reason`."""
-        return self.stop_reason if self.exception is None else _first_line(self.exception)
+        """Why it ended before its last batch: the first line of what was raised, and where, or `stop_reason`."""
+        if self.exception is None:
+            return self.stop_reason
+        said, where = _first_line(self.exception), (self.error or "").partition("\n")[0]
+        begins = f"{self.name} failed in "
+        return f"{said}, in {where.removeprefix(begins)}" if where.startswith(begins) else said
 
     @property
     def remarks(self) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -468,8 +468,7 @@ class UnitRunning:
         found: dict[str, float | Tensor] = {}
         for name, metric in self._executor.metrics.items():
             self._executor.current = f"metric {name}"
-            measured = metric(value, micro.target.value())
-            found[name] = _number(measured) if isinstance(measured, Tensor) else float(measured)
+            found[name] = _figure(name, metric(value, micro.target.value()))
         return found
 
     def _backward(self, value: Any, micro: MicroInput, m: int, skips: Mapping[str, Arrived], frame: Frame) -> None:
@@ -503,6 +502,21 @@ def _leaving(name: str, frame: Frame) -> Boundary:
     if name not in frame.values:
         raise KeyError(f"skips: {name!r} was put at the sample and not in this forward; put it at every forward")
     return Boundary.of(frame.values[name], f"the skip {name!r}")
+
+
+def _figure(name: str, measured: Any) -> float | Tensor:
+    """Return what a metric has returned as a number."""
+    if isinstance(measured, Tensor):
+        if measured.numel() == 1:
+            return _number(measured)
+        found = f"a tensor of shape {tuple(measured.shape)}"
+    else:
+        with suppress(TypeError, ValueError):
+            return float(measured)
+        found = f"{measured!r:.60}, a {type(measured).__name__}"
+    raise LayerFault(
+        f"metric {name!r} returned {found}, limit: one number; reduce it, for example with .float().mean()"
+    )
 
 
 def _number(value: Tensor) -> float | Tensor:

@@ -641,7 +641,8 @@ def test_what_a_callback_draws_as_its_loader_does_is_told(what, noise, others):
 def test_what_a_callback_draws_as_a_layer_does_is_told():
     layers = nn.Sequential(*model(1), Noisy())
     each = ModelTask(layers, nn.MSELoss(), Loader(), 0.05, 2, callbacks=[DrawsAtEachStep(np.random.rand)], seed=1)
-    [message] = train(each).messages
+    # A draw that meets a read of the loader leaves this in doubt, too.
+    [message] = [text for text in train(each).messages if "its callbacks" in text]
     names(message, task="task-0", says="its callbacks `numpy.random`")
 
 

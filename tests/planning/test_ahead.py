@@ -264,6 +264,17 @@ class TestPredictTraining:
             model or made, (inputs if inputs is not None else batch[0], batch[1]), loss_fn, **settings
         )
 
+    @pytest.mark.parametrize(
+        ("batch", "loss_fn", "says"),
+        [
+            ([(1, 2)] * 3, F.mse_loss, "batch: list next(iter(loader))"),
+            ((torch.ones(8, 64), torch.ones(8, 64)), nn.MSELoss, "loss_fn: MSELoss instance"),
+        ],
+    )
+    def test_what_is_no_batch_or_no_loss_is_refused(self, batch, loss_fn, says):
+        with refused(TypeError, says=says):
+            predict_training(mlp()[0], batch, loss_fn, memory="64MiB")
+
     def test_is_the_plan_of_the_command(self):
         plan = self.plan()
         assert plan == ahead(partitioner=Pilot())

@@ -198,6 +198,15 @@ def test_a_forgotten_name_is_told_and_not_said_to_be_resumed(tmp_path):
     assert "resumed" not in message
 
 
+def test_a_saved_task_that_no_task_goes_on_with_is_told(tmp_path):
+    """The second stage of a chain, which the first's `on_task_end` would add, and which is over."""
+    exact.silent([task_of(name="first"), task_of(callbacks=[Pause(5)])], checkpoint_dir=tmp_path).train_models()
+    orchestra = exact.silent([task_of(name="first")], checkpoint_dir=tmp_path)
+    names(orchestra.train_models(resume=True).messages[-1], task="'t'", says="saved name=")
+    orchestra.add_task(task_of())
+    assert not any("'t'" in text for text in orchestra.train_models(resume=True).messages)
+
+
 # Schedules, which count as the program gives them
 
 

@@ -554,6 +554,32 @@ def test_model_is_trained_on_by_another_task_from_the_end_of_its_own(callbacks):
     exact.assert_same_state(zoo.state(model), zoo.state(expected))
 
 
+class OwnForward(nn.Module):
+    """Not made of layers until its loader's first batch is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+@pytest.mark.parametrize("step", [1, "end"])
+def test_a_loader_that_is_read_where_a_callback_adds_its_task_draws_from_the_tasks_stream(step):
+    def make():
+        torch.manual_seed(1)
+        data = [(x, y) for xs, ys in batches() for x, y in zip(xs, ys, strict=True)]
+        return OwnForward(), F.cross_entropy, DataLoader(data, 5, shuffle=True)
+
+    orchestra = orchestra_of(
+        task("first", at := At(step, lambda: orchestra.add_task(ModelTask(*make(), 1e-2, 2, name="second", seed=5))))
+    )
+    report = orchestra.train_models()
+    assert at.errors == []
+    assert report.tasks["second"].losses == reference.train(*make(), seed=5, lr=1e-2, epochs=2).losses
+
+
 def test_a_loader_that_was_read_to_its_end_is_read_on():
     model, loader = half_frozen(), loader_of(3)
     head = head_of(model, at := At("end", lambda: orchestra.add_task(whole_of(model, loader))), loader=loader)

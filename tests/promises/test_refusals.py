@@ -373,17 +373,35 @@ class Numbers(Block):
         return super().forward(x) * self.runs
 
 
+class Wrong(Block):
+    """Raises at once, whatever it gets."""
+
+    def forward(self, x):
+        raise ArithmeticError("no such thing")
+
+
+class WrongInEval(Block):
+    def forward(self, x):
+        if not self.training:
+            raise ArithmeticError("no such thing")
+        return super().forward(x)
+
+
 @pytest.mark.parametrize(
     ("middle", "memory", "error", "name"),
     [
+        (Wrong, "8MiB", ArithmeticError, "in blocks.1 (Wrong)"),
+        (WrongInEval, "8MiB", ArithmeticError, "task t, as its own forward was tried in eval()"),
         (Block, "500B", ShardDoesNotFit, "t: blocks.0 (Block) needs "),
         (Block, "990B", ShardDoesNotFit, "for blocks.1 (Block) of t"),
         (Numbers, "8MiB", ValueError, "t: blocks.1 (Numbers): forward changes its attribute 'runs' "),
     ],
 )
 def test_errors_name_layers_of_an_own_forward_by_its_modules(middle, memory, error, name):
+    validation = [(torch.zeros(4, 6), torch.zeros(4, dtype=torch.long))]
+    refused_task = task(Blocks(middle()), name="t", partitioner="pilot", validation=validation)
     with pytest.raises(error) as caught:
-        exact.silent([task(Blocks(middle()), name="t", partitioner="pilot")], memory).generate()
+        exact.silent([refused_task], memory).generate()
     text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert name in text
     assert not re.search(r"Segment|Holder|\blayers? \d", text)

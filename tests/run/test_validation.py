@@ -71,6 +71,18 @@ def test_a_plain_loop_has_these_bits_if_its_validation_draws_elsewhere():
     assert other[4:] != found[4:]
 
 
+@pytest.mark.parametrize(
+    ("returned", "says"), [(lambda output: output.argmax(1), "(4,)"), (lambda output: "good", "'good'")]
+)
+def test_a_metric_that_is_no_number_is_refused_by_name(returned, says):
+    batches = [(torch.randn(4, 3), torch.arange(4) % 3)]
+    metrics = {"hits": lambda output, target: returned(output)}
+    task = ModelTask(nn.Linear(3, 3), F.cross_entropy, batches, validation=batches, metrics=metrics)
+    with refused(task="task-0", says=f"metric 'hits' {says}") as error:
+        exact.silent([task]).generate()
+    assert not hasattr(error.value, "__notes__")  # on what layers cannot do
+
+
 def noisy():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(12, 16), Noise(), nn.Dropout(0.3), nn.Tanh(), Noise(), nn.Linear(16, 5))

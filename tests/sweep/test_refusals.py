@@ -127,8 +127,9 @@ def test_a_study_of_other_directions(tmp_path):
         run(study=own, metric=["validation_loss", "accuracy"], direction=["maximize"] * 2)
     with refused(study.StudyMismatch, says="direction: ['maximize'] ['minimize']"):
         run(study=optuna.create_study(), direction="maximize")
-    with refused(says="direction: 'down' 'maximize'"):
-        run(study=optuna.create_study(), direction="down")
+    for direction in ("down", 1):
+        with refused(says=f"direction: {direction!r} 'maximize'"):
+            run(study=optuna.create_study(), direction=direction)
     with refused(says="metric: 1 2"):
         run(study=optuna.create_study(directions=["minimize"] * 2))
 
@@ -138,6 +139,7 @@ def test_the_direction_that_a_study_has_is_accepted(tmp_path):
     for direction in ("minimize", "maximize"):
         own = optuna.create_study(direction=direction)
         assert run(study=own, direction=direction, num_trials=1) is own
+        assert run(study=own, direction=own.direction, num_trials=1) is own  # Optuna's StudyDirection
     url, name = f"sqlite:///{tmp_path / 'sweep.db'}", "sweep"
     optuna.create_study(storage=url, study_name=name, direction="maximize")
     assert len(run(study=url, direction="maximize", num_trials=1).trials) == 1

@@ -627,6 +627,20 @@ def test_a_trial_stops_the_study_as_in_optuna(hook):
         study.stop()  # Optuna's own again
 
 
+def test_a_loss_that_holds_its_study_stops_it():
+    """It is tried before the trial trains, on copies of what it holds."""
+
+    def build_and_stop(trial):
+        def loss_fn(output, target):
+            trial.study.stop()
+            return F.cross_entropy(output, target)
+
+        task = build_tiny(trial)
+        return ModelTask(task.model, loss_fn, batches(1), validation=batches(1))
+
+    assert states(tiny_sweep(build_and_stop, num_trials=3, parallel=1).run()) == [COMPLETE]
+
+
 def test_trials_that_train_as_the_study_is_stopped_are_trained_to_their_end():
     have_begun = threading.Barrier(2)
 

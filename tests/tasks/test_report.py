@@ -100,6 +100,12 @@ def test_a_report_names_each_failed_task_with_the_first_line_of_its_reason():
     assert lines[7:11] == [f"{k}: failed after step 0: {reason}" for k, reason in enumerate(reasons)]
 
 
+def test_a_reason_says_where_it_failed():
+    error = "b failed in b.fb0@2, blocks.1 (Block)\nTraceback ..."
+    failed = TaskReport(name="b", seed=0, status="failed", exception=ValueError("boom"), error=error)
+    assert failed.reason == "ValueError: boom, in b.fb0@2, blocks.1 (Block)"
+
+
 @pytest.mark.parametrize("num_failed", [1, 2, 3])
 def test_the_failure_that_is_raised_names_all_others_once(num_failed):
     errors = [ValueError("first"), KeyError("second"), OSError("third\nline")][:num_failed]
