@@ -31,7 +31,7 @@ from hydra_engine.run.signals import Signals
 from hydra_engine.run.task_list import Site, Station, TaskList, one_line
 from hydra_engine.run.workers import RunOver
 from hydra_engine.schedule import Policy, checked_fairness, resolve_policy
-from hydra_engine.system import bound, host_threads, say, warn
+from hydra_engine.system import bound, host_threads, return_free_memory, say, warn
 from hydra_engine.system import dram as host_dram
 from hydra_engine.system import process as restart
 from hydra_engine.tasks import FAILED, Evaluation, EvaluationTask, ModelTask, Plan, Report
@@ -560,6 +560,7 @@ class ModelOrchestrator:
             yield
         finally:
             self._busy.release()
+            return_free_memory()  # as much as the weights, where an optimizer has made its states itself
 
     def _site(self) -> Site:
         """Check the settings of the host's threads."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import sys
 import threading
@@ -108,11 +109,16 @@ def begin_workers(num_workers: int) -> Iterator[None]:
             _advise(storage, 0, storage.nbytes(), "MADV_DOFORK")
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
 def return_free_memory() -> None:
     """Give freed memory back to the system: glibc keeps blocks of up to 32 MiB, and weights are such blocks."""
     # https://man7.org/linux/man-pages/man3/malloc_trim.3.html
     with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+        _libc().malloc_trim(0)
 
 
 class Freed:
@@ -144,7 +150,7 @@ def _advise(storage: torch.UntypedStorage, start: int, num_bytes: int, advice: s
     begin = -(-(storage.data_ptr() + start) // page) * page
     end = (storage.data_ptr() + start + num_bytes) // page * page
     if sys.platform == "linux" and end > begin:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), getattr(mmap, advice))
+        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), getattr(mmap, advice))
 
 
 def is_alone(storage: torch.UntypedStorage, parameters: Iterable[nn.Parameter]) -> bool:
