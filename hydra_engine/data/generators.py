@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hydra_engine.data.streams import copied
 
 _MAX_DEPTH = 4  # loader, batch sampler, sampler, a sampler inside that
+_MAX_ITEMS = 64  # of a container: transforms, not samples
+_EMPTY = CellType()  # a variable of a closure that has no value yet
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 OPEN = "_iterator"  # of torch's loaders with persistent workers: there or not, and nothing of it is to be put back
 
@@ -24,8 +26,8 @@ def held_by(loader: Any) -> list[Any]:
     seen: dict[int, Any] = {}
 
     def walk(holder: Any, depth: int) -> None:
-        for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
-            if name == OPEN or id(value) in seen or isinstance(value, Tensor):
+        for value in contents(holder):
+            if id(value) in seen or isinstance(value, Tensor):
                 continue
             if isinstance(value, _KINDS):
                 seen[id(value)] = value
@@ -35,6 +37,23 @@ def held_by(loader: Any) -> list[Any]:
 
     walk(loader, _MAX_DEPTH)
     return list(seen.values())
+
+
+def contents(holder: Any) -> list[Any]:
+    """Return what an object holds in attributes, and a function in its closure; small containers are opened."""
+    if isinstance(holder, nn.Module):  # whose layers hold none
+        return list(vars(holder).values())
+    found = [value for name, value in getattr(holder, "__dict__", {}).items() if name != OPEN]
+    if isinstance(holder, FunctionType):
+        found += [cell.cell_contents for cell in holder.__closure__ or () if cell != _EMPTY]
+    elif isinstance(holder, partial):
+        found += [holder.func, *holder.args, *holder.keywords.values()]
+    opened: dict[int, Any] = {}
+    for value in found:  # which grows
+        if type(value) in (list, tuple, dict) and len(value) <= _MAX_ITEMS and id(value) not in opened:
+            opened[id(value)] = value
+            found += value.values() if isinstance(value, dict) else value
+    return found
 
 
 def generators_of(loader: Any) -> list[Any]:
