@@ -42,7 +42,7 @@ def held_by(loader: Any) -> list[Any]:
 def contents(holder: Any) -> list[Any]:
     """Return what an object holds in attributes, and a function in its closure; small containers are opened."""
     if isinstance(holder, nn.Module):  # whose layers hold none
-        return list(vars(holder).values())
+        return [value for value in vars(holder).values() if not isinstance(value, dict)]
     found = [value for name, value in getattr(holder, "__dict__", {}).items() if name != OPEN]
     if isinstance(holder, FunctionType):
         found += [cell.cell_contents for cell in holder.__closure__ or () if cell != _EMPTY]
