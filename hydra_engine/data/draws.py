@@ -89,6 +89,7 @@ class LoaderDraws:
         self._outside: RandomState | None = None  # as its first read began
         self._is_passed_by = False  # somebody drew from torch in its first reads, and not by this thread
         self._threads: list[str] = []  # that it reads with
+        self._begun: set[str] = set()  # threads that were not there before its first reads
 
     @property
     def message(self) -> str | None:
@@ -117,7 +118,9 @@ class LoaderDraws:
     def reading(self, stream: Stream) -> Iterator[None]:
         """Run the body, which reads the loader; its draws move the stream."""
         self._num_reads += 1
+        others: set[threading.Thread] = set()
         if self._num_reads <= NUM_WATCHED:
+            others.update(threading.enumerate())
             self._outside = self._outside or _outside()
         if self._turn is _Company.ALONE:
             before = stream.state
@@ -132,11 +135,13 @@ class LoaderDraws:
         else:
             with self._watched(stream) if self._turn is _Company.WATCHED else self._beside(stream):
                 yield
+        if self._num_reads <= NUM_WATCHED:
+            self._begun |= {each.name for each in threading.enumerate() if each not in others}
 
     def note_threads(self, *roots: Any) -> None:
         """Look for threads that a loader, or its iterator, reads with; once it has given its first batch."""
         if self._num_reads == NUM_WATCHED:
-            self._threads = _threads_of(roots)
+            self._threads = _threads_of(roots) or sorted(self._begun)
             now = _outside()
             before = now if self._outside is None else self._outside
             is_known = bool(before.torch.numel() and now.torch.numel())

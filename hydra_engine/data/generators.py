@@ -5,17 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hydra_engine.data.streams import copied
 
 _MAX_DEPTH = 4  # loader, batch sampler, sampler, a sampler inside that
+_MAX_ITEMS = 64  # of a container: transforms, not samples
+_MAX_FOUND = 1000  # in one object: beyond that it is data
+_EMPTY = CellType()  # a variable of a closure that has no value yet
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 OPEN = "_iterator"  # of torch's loaders with persistent workers: there or not, and nothing of it is to be put back
 
@@ -25,8 +28,8 @@ def held_by(loader: Any) -> list[Any]:
     seen: dict[int, Any] = {}
 
     def walk(holder: Any, depth: int) -> None:
-        for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
-            if name == OPEN or id(value) in seen or isinstance(value, Tensor):
+        for value in contents(holder):
+            if id(value) in seen or isinstance(value, Tensor):
                 continue
             if isinstance(value, _KINDS):
                 seen[id(value)] = value
@@ -41,6 +44,25 @@ def held_by(loader: Any) -> list[Any]:
 def num_workers_of(loader: Any) -> int:
     """Return how many workers a loader begins, or the loaders that it holds: many a one is wrapped."""
     return sum(getattr(each, "num_workers", 0) for each in (loader, *held_by(loader)) if isinstance(each, DataLoader))
+
+
+def contents(holder: Any) -> list[Any]:
+    """Return what an object holds in attributes, and a function in its closure; small containers are opened."""
+    if isinstance(holder, nn.Module):  # whose layers hold none
+        return [value for value in vars(holder).values() if not isinstance(value, dict)]
+    found = [value for name, value in getattr(holder, "__dict__", {}).items() if name != OPEN]
+    if isinstance(holder, FunctionType):
+        found += [cell.cell_contents for cell in holder.__closure__ or () if cell != _EMPTY]
+    elif isinstance(holder, partial):
+        found += [holder.func, *holder.args, *holder.keywords.values()]
+    opened: dict[int, Any] = {}
+    for value in found:  # which grows
+        if len(found) > _MAX_FOUND:
+            break
+        if type(value) in (list, tuple, dict) and len(value) <= _MAX_ITEMS and id(value) not in opened:
+            opened[id(value)] = value
+            found += value.values() if isinstance(value, dict) else value
+    return found
 
 
 def generators_of(loader: Any) -> list[Any]:

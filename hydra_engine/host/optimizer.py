@@ -195,6 +195,9 @@ class TaskOptimizer:
         groups = kept_groups(self.optimizer)
         self.scheduler = task.lr_scheduler(self.optimizer) if task.lr_scheduler is not None else None
         self._settings = settings_of(task, self.optimizer, groups, self.scheduler)  # as the program makes them
+        known = {id(slot.parameter): slot.name for slot in self._slots}
+        members = [[known.get(id(p), "") for p in group["params"]] for group in self.optimizer.param_groups]
+        self._settings["members"] = members
         self._is_torchs = is_torchs(self.optimizer)
         self._schedule_epoch = 0  # that the scheduler has reached
         self.num_steps = 0  # that were committed
@@ -498,11 +501,12 @@ class TaskOptimizer:
             )
         settings = schedule.get("settings", self._settings)  # which the first checkpoints have not
         self._check_kind(settings["optimizer"])
+        _check_members(self._settings["members"], settings["members"])
         found = list(differences(self._settings, settings))
         asks = is_fork or self._task.resume_options == "program"
         keeps_own = is_fork or (asks and found != []) or any(each.what == SCHEDULE for each in found)
         # No state tells what functions of the program return; those of any schedule may know the number of epochs.
-        is_of_functions = isinstance(self.scheduler, torch.optim.lr_scheduler.LambdaLR)
+        is_of_functions = _has_functions(schedule["scheduler"])
         has_other_epochs = self.scheduler is not None and self._settings["epochs"] != settings["epochs"]
         if not keeps_own and (is_of_functions or has_other_epochs):
             self._step_schedule_anew(schedule)
@@ -547,11 +551,18 @@ class TaskOptimizer:
 
     def _step_schedule_anew(self, schedule: Mapping[str, Any]) -> None:
         """Step the program's own schedule as often as the saved one was."""
-        if schedule["num_steps"]:
+        num_steps, epoch = schedule["num_steps"], schedule["epoch"]
+        if num_steps:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as in `_count_step`
-        for _ in range(schedule["num_steps"]):
-            self._move_schedule("step")
-        self.reach_epoch(schedule["epoch"])
+        try:
+            for _ in range(num_steps):
+                self._move_schedule("step")
+            self.reach_epoch(epoch)
+        except Exception as error:
+            raise ValueError(
+                f"lr_scheduler: {type(self.scheduler).__name__} does not reach the place that was saved, after "
+                f"{num_steps} steps and {epoch} epochs ({error}); make it for all steps of the task"
+            ) from error
 
     def _take_over(self, saved: Mapping[str, Any]) -> None:
         """Take over the states of parameters, and nothing of groups."""
@@ -581,7 +592,7 @@ class TaskOptimizer:
                 if had and not needed <= had.keys():
                     raise ValueError(
                         f"optimizer: its options need the state {min(needed - had.keys())!r}, limit: what was saved, "
-                        f"which has {', '.join(sorted(had))}; fork with options that keep the same states"
+                        f"which has {', '.join(sorted(had))}; go on with options that keep the same states"
                     )
 
     def ema_state(self) -> dict[str, Tensor] | None:
@@ -590,6 +601,28 @@ class TaskOptimizer:
             return None
         averages = {id(slot.parameter): self._averages.tensors[slot.index] for slot in self._slots}
         return with_averages(self._task.model, averages)
+
+
+def _check_members(here: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> None:
+    """Refuse groups of other parameters than were saved, since states are kept by their place in the groups."""
+    places = [{name: (k, i) for k, g in enumerate(each) for i, name in enumerate(g)} for each in (here, saved)]
+    if places[0].keys() != places[1].keys():
+        return  # another model, which is refused by its own names
+    for name, place in places[0].items():
+        if place != places[1][name]:
+            (group, index), (old_group, old_index) = place, places[1][name]
+            raise ValueError(
+                f"optimizer: parameter {name} is number {index} of group {group}, and was saved as number {old_index} "
+                f"of group {old_group}, with {[len(g) for g in here]} and {[len(g) for g in saved]} parameters in "
+                f"groups; make the groups as they were, in the same order (param_groups=, optimizer=)"
+            )
+
+
+def _has_functions(state: Any) -> bool:
+    """Return True for the state of a schedule that functions of the program decide, or of several with one of them."""
+    if isinstance(state, Mapping):
+        return "lr_lambdas" in state or any(map(_has_functions, state.values()))
+    return isinstance(state, (list, tuple)) and any(map(_has_functions, state))
 
 
 def with_averages(model: nn.Module, averages: Mapping[int, Tensor]) -> dict[str, Tensor]:
@@ -602,12 +635,25 @@ def with_averages(model: nn.Module, averages: Mapping[int, Tensor]) -> dict[str,
 def make_optimizer(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     """The user's optimizer over these parameters, by name in the model's order, in the groups that are asked for."""
     options = {} if task.lr is None else {"lr": task.lr}
-    optimizer = task.optimizer(_groups(task, parameters), **options)
+    groups = _groups(task, parameters)
+    if task.lr_scheduler is not None:  # which writes to rates that are tensors, also where the optimizer is on trial
+        owned: dict[int, Any] = {}
+        options = _with_own_tensors(options, owned)
+        groups = [_with_own_tensors(each, owned) if isinstance(each, dict) else each for each in groups]
+    optimizer = task.optimizer(groups, **options)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: the factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     check_optimizer_needs_no_closure(optimizer)
     native().prepare(optimizer)
     return optimizer
+
+
+def _with_own_tensors(options: dict[str, Any], owned: dict[int, Any]) -> dict[str, Any]:
+    """Return options with copies of their tensors, one of each; `owned`: those that were copied, by id."""
+    return {
+        name: owned.setdefault(id(value), value.clone()) if isinstance(value, Tensor) else value
+        for name, value in options.items()
+    }
 
 
 def _groups(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> list[Any]:

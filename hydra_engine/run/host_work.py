@@ -39,7 +39,7 @@ from hydra_engine.schedule import (
     Update,
 )
 from hydra_engine.system import return_free_memory, warn
-from hydra_engine.tasks import AGAIN
+from hydra_engine.tasks import AGAIN, Purpose
 
 # Freed memory goes back to the system so often: what is needed again has to be taken again, page by page.
 TRIM_INTERVAL_S = 30.0
@@ -276,6 +276,7 @@ class HostWork:
                 self._workers.dismiss(task.state)
                 task.notifier.look_away()
                 doubts = task.state.observed.attributes.doubts(task.state.layout.shown)
+                doubts = [*doubts, *_of_validation(task)]
                 task.planned.doubts += [*task.notifier.messages, *(f"{task.name}: {doubt}" for doubt in doubts)]
                 with self._common.opening:  # its set-up may be at it
                     if task.figures.best is not None and not task.end.is_paused:  # which goes on from its last step
@@ -501,3 +502,16 @@ def _updated(task: RunningTask, optimizer: TaskOptimizer, shard: Shard, record: 
             raise
         return False
     return True
+
+
+def _of_validation(task: RunningTask) -> list[str]:
+    """Say that a task is through before its first validation was due: nothing was judged by one."""
+    trained, report = task.planned.task, task.report
+    is_due = trained.purpose is Purpose.TRAIN and trained.validation is not None and not report.validation_losses
+    if not is_due or task.end.ending is None or task.end.ending.kind is not EndKind.FINISHED:
+        return []
+    judged = "" if trained.keep_best is None else f", and keep_best={trained.keep_best!r} had nothing to choose by"
+    return [
+        f"no validation took place, since validation_interval is {trained.validation_interval} and the task had "
+        f"{report.steps} steps{judged}; give a smaller interval, or 'epoch'"
+    ]

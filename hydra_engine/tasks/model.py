@@ -403,6 +403,8 @@ def _has_own_forward(module: nn.Module) -> bool:
 
 def _depends_on_mode(module: nn.Module) -> bool:
     """Return True for dropout, BatchNorm and the like, unless they are made to do the same in both modes."""
+    if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+        return module.dropout > 0
     name = type(module).__name__
     switch = next((switch for kind, switch in _BY_MODE.items() if kind in name), None)
     return switch is not None and bool(getattr(module, switch, True))

@@ -46,7 +46,7 @@ def _is_partitioner(value: object) -> bool:
 
 def _is_rate(value: object) -> bool:
     # Also of numpy: a learning rate is often one of a np.logspace.
-    return isinstance(value, (Tensor, Real)) and not isinstance(value, bool)
+    return isinstance(plain(value), (Tensor, Real)) and not isinstance(value, bool)
 
 
 def _is_json(value: object) -> bool:

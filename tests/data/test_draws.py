@@ -768,8 +768,23 @@ class InAGenerator(DataLoader):
         thread.join()
 
 
+class Forgotten(DataLoader):
+    """Its thread, which waits for room, is kept nowhere."""
+
+    def __iter__(self):
+        batches, room = super().__iter__(), queue.Queue(1)
+
+        def read():
+            for each in batches:
+                room.put(each)
+            room.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        yield from iter(room.get, None)
+
+
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("kind", [DataLoaderX, InAGenerator])
+@pytest.mark.parametrize("kind", [DataLoaderX, InAGenerator, Forgotten])
 def test_a_thread_of_a_loader_that_draws_from_torch_is_told(kind, alone):
     def told(**options):
         x = torch.arange(32.0).view(16, 2)

@@ -4,6 +4,7 @@ import gc
 import itertools
 import random
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +26,7 @@ from hydra_engine.data.position import (
     LoaderPosition,
     epoch_start,
     kept_iterators,
+    numbers_of,
     position_of,
     restore,
     restore_between,
@@ -42,16 +44,20 @@ DATA = TensorDataset(torch.arange(NUM_SAMPLES), torch.arange(NUM_SAMPLES) ** 2)
 
 
 class Plain(Dataset):
-    """Counts what is loaded."""
+    """Counts what is loaded: in a dict, since a resume compares numbers in attributes."""
 
     def __init__(self):
-        self.num_loaded = 0
+        self.counts = {"loaded": 0}
+
+    @property
+    def num_loaded(self):
+        return self.counts["loaded"]
 
     def __len__(self):
         return NUM_SAMPLES
 
     def __getitem__(self, index):
-        self.num_loaded += 1
+        self.counts["loaded"] += 1
         return index
 
 
@@ -119,6 +125,32 @@ def own_generator(seed=5):
     return torch.Generator().manual_seed(seed)
 
 
+class Jitter:
+    def __init__(self, seed):
+        self.own = np.random.default_rng(seed)
+
+    def __call__(self, index):
+        return index + self.own.random()
+
+
+class Transformed(Plain):
+    """Its transforms are in a list, as `Compose` keeps them, and in a closure."""
+
+    def __init__(self):
+        super().__init__()
+        own = random.Random(4)
+        self.transforms = [Jitter(1), {"scale": Jitter(2)}["scale"], lambda index: index * own.random()]
+
+    def __getitem__(self, index):
+        for transform in self.transforms:
+            index = transform(index)
+        return index
+
+
+def noisy(samples, own):
+    return torch.tensor(samples) + own.random()
+
+
 LOADERS = {
     "in order": lambda: DataLoader(DATA, BATCH),
     "shuffled": lambda: DataLoader(DATA, BATCH, shuffle=True),
@@ -131,6 +163,8 @@ LOADERS = {
     "batch sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 5, drop_last=True)),
     "no batches": lambda: DataLoader(DATA, batch_size=None, shuffle=True),
     "iterable": lambda: DataLoader(Counting(), BATCH),
+    "transforms": lambda: DataLoader(Transformed(), BATCH, shuffle=True),
+    "collate": lambda: DataLoader(Plain(), BATCH, collate_fn=partial(noisy, own=np.random.default_rng(6))),
     "a list": lambda: [torch.tensor([k]) for k in range(7)],
     "stateful": Stateful,
 }
@@ -175,13 +209,14 @@ def seeded_stream():
 def interrupted(make, epoch, num_batches, draws=True):
     """The position in an epoch of a loop, as a checkpoint gives it back."""
     stream, loader = seeded_stream(), make()
+    unread = numbers_of(loader)
     loop(loader, stream, epoch, draws)
     held = kept_iterators(loader) if epoch else []
     start = epoch_start(loader, stream)
     with installed(stream):
         iterator = iter(loader)
     read(iterator, stream, num_batches, draws)
-    position = position_of(loader, stream, start, num_batches, held)
+    position = position_of(loader, stream, start, num_batches, held, unread)
     read(iterator, stream, 1)  # what happens after it is of no matter
     tree, tensors = flatten(position.to_state())
     return LoaderPosition.from_state(unflatten(tree, {name: each.clone() for name, each in tensors.items()}))
@@ -419,6 +454,17 @@ class InAList(Cycled):
         return itertools.islice(self.iterators[0], 6)
 
 
+class InAClosure(Cycled):
+    """Holds it in a variable that a function of its own reads."""
+
+    def __init__(self):
+        batches = self._all()
+        self.next = lambda: next(batches)
+
+    def __iter__(self):
+        return (self.next() for _ in range(6))
+
+
 class Prefetches:
     """Keeps the iterator of the epoch in progress alone, as prefetchers do."""
 
@@ -452,7 +498,7 @@ class Begins:
 
 @pytest.mark.parametrize(
     ("make", "is_told"),
-    [(MultiEpochs, True), (Cycled, True), (InAList, True), (Prefetches, False), (Begins, False)],
+    [(MultiEpochs, True), (Cycled, True), (InAList, True), (InAClosure, True), (Prefetches, False), (Begins, False)],
 )
 def test_an_iterator_that_is_kept_over_epochs_is_told_from_the_second_one_on(make, is_told):
     expected = loop(make(), seeded_stream(), 1)[0][2:]
@@ -466,6 +512,54 @@ def test_a_kept_iterator_that_was_read_in_this_process_is_told():
     loader = MultiEpochs()
     position = interrupted(lambda: loader, 0, 2)
     names(resumed(lambda: loader, position)[1], says="iterator epochs")
+
+
+@forks
+def test_the_only_iterator_of_a_loader_is_not_ended_with_its_workers():
+    class Kept(MultiEpochs):
+        def __init__(self):
+            DataLoader.__init__(self, Plain(), BATCH, num_workers=1, persistent_workers=True)
+            object.__setattr__(self, "batch_sampler", Forever(self.batch_sampler))
+            self.iterator = DataLoader.__iter__(self)
+
+    found, message, _ = resumed(Kept, interrupted(Kept, 0, 2))
+    assert found[0] == loop(Kept(), seeded_stream(), 1)[0][2:]
+    names(message, says="iterator epochs")
+
+
+class CountsEpochs(RandomSampler):
+    """Its order depends on how often it was asked for, as that of a DistributedSampler on its epoch."""
+
+    epoch = 0
+
+    def __iter__(self):
+        generator = own_generator(self.epoch)
+        self.epoch += 1
+        return iter(torch.randperm(NUM_SAMPLES, generator=generator).tolist())
+
+
+class MovesItsList(RandomSampler):
+    def __init__(self, data):
+        super().__init__(data)
+        self.order = list(range(NUM_SAMPLES))
+
+    def __iter__(self):
+        random.shuffle(self.order)
+        return iter(self.order)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [(CountsEpochs, "CountsEpochs.epoch 1 2"), (MovesItsList, "MovesItsList.order")],
+)
+def test_numbers_that_a_loader_keeps_from_epoch_to_epoch_are_compared(kind, says):
+    def make():
+        return DataLoader(DATA, BATCH, sampler=kind(DATA))
+
+    expected = loop(make(), seeded_stream(), 1)[0][2:]
+    found, message, _ = resumed(make, interrupted(make, 0, 2))
+    assert (found[0], message) == (expected, None)
+    names(resumed(make, interrupted(make, 1, 2))[1], says=says)
 
 
 @forks

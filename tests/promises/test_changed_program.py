@@ -71,6 +71,11 @@ def adamw(**options):
     return partial(torch.optim.AdamW, **options)
 
 
+def first(name):
+    """Groups of which one has a parameter of its own."""
+    return lambda each: {"lr": 1e-3} if each == name else {}
+
+
 IGNORED = {
     "lr": ({"lr": 1e-3}, "lr: 0.001 0.01"),
     "weight decay": ({"optimizer": adamw(weight_decay=0.5)}, "weight_decay: 0.5 0.01"),
@@ -96,7 +101,7 @@ def test_an_unchanged_program_has_no_message(tmp_path):
     assert resumed(tmp_path, before=options, **options)[1] == []
 
 
-@pytest.mark.parametrize("lr", [np.float32(1e-2), torch.tensor(1e-2)], ids=["NumPy", "tensor"])
+@pytest.mark.parametrize("lr", [np.float32(1e-2), np.array(1e-2), torch.tensor(1e-2)], ids=["NumPy", "array", "tensor"])
 def test_numbers_of_any_type_are_compared_by_value(tmp_path, lr):
     assert resumed(tmp_path, before={"lr": lr}, lr=lr)[1] == []
 
@@ -130,17 +135,50 @@ def test_a_schedule_may_keep_arrays_and_what_cannot_be_copied(tmp_path):
     assert rates == rates_of(Table, 16)[5:]
 
 
+FUNCTIONS = {
+    "lambda": lambda n: partial(lr_scheduler.LambdaLR, lr_lambda=lambda k: 1 / (1 + k / n)),
+    "factors": lambda n: partial(lr_scheduler.MultiplicativeLR, lr_lambda=lambda k: 1 - 1 / n),
+    "chain": lambda n: (
+        lambda optimizer: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ConstantLR(optimizer, 0.5, 3), lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k / n))]
+        )
+    ),
+}
+
+
 @pytest.mark.parametrize("num_steps", [8, 32])
-def test_a_function_of_the_program_counts_at_once(tmp_path, num_steps):
-    first, second = (partial(lr_scheduler.LambdaLR, lr_lambda=lambda k, n=n: 1 / (1 + k / n)) for n in (16, num_steps))
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_a_function_of_the_program_counts_at_once(tmp_path, kind, num_steps):
+    first, second = map(FUNCTIONS[kind], (16, num_steps))
     _, messages, rates = resumed(tmp_path, before={"lr_scheduler": first}, lr_scheduler=second)
     assert rates == rates_of(second, 16)[5:]
     names(messages[0], task="t", says="lr_scheduler program checkpoint")
 
 
+def test_a_schedule_that_ends_before_the_place_is_refused(tmp_path):
+    cycle = partial(lr_scheduler.OneCycleLR, max_lr=0.1)
+    with refused(task="t", says="OneCycleLR 12 8"):
+        before = {"lr_scheduler": partial(cycle, total_steps=17)}
+        resumed(tmp_path, step=12, before=before, lr_scheduler=partial(cycle, total_steps=8))
+
+
 def test_the_programs_options_count_where_it_asks_for_them(tmp_path):
     _, messages, rates = resumed(tmp_path, lr=1e-3, resume_options="program")
     assert (messages, set(rates)) == ([], {1e-3})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"param_groups": first("0.weight")}, {"param_groups": first("0.bias")}),
+        ({"param_groups": first("0.weight")}, {}),
+        ({}, {"optimizer": lambda parameters, lr: torch.optim.AdamW(list(parameters)[::-1], lr=lr)}),
+    ],
+    ids=["other members", "one group", "other order"],
+)
+def test_groups_of_other_parameters_are_refused_by_a_parameters_name(tmp_path, before, after):
+    with refused(task="t", says="parameter group param_groups="):
+        resumed(tmp_path, before=before, **after)
 
 
 def test_another_kind_of_optimizer_is_refused_by_both_names(tmp_path):

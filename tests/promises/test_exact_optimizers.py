@@ -60,6 +60,8 @@ NUMBERS = {
     "fused": (partial(torch.optim.AdamW, fused=True), np.float32(LR), None),
     "a table": (torch.optim.AdamW, LR, lambda k: np.linspace(1, 0.1, 9, dtype=np.float32)[k]),
     "a schedule of tensors": (torch.optim.AdamW, LR, lambda k: torch.tensor(1 - k / 9)),
+    "lr, an array": (torch.optim.AdamW, np.array(LR), None),
+    "lr, a tensor that a schedule fills": (torch.optim.AdamW, torch.tensor(LR), lambda k: 1 / (1 + k)),
 }
 
 

@@ -13,7 +13,7 @@ from hydra_engine.checkpoints.checkpoint import load_newest
 from partitioners import Presharded
 from tests import exact, reference, zoo
 from tests.covering import covering
-from tests.refused import refused
+from tests.refused import names, refused
 from tests.run.test_forget import At, raises
 
 SEED, LR, STEPS = 7, 0.02, 3
@@ -175,6 +175,14 @@ def test_what_is_no_number_is_not_the_best():
     assert [value == value for value in report.validation_losses] == [False, True, False, True, False]
     assert (report.best_step, report.best_value) == (4 * STEPS, report.validation_losses[3])
     assert_is_plain(task, 4 * STEPS)
+
+
+@pytest.mark.parametrize("interval", [STEPS, STEPS + 1])
+def test_a_task_without_a_validation_says_that_nothing_was_judged(interval):
+    messages = orchestra_of(task_of(epochs=1, validation_interval=interval)).train_models().messages
+    assert len(messages) == (interval > STEPS)
+    for each in messages:
+        names(each, task="task", says=f"validation_interval {interval} keep_best")
 
 
 def test_without_any_number_the_last_weights_stay():

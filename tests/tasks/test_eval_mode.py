@@ -66,3 +66,10 @@ def modules(*in_eval):
 )
 def test_more_than_half_of_what_depends_on_the_mode_is_told(in_eval, is_told):
     assert bool(modules(*in_eval).eval_message) == is_told
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("kind", [lambda p: nn.LSTM(4, 4, 2, dropout=p), lambda p: nn.MultiheadAttention(4, 2, p)])
+def test_layers_with_dropout_of_their_own_depend_on_it(kind, dropout):
+    layer = kind(dropout).eval()
+    assert bool(Model([nn.Linear(4, 4), layer]).eval_message) == (dropout > 0)
