@@ -1,13 +1,14 @@
 """Makes layers of a module that has a forward of its own."""
 
 from hydra_engine.capture.outputs import UsesNotCarried, carried
-from hydra_engine.capture.programs import called_with, check_call
+from hydra_engine.capture.programs import Uncut, called_with, check_call
 from hydra_engine.capture.segment import Segment, are_as_recorded, kept_message, layers_for, layers_of
 from hydra_engine.capture.shadow import state_of
 from hydra_engine.capture.tape import saved_hooks, settings
 
 __all__ = [
     "Segment",
+    "Uncut",
     "UsesNotCarried",
     "are_as_recorded",
     "called_with",

@@ -52,6 +52,22 @@ _TOLD = (*PLAIN, np.ndarray, range, slice, Enum)
 MOST_KEPT = 0.8
 
 
+class Uncut(ValueError):
+    """The model's own forward cannot be cut into layers: it would have to be one.
+
+    why: the line that stands in the way, and what it does. Raised from what the forward raises without values, if that
+    is why.
+    """
+
+    def __init__(self, model: nn.Module, why: str) -> None:
+        super().__init__(
+            f"the model's own forward ({type(model).__name__}) cannot be made layers: {why}; compute it with tensors "
+            f"alone (torch.where), take it from the batch, put that part into a module of its own, which is then one "
+            f"layer, or keep all of it as one: Model(module, whole=[''])"
+        )
+        self.why = why
+
+
 class _OfTensor(NamedTuple):
     """All of a tensor that decides what a forward runs, but for values."""
 
@@ -171,7 +187,12 @@ class Programs(Shared):
             return node.program, batch.tensors
         # In a unit that keeps or counts what autograd saves, which here is on meta.
         with self._lock, _disable_current_modes(), saved_tensors_hooks(_as_it_is, _as_it_is):
-            return self._made(form, batch), batch.tensors
+            try:
+                return self._made(form, batch), batch.tensors
+            except Uncut as error:
+                if self.is_settled and error.__cause__ is not None:
+                    raise error.__cause__ from None  # what a plain loop raises, most likely
+                raise
 
     def _look(self, inputs: Any, flags: tuple[bool, ...], narrow: torch.dtype | None = None) -> tuple[Form, _Batch]:
         leaves, spec = pytree.tree_flatten(inputs)
@@ -305,8 +326,13 @@ class Programs(Shared):
         shadow.set_modes(dict(zip(self._named, form.flags, strict=True)))
         shadow.recorder = tape.module
         try:
-            with caches.apart(), tape.recording():
-                out = carried(shadow.model(*args, **kwargs))
+            try:
+                with caches.apart(), tape.recording():
+                    out = carried(shadow.model(*args, **kwargs))
+            except Unknown:
+                raise
+            except Exception as error:
+                raise tape.raised or Uncut(self.model, f"it raises {type(error).__name__}: {error}") from error
             if tape.raised is not None:
                 raise tape.raised
             leaves, spec = pytree.tree_flatten(out)
@@ -321,16 +347,13 @@ class Programs(Shared):
         path = unknown.frame
         while path and path in self._kept:
             path = path.rpartition(".")[0]
-        if not path or (self._cuts is not None and not self._is_held_whole(path)):
-            remedy = (
-                f"keep {path} as one layer: Model(module, whole=[{path!r}])"
-                if path
-                else "put that part into a module of its own, which is then one layer, as all of it is in "
-                "nn.Sequential(model)"
-            )
+        if not path:
+            raise Uncut(self.model, f"{unknown.line} {unknown.why}")
+        if self._cuts is not None and not self._is_held_whole(path):
             raise ValueError(
                 f"the model's own forward ({type(self.model).__name__}) cannot be made layers: {unknown.line} "
-                f"{unknown.why}; compute it with tensors alone (torch.where), take it from the batch, or {remedy}"
+                f"{unknown.why}; compute it with tensors alone (torch.where), take it from the batch, or keep {path} "
+                f"as one layer: Model(module, whole=[{path!r}])"
             )
         module = self._named[path]
         is_split = any(next(child.parameters(), None) is not None for child in module.children())
@@ -415,7 +438,7 @@ class Programs(Shared):
             f"keep {around} as one layer: Model(module, whole=[{around!r}])"
             if around
             else "put the modules that it chooses between into one module, and keep that as one layer: "
-            "Model(module, whole=[its name])"
+            "Model(module, whole=[its name]), or all of the model: Model(module, whole=[''])"
         )
         raise ValueError(
             f"the model's own forward runs otherwise for this batch than for the first one, limit: batches for which "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.adaptive import Adaptation
-from hydra_engine.capture import UsesNotCarried, check_call
+from hydra_engine.capture import Uncut, UsesNotCarried, check_call
 from hydra_engine.checkpoints import SavedTask
 from hydra_engine.data import ALIGNMENT_BYTES, Batch, Beginning, Reader, Stream, beside_loaders, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
@@ -438,10 +438,12 @@ class PlannedTask:
         with _noting(name, "as its model was looked at"):
             task.model.check_hooks()
         is_unlike = task.model.is_outdated or (task.model.has_own_forward and not self._is_chain(alignment_bytes))
+        self._uncut: Uncut | None = None  # why its own forward is one layer, if it could not be cut
         if task.model.is_pending or is_unlike:
             # By the first batch, which the reader keeps for the first step.
             with _noting(name, "as its model was made into layers by its first batch"):
-                task.model.convert(self._inputs(), evaluates=task.purpose is not Purpose.TRAIN)
+                trains = task.purpose is Purpose.TRAIN
+                self._uncut = task.model.convert(self._inputs(), evaluates=not trains, may_be_one=True)
         self._alignment_bytes, self._max_devices = alignment_bytes, max_devices
         if task.model.kept_message:
             self.doubts.append(f"{name}: {task.model.kept_message}")
@@ -566,6 +568,13 @@ class PlannedTask:
             return planner.plan()
         except Exception as error:
             has_remedy = isinstance(error, (LayerFault, UsesNotCarried)) or str(error).startswith(f"{self.name}:")
+            is_refused = isinstance(error, (LayerTooLarge, ShardDoesNotFit)) or (
+                has_remedy and not isinstance(error, UsesNotCarried)
+            )
+            if is_refused and self._uncut is not None and self._uncut.__cause__ is None:
+                raise noted(self._uncut, f"task {self.name}: as one layer, {error}") from error
+            if model.one_layer_because:
+                noted(error, f"task {self.name}: {model.one_layer_because}")
             may_be_one = model.is_converted or model.has_own_forward
             is_of_layers = error is planner.fault and not isinstance(error, (DeviceLost, DeviceFailed, MemoryError))
             if not is_of_layers or (has_remedy and not may_be_one) or not self._may_try_plain():
@@ -590,7 +599,7 @@ class PlannedTask:
         for training in (True, False) if trains and task.validation is not None else (trains,):
             inputs, target = (each.value() for each in self.reader.sample(training=training).whole)
             loss_fns = [task.loss_fn, *(() if training else task.metrics.values())]
-            error = plain_error(task.model.as_one, loss_fns, inputs, target, training=training)
+            error = plain_error(task.model.as_plain, loss_fns, inputs, target, training=training)
             if error is not None:
                 return error
         return None
@@ -628,7 +637,7 @@ class PlannedTask:
         task, trains = self.task, self.task.purpose is Purpose.TRAIN
         micro_batches = self.reader.sample(training=trains).micro_batches
         inputs, target, _ = micro_batches[0]
-        if len(micro_batches) > 1 and plain_error(task.model.as_one, [task.loss_fn], inputs, target, training=trains):
+        if len(micro_batches) > 1 and plain_error(task.model.as_plain, [task.loss_fn], inputs, target, training=trains):
             return (
                 f"{plain} works, and fails on the first of the {len(micro_batches)} micro-batches that it is computed "
                 f"in; take sizes from the inputs, or leave out accumulation_steps and max_device_batch"
