@@ -87,7 +87,7 @@ def _register(kind: type) -> None:
     """Let pytree look into objects, and make one of its attributes without its own `__init__` and `__post_init__`."""
     fields = [each.name for each in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else None
 
-    def parts(found: Any) -> tuple[list[tuple[pytree.GetAttrKey, Any]], tuple[str, ...]]:
+    def parts(found: Any) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
         names = tuple(vars(found)) if fields is None else tuple(fields)
         return [(pytree.GetAttrKey(name), getattr(found, name)) for name in names], names
 

@@ -261,13 +261,6 @@ class Programs(Shared):
         def left() -> dict[str, str]:
             return shadow.left(lambda path: path in self._kept or is_leaf(self._named[path]))
 
-        for path, hook in shadow.closing.items():
-            if around := next((each for each in self._kept if f"{path}.".startswith(f"{each}.")), None):
-                raise ValueError(
-                    f"module {around} of the model is one layer, and a hook on {path} in it ({hook}) closes over a "
-                    f"module, which copies of the layer do not follow; register a method (self.hook), or take in the "
-                    f"forward what the hook takes"
-                )
         before = left()
         recorded, asked = self._run(shadow, form, batch, caches), list(batch.asked)
         for path in shadow.rebound():

@@ -568,13 +568,10 @@ class PlannedTask:
             return planner.plan()
         except Exception as error:
             has_remedy = isinstance(error, (LayerFault, UsesNotCarried)) or str(error).startswith(f"{self.name}:")
-            is_refused = isinstance(error, (LayerTooLarge, ShardDoesNotFit)) or (
-                has_remedy and not isinstance(error, UsesNotCarried)
-            )
-            if is_refused and self._uncut is not None and self._uncut.__cause__ is None:
-                raise noted(self._uncut, f"task {self.name}: as one layer, {error}") from error
-            if model.one_layer_because:
-                noted(error, f"task {self.name}: {model.one_layer_because}")
+            is_whole = self._uncut is not None and self._uncut.__cause__ is None
+            uncut = None if isinstance(error, UsesNotCarried) or not is_whole else self._uncut
+            if uncut is not None and (has_remedy or isinstance(error, (LayerTooLarge, ShardDoesNotFit))):
+                raise noted(uncut, f"task {self.name}: as one layer, {error}") from error
             may_be_one = model.is_converted or model.has_own_forward
             is_of_layers = error is planner.fault and not isinstance(error, (DeviceLost, DeviceFailed, MemoryError))
             if not is_of_layers or (has_remedy and not may_be_one) or not self._may_try_plain():
@@ -582,8 +579,12 @@ class PlannedTask:
             raised = self._plain_error()
             if raised is None and may_be_one and (plan := self._plan_as_one_layer(target, error)) is not None:
                 return plan
+            if raised is None and uncut is not None:
+                raise noted(uncut, f"task {self.name}: as one layer, {type(error).__name__}: {error}") from error
             if not has_remedy:
                 noted(error, f"task {self.name}: a plain {self._beside_plain(error, raised)}")
+            if model.one_layer_because:
+                noted(error, f"task {self.name}: {model.one_layer_because}")
             raise
 
     def _may_try_plain(self) -> bool:
