@@ -5,6 +5,7 @@ from hydra_engine.capture.programs import Uncut, called_with, check_call
 from hydra_engine.capture.segment import Segment, are_as_recorded, kept_message, layers_for, layers_of
 from hydra_engine.capture.shadow import state_of
 from hydra_engine.capture.tape import saved_hooks, settings
+from hydra_engine.capture.whole import draw_apart_in
 
 __all__ = [
     "Segment",
@@ -14,6 +15,7 @@ __all__ = [
     "called_with",
     "carried",
     "check_call",
+    "draw_apart_in",
     "kept_message",
     "layers_for",
     "layers_of",

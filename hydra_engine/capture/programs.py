@@ -40,7 +40,7 @@ from hydra_engine.capture.tape import (
     is_leaf,
     replaced,
 )
-from hydra_engine.capture.whole import WholeModules
+from hydra_engine.capture.whole import WholeModules, apart_from_draws
 from partitioners.reach import PLAIN, Shared
 
 # A number that the forward draws and compares: what holds for both ends of its range holds for it.
@@ -186,7 +186,7 @@ class Programs(Shared):
         if node is not None and node.program is not None:
             return node.program, batch.tensors
         # In a unit that keeps or counts what autograd saves, which here is on meta.
-        with self._lock, _disable_current_modes(), saved_tensors_hooks(_as_it_is, _as_it_is):
+        with self._lock, _disable_current_modes(), saved_tensors_hooks(_as_it_is, _as_it_is), apart_from_draws():
             try:
                 return self._made(form, batch), batch.tensors
             except Uncut as error:
@@ -532,7 +532,7 @@ class _Batch:
             args, kwargs = replaced((call.args, call.kwargs), resolved)
             return call.func(*args, **kwargs)
 
-        with torch.no_grad():
+        with torch.no_grad(), apart_from_draws():
             for call in asked.calls:
                 found = run(call)
                 if call.draws:

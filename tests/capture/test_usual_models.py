@@ -771,3 +771,28 @@ def test_a_forward_that_cannot_be_cut_is_one_layer_and_the_report_says_why(make,
 @pytest.mark.net
 def test_a_module_that_freezes_weights_for_a_while_is_one_layer():
     assert_trains(HasFreezes, loss_fn=to_itself)
+
+
+class GateWithDropout(nn.Module):
+    """Decides by a value that it computes, so that it runs to be recorded, and draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(6, 6), nn.Dropout(0.5)
+
+    def forward(self, x):
+        x = self.dropout(self.linear(x))
+        return x if x.sum() > 0 else -x
+
+
+class HasDroppingGate(Two):
+    def more(self):
+        self.gate = GateWithDropout()
+
+    def forward(self, x):
+        return self.b(self.gate(self.a(x)).relu())
+
+
+@pytest.mark.net
+def test_a_batch_of_another_shape_is_recorded_without_the_tasks_random_numbers():
+    assert_trains(HasDroppingGate, [(x[:n], y[:n]) for n, (x, y) in zip((4, 3, 2), batches(), strict=True)])
