@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from partitioners.cost import ChangesParameters
 from partitioners.precision import DTYPES, cast, compute_norms_in_float32, kept_parameters
-from partitioners.reach import reach
+from partitioners.reach import follow_hooks, reach
 
 # Types of globals in which a function may count or gather values.
 KEEPERS = (bool, int, float, str, list, dict, set)
@@ -62,6 +62,7 @@ class Copies:
             if isinstance(value, Tensor) and not value.is_leaf and id(value) not in memo:
                 memo[id(value)] = self._tensor(value)
         copied = copy.deepcopy(part, memo)
+        follow_hooks(copied, memo)
         if narrow:
             compute_norms_in_float32(copied, self.dtype)
         return copied

@@ -11,9 +11,10 @@ import sysconfig
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FunctionType,
     GeneratorType,
@@ -32,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from partitioners.skips import Skips
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Shared:
@@ -104,6 +106,34 @@ def reach(
         (copied if is_copied else shared).extend(_each(where, _copied_by(value), ends))
         if not copied_only:
             shared.extend(_each(where, _shared_by(value, plain=plain), ends))
+
+
+def follow_hooks(copied: nn.Module, copies: Mapping[int, Any]) -> None:
+    """Let the hooks of a copy's modules close over copies, by id, of what those of the module close over."""
+    for module in copied.modules():
+        for hooks in (vars(module).get(kind, {}) for kind in _HOOKS):
+            for key, hook in hooks.items():
+                hooks[key], _ = following(hook, copies)
+
+
+def following(hook: Any, copies: Mapping[int, Any]) -> tuple[Any, list[Any]]:
+    """Return a hook that closes over copies, by id, of what it closes over, and those; the same if there are none."""
+    if not isinstance(hook, FunctionType):  # copies of methods and partial functions are those of what they hold
+        return hook, []
+    cells, found = [], []
+    for cell in hook.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not assigned yet
+            value = None
+        made = copies.get(id(value), value)
+        cells.append(cell if made is value else CellType(made))
+        found += [] if made is value else [made]
+    if not found:
+        return hook, []
+    made = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, tuple(cells))
+    made.__kwdefaults__ = hook.__kwdefaults__
+    return made, found
 
 
 def _each(where: str, found: Iterator[tuple[str, object]], ends: tuple[type, ...]) -> Iterator[tuple[str, object]]:

@@ -28,8 +28,8 @@ class NotCarried:
     def __init__(self, where: str, value: object) -> None:
         self._text = (
             f"output{where} of the model's own forward is a {type(value).__name__}, which layers do not carry, limit: "
-            f"tensors, numbers, strings, and tuples, lists, dicts and dataclasses of them; let the forward return the "
-            f"tensors in it that are needed"
+            f"tensors, numbers, strings, distributions, and tuples, lists, dicts and dataclasses of them; let the "
+            f"forward return the tensors in it that are needed"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -71,8 +71,10 @@ def carried(output: Any) -> Any:
 
 
 def _is_record(leaf: Any) -> bool:
-    """Return True for an object of a dataclass that is made of its fields alone."""
+    """Return True for an object of a dataclass that is made of its fields alone, and for a distribution of torch's."""
     kind = type(leaf)
+    if isinstance(leaf, torch.distributions.Distribution):
+        return True
     return (
         dataclasses.is_dataclass(kind)
         and "__slots__" not in vars(kind)
@@ -82,18 +84,21 @@ def _is_record(leaf: Any) -> bool:
 
 
 def _register(kind: type) -> None:
-    """Let pytree look into a dataclass, and make one of its fields without its own `__init__` and `__post_init__`."""
-    names = [each.name for each in dataclasses.fields(kind)]
+    """Let pytree look into objects, and make one of its attributes without its own `__init__` and `__post_init__`."""
+    fields = [each.name for each in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else None
 
-    def made(values: Iterable[Any], _: Any) -> Any:
+    def parts(found: Any) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        names = tuple(vars(found)) if fields is None else tuple(fields)
+        return [(pytree.GetAttrKey(name), getattr(found, name)) for name in names], names
+
+    def flat(found: Any) -> tuple[list[Any], tuple[str, ...]]:
+        values, names = parts(found)
+        return [value for _, value in values], names
+
+    def made(values: Iterable[Any], names: tuple[str, ...]) -> Any:
         found: Any = object.__new__(kind)
         for name, value in zip(names, values, strict=True):
             object.__setattr__(found, name, value)
         return found
 
-    pytree.register_pytree_node(
-        kind,
-        lambda found: ([getattr(found, name) for name in names], None),
-        made,
-        flatten_with_keys_fn=lambda found: ([(pytree.GetAttrKey(name), getattr(found, name)) for name in names], None),
-    )
+    pytree.register_pytree_node(kind, flat, made, flatten_with_keys_fn=parts)

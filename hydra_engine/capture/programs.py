@@ -40,7 +40,7 @@ from hydra_engine.capture.tape import (
     is_leaf,
     replaced,
 )
-from hydra_engine.capture.whole import WholeModules
+from hydra_engine.capture.whole import WholeModules, apart_from_draws
 from partitioners.reach import PLAIN, Shared
 
 # A number that the forward draws and compares: what holds for both ends of its range holds for it.
@@ -50,6 +50,22 @@ _RANDOM_NUMBERS = (torch.rand, torch.rand_like)
 _TOLD = (*PLAIN, np.ndarray, range, slice, Enum)
 # A module with more of the model's weights than this, and modules with weights in it, is not kept whole without a word.
 MOST_KEPT = 0.8
+
+
+class Uncut(ValueError):
+    """The model's own forward cannot be cut into layers: it would have to be one.
+
+    why: the line that stands in the way, and what it does. Raised from what the forward raises without values, if that
+    is why.
+    """
+
+    def __init__(self, model: nn.Module, why: str) -> None:
+        super().__init__(
+            f"the model's own forward ({type(model).__name__}) cannot be made layers: {why}; compute it with tensors "
+            f"alone (torch.where), take it from the batch, put that part into a module of its own, which is then one "
+            f"layer, or keep all of it as one: Model(module, whole=[''])"
+        )
+        self.why = why
 
 
 class _OfTensor(NamedTuple):
@@ -170,8 +186,13 @@ class Programs(Shared):
         if node is not None and node.program is not None:
             return node.program, batch.tensors
         # In a unit that keeps or counts what autograd saves, which here is on meta.
-        with self._lock, _disable_current_modes(), saved_tensors_hooks(_as_it_is, _as_it_is):
-            return self._made(form, batch), batch.tensors
+        with self._lock, _disable_current_modes(), saved_tensors_hooks(_as_it_is, _as_it_is), apart_from_draws():
+            try:
+                return self._made(form, batch), batch.tensors
+            except Uncut as error:
+                if self.is_settled and error.__cause__ is not None:
+                    raise error.__cause__ from None  # what a plain loop raises, most likely
+                raise
 
     def _look(self, inputs: Any, flags: tuple[bool, ...], narrow: torch.dtype | None = None) -> tuple[Form, _Batch]:
         leaves, spec = pytree.tree_flatten(inputs)
@@ -240,13 +261,6 @@ class Programs(Shared):
         def left() -> dict[str, str]:
             return shadow.left(lambda path: path in self._kept or is_leaf(self._named[path]))
 
-        for path, hook in shadow.closing.items():
-            if around := next((each for each in self._kept if f"{path}.".startswith(f"{each}.")), None):
-                raise ValueError(
-                    f"module {around} of the model is one layer, and a hook on {path} in it ({hook}) closes over a "
-                    f"module, which copies of the layer do not follow; register a method (self.hook), or take in the "
-                    f"forward what the hook takes"
-                )
         before = left()
         recorded, asked = self._run(shadow, form, batch, caches), list(batch.asked)
         for path in shadow.rebound():
@@ -305,8 +319,13 @@ class Programs(Shared):
         shadow.set_modes(dict(zip(self._named, form.flags, strict=True)))
         shadow.recorder = tape.module
         try:
-            with caches.apart(), tape.recording():
-                out = carried(shadow.model(*args, **kwargs))
+            try:
+                with caches.apart(), tape.recording():
+                    out = carried(shadow.model(*args, **kwargs))
+            except Unknown:
+                raise
+            except Exception as error:
+                raise tape.raised or Uncut(self.model, f"it raises {type(error).__name__}: {error}") from error
             if tape.raised is not None:
                 raise tape.raised
             leaves, spec = pytree.tree_flatten(out)
@@ -321,16 +340,13 @@ class Programs(Shared):
         path = unknown.frame
         while path and path in self._kept:
             path = path.rpartition(".")[0]
-        if not path or (self._cuts is not None and not self._is_held_whole(path)):
-            remedy = (
-                f"keep {path} as one layer: Model(module, whole=[{path!r}])"
-                if path
-                else "put that part into a module of its own, which is then one layer, as all of it is in "
-                "nn.Sequential(model)"
-            )
+        if not path:
+            raise Uncut(self.model, f"{unknown.line} {unknown.why}")
+        if self._cuts is not None and not self._is_held_whole(path):
             raise ValueError(
                 f"the model's own forward ({type(self.model).__name__}) cannot be made layers: {unknown.line} "
-                f"{unknown.why}; compute it with tensors alone (torch.where), take it from the batch, or {remedy}"
+                f"{unknown.why}; compute it with tensors alone (torch.where), take it from the batch, or keep {path} "
+                f"as one layer: Model(module, whole=[{path!r}])"
             )
         module = self._named[path]
         is_split = any(next(child.parameters(), None) is not None for child in module.children())
@@ -415,7 +431,7 @@ class Programs(Shared):
             f"keep {around} as one layer: Model(module, whole=[{around!r}])"
             if around
             else "put the modules that it chooses between into one module, and keep that as one layer: "
-            "Model(module, whole=[its name])"
+            "Model(module, whole=[its name]), or all of the model: Model(module, whole=[''])"
         )
         raise ValueError(
             f"the model's own forward runs otherwise for this batch than for the first one, limit: batches for which "
@@ -516,7 +532,7 @@ class _Batch:
             args, kwargs = replaced((call.args, call.kwargs), resolved)
             return call.func(*args, **kwargs)
 
-        with torch.no_grad():
+        with torch.no_grad(), apart_from_draws():
             for call in asked.calls:
                 found = run(call)
                 if call.draws:

@@ -7,7 +7,6 @@ import gc
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioners.precision import compute_norms_in_float32, kept_parameters
-from partitioners.reach import PLAIN, reach
+from partitioners.reach import PLAIN, following, reach
 
 _A_CACHE = lru_cache(len)
 _CACHE = type(_A_CACHE)  # no public name
@@ -60,15 +59,12 @@ class Shadow:
         # Runs a module of this copy, which `call` does: of (module, call, args, kwargs).
         self.recorder: Callable[[nn.Module, Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
         self._paths = dict(self.model.named_modules())
-        self.closing: dict[str, str] = {}  # by path of a module: a hook of it that closes over a module of the model
         self._records: set[int] = set()  # lists, dicts and sets of the model that hooks close over
-        for path, module in self._paths.items():
+        for module in self._paths.values():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key, hook in hooks.items():
-                    hooks[key], closed_over = _following(hook, memo)
+                    hooks[key], closed_over = following(hook, memo)
                     self._records |= {id(each) for each in closed_over if isinstance(each, (list, dict, set))}
-                    if any(isinstance(each, nn.Module) for each in closed_over):
-                        self.closing[path] = hook.__qualname__
         classes: dict[type, type] = {}
         for module in self._paths.values():
             own = type(module)
@@ -254,26 +250,6 @@ def _holding(module: nn.Module, value: Callable[[Tensor], Tensor]) -> Iterator[N
     finally:
         for holder, name, tensor in before:
             holder[name] = tensor
-
-
-def _following(hook: Any, copies: Mapping[int, Any]) -> tuple[Any, list[Any]]:
-    """Return a hook that closes over copies, by id, of what it closes over, and those; the same if there are none."""
-    if not isinstance(hook, FunctionType):  # copies of methods and partial functions are those of what they hold
-        return hook, []
-    cells, found = [], []
-    for cell in hook.__closure__ or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not assigned yet
-            value = None
-        made = copies.get(id(value), value)
-        cells.append(cell if made is value else CellType(made))
-        found += [] if made is value else [made]
-    if not found:
-        return hook, []
-    made = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, tuple(cells))
-    made.__kwdefaults__ = hook.__kwdefaults__
-    return made, found
 
 
 def on_meta(tensor: Tensor) -> Tensor:

@@ -198,6 +198,9 @@ class Values:
         """Return what stands for a tensor; None: it was not seen yet."""
         return self._refs.get(id(tensor))
 
+    def is_parameter(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) and isinstance(self.ref(tensor), Held)
+
     def constant(self, tensor: Tensor) -> Constant:
         """Add a tensor that the forward brings along."""
         self._alive.append(tensor)
@@ -356,6 +359,8 @@ class Tape(TorchFunctionMode):
             raise self._unknown(f"sets .{func.__self__.__name__} of a tensor")
         if func in _REFUSED:
             raise self._unknown(_REFUSED[func])
+        if func is Tensor.requires_grad_ and self.values.is_parameter(args[0]):
+            raise self._unknown("switches requires_grad of a parameter, which its recorded calls do not show")
         if func is Tensor.__iter__:
             return iter(self._called(torch.unbind, (args[0], 0), {}))
         if func in _ASKS:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,19 @@ from hydra_engine.capture.tape import Constant, Tape, Value, replaced
 _CPU = torch.device("cpu")
 # Elements of a tensor that are kept for batches without values.
 _MOST_KEPT = 4096
+
+
+_APART: list[Callable[[], AbstractContextManager[Any]]] = [partial(torch.random.fork_rng, devices=[])]
+
+
+def draw_apart_in(context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Let modules that run to be recorded draw within a context: where a task trains, draws would be the task's."""
+    _APART[:] = [context]
+
+
+def apart_from_draws() -> AbstractContextManager[Any]:
+    """Return a context whose draws move no stream."""
+    return _APART[0]()
 
 
 class WholeModules:
@@ -52,7 +67,7 @@ class WholeModules:
                 return on_meta(tensor).requires_grad_(tensor.requires_grad)
             return tensor if tape.values.ref(tensor) is None else tensor.view_as(tensor)
 
-        with torch.random.fork_rng(devices=[]):
+        with apart_from_draws():
             try:
                 found = call(*args, **kwargs)
             except Exception:  # it asks for values

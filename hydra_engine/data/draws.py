@@ -23,6 +23,7 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # a loader's iterator has no public class
 
+from hydra_engine.capture import draw_apart_in
 from hydra_engine.data.streams import (
     GLOBAL_GENERATORS,
     RandomState,
@@ -351,6 +352,9 @@ class LayerDraws:
 
     def attribute(self, name: str) -> Any:
         return getattr(_GLOBAL, name)
+
+
+draw_apart_in(lambda: LayerDraws(TaskGenerator(seeded(0))))
 
 
 class _Watch:

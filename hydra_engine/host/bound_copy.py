@@ -5,7 +5,8 @@
     another tensor over the memory of one              a `Stale` tensor, which nobody can compute with
     a tensor with the graph of an earlier forward      the same: the weight of an old weight_norm, which its hook sets
     other tensors, attributes of all kinds             a copy
-    what a closure holds                               the original: the rehearsal sees operations that take it
+    what a hook of a module closes over                its copy, where the layers have it by an attribute, too
+    what other closures hold                           the original: the rehearsal sees operations that take it
 
 Whatever keeps this from being so is a `LayerFault`.
 """
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from hydra_engine.data import ALIGNMENT_BYTES, TaskGenerator, residue, seeded
 from partitioners.boundary import extent_bytes
-from partitioners.reach import reach
+from partitioners.reach import follow_hooks, reach
 
 _COMPARED = (bool, int, float, str, bytes)
 _IGNORES = (
@@ -126,10 +127,7 @@ class Layers:
             if name and (isinstance(value, np.ndarray) or not is_copied):
                 raise LayerFault(f"{self._layer(path)}: {self._at(path)} {_shares_with(name)}")
             if isinstance(value, Tensor) and is_copied and (name or not value.is_leaf):
-                why = _shares_with(name) if name else _FROM_BEFORE
-                self._stale.append(
-                    (value, f"{self._layer(path)}: forward computes with {self._at(path)}, but that {why}")
-                )
+                self._stale.append((value, self._why_stale(path, _shares_with(name) if name else _FROM_BEFORE)))
 
     def copy(self, places: Sequence[Tensor]) -> tuple[list[nn.Module], list[StalePlace]]:
         """Copy the layers around these places of the registered tensors, and list what is stale.
@@ -141,9 +139,14 @@ class Layers:
         memo.update({id(value): Stale.of(what) for value, what in self._stale})
         held = reach(*self._named.items(), copied_only=True)
         tensors = [(path, value) for path, value, _ in held if isinstance(value, Tensor)]
+        for path, value in tensors:  # also what a hook, which closes over more than the layers, has left since
+            if not value.is_leaf:
+                memo.setdefault(id(value), Stale.of(self._why_stale(path, _FROM_BEFORE)))
         # By which torch's deepcopy knows what it has copied.
         memo["torch"] = _storages([value for _, value in tensors], memo)
         copies = self._deepcopy(memo)
+        for layer in copies.values():
+            follow_hooks(layer, memo)
         for each, place in zip(self.registered, places, strict=True):
             vars(place).update(copy.deepcopy(vars(each.tensor), memo))  # what a user has set on a parameter
         self._check_bound(copies, memo)
@@ -207,6 +210,9 @@ class Layers:
                             f"{self._layer(path)}: the {self._at(path)}.{name} of its copy is {found!r}, instead of "
                             f"{value!r}; {_IGNORES}"
                         )
+
+    def _why_stale(self, path: str, why: str) -> str:
+        return f"{self._layer(path)}: forward computes with {self._at(path)}, but that {why}"
 
     def _at(self, path: str) -> str:
         """Return a path as the user knows it, for a message that names its layer."""

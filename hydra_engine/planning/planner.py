@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.adaptive import Adaptation
-from hydra_engine.capture import UsesNotCarried, check_call
+from hydra_engine.capture import Uncut, UsesNotCarried, check_call
 from hydra_engine.checkpoints import SavedTask
 from hydra_engine.data import ALIGNMENT_BYTES, Batch, Beginning, Reader, Stream, beside_loaders, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
@@ -438,10 +438,12 @@ class PlannedTask:
         with _noting(name, "as its model was looked at"):
             task.model.check_hooks()
         is_unlike = task.model.is_outdated or (task.model.has_own_forward and not self._is_chain(alignment_bytes))
+        self._uncut: Uncut | None = None  # why its own forward is one layer, if it could not be cut
         if task.model.is_pending or is_unlike:
             # By the first batch, which the reader keeps for the first step.
             with _noting(name, "as its model was made into layers by its first batch"):
-                task.model.convert(self._inputs(), evaluates=task.purpose is not Purpose.TRAIN)
+                trains = task.purpose is Purpose.TRAIN
+                self._uncut = task.model.convert(self._inputs(), evaluates=not trains, may_be_one=True)
         self._alignment_bytes, self._max_devices = alignment_bytes, max_devices
         if task.model.kept_message:
             self.doubts.append(f"{name}: {task.model.kept_message}")
@@ -566,6 +568,10 @@ class PlannedTask:
             return planner.plan()
         except Exception as error:
             has_remedy = isinstance(error, (LayerFault, UsesNotCarried)) or str(error).startswith(f"{self.name}:")
+            is_whole = self._uncut is not None and self._uncut.__cause__ is None
+            uncut = None if isinstance(error, UsesNotCarried) or not is_whole else self._uncut
+            if uncut is not None and (has_remedy or isinstance(error, (LayerTooLarge, ShardDoesNotFit))):
+                raise noted(uncut, f"task {self.name}: as one layer, {error}") from error
             may_be_one = model.is_converted or model.has_own_forward
             is_of_layers = error is planner.fault and not isinstance(error, (DeviceLost, DeviceFailed, MemoryError))
             if not is_of_layers or (has_remedy and not may_be_one) or not self._may_try_plain():
@@ -573,8 +579,12 @@ class PlannedTask:
             raised = self._plain_error()
             if raised is None and may_be_one and (plan := self._plan_as_one_layer(target, error)) is not None:
                 return plan
+            if raised is None and uncut is not None:
+                raise noted(uncut, f"task {self.name}: as one layer, {type(error).__name__}: {error}") from error
             if not has_remedy:
                 noted(error, f"task {self.name}: a plain {self._beside_plain(error, raised)}")
+            if model.one_layer_because:
+                noted(error, f"task {self.name}: {model.one_layer_because}")
             raise
 
     def _may_try_plain(self) -> bool:
@@ -590,7 +600,7 @@ class PlannedTask:
         for training in (True, False) if trains and task.validation is not None else (trains,):
             inputs, target = (each.value() for each in self.reader.sample(training=training).whole)
             loss_fns = [task.loss_fn, *(() if training else task.metrics.values())]
-            error = plain_error(task.model.as_one, loss_fns, inputs, target, training=training)
+            error = plain_error(task.model.as_plain, loss_fns, inputs, target, training=training)
             if error is not None:
                 return error
         return None
@@ -628,7 +638,7 @@ class PlannedTask:
         task, trains = self.task, self.task.purpose is Purpose.TRAIN
         micro_batches = self.reader.sample(training=trains).micro_batches
         inputs, target, _ = micro_batches[0]
-        if len(micro_batches) > 1 and plain_error(task.model.as_one, [task.loss_fn], inputs, target, training=trains):
+        if len(micro_batches) > 1 and plain_error(task.model.as_plain, [task.loss_fn], inputs, target, training=trains):
             return (
                 f"{plain} works, and fails on the first of the {len(micro_batches)} micro-batches that it is computed "
                 f"in; take sizes from the inputs, or leave out accumulation_steps and max_device_batch"

@@ -211,7 +211,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_
             if address and address in self._originals:
                 raise _Refused(
                     "computes with a parameter or buffer of the original model, which a closure or a functional call "
-                    "has kept; let the layer use its own attributes"
+                    "has kept; let a layer use its own attributes, and a loss what the forward returns"
                 )
             if address in self._made:
                 self._check_made(address)

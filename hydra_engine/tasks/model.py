@@ -10,7 +10,16 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from hydra_engine.capture import Segment, are_as_recorded, called_with, carried, kept_message, layers_for, layers_of
+from hydra_engine.capture import (
+    Segment,
+    Uncut,
+    are_as_recorded,
+    called_with,
+    carried,
+    kept_message,
+    layers_for,
+    layers_of,
+)
 from partitioners.profile import NamesLayers
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -28,14 +37,15 @@ _BY_MODE = {
 class OneLayer(nn.Module):
     """A module with a forward of its own as one callable of a batch's inputs."""
 
-    def __init__(self, module: nn.Module, *, spreads: bool) -> None:
-        """`spreads`: a tuple gives positional arguments, a dict those by name."""
+    def __init__(self, module: nn.Module, *, spreads: bool, is_plain: bool = False) -> None:
+        """`spreads`: a tuple gives positional arguments, a dict those by name; is_plain: it returns any object."""
         super().__init__()
-        self.module, self.spreads, self.training = module, spreads, module.training
+        self.module, self.spreads, self.is_plain, self.training = module, spreads, is_plain, module.training
 
     def forward(self, inputs: Any) -> Any:
         args, kwargs = called_with(inputs) if self.spreads else ((inputs,), {})
-        return carried(self.module(*args, **kwargs))
+        found = self.module(*args, **kwargs)
+        return found if self.is_plain else carried(found)
 
 
 class Model(nn.Sequential, NamesLayers):
@@ -51,7 +61,7 @@ class Model(nn.Sequential, NamesLayers):
     these are then its layers.
 
     whole: names of modules that become no more than one layer each, as in `named_modules()`: of one, say, that uses its
-    children in another order for other batches.
+    children in another order for other batches. "" names the module itself.
 
     The parameters are the module's own, with the names that they have there, also in `state_dict()`. Raises ValueError
     with the line of the forward that stands in the way of making layers, and TypeError for what is no module.
@@ -62,7 +72,7 @@ class Model(nn.Sequential, NamesLayers):
     is_by_hand: bool  # they hold the module's own modules, and do together what it does
     is_pending: bool  # it has no layers yet
     whole: tuple[str, ...]  # modules that are not cut
-    one_layer_because: str  # why it is one layer, where it was cut before; "": it was not
+    one_layer_because: str  # why all of it is one layer; "": it is not, or was given so
 
     def __init__(
         self,
@@ -89,6 +99,10 @@ class Model(nn.Sequential, NamesLayers):
         self.check_hooks()
         self._check_whole()
         if isinstance(x, nn.Module) and _has_own_forward(x):
+            if "" in self.whole:
+                self._set(is_converted=True)  # by the arguments of its own forward
+                self.become_one_layer("")
+                return
             if example is not None:
                 self.convert(example)
                 return
@@ -146,36 +160,53 @@ class Model(nn.Sequential, NamesLayers):
         named = (*super().named_parameters(), *super().named_buffers())
         return all(id(tensor) in known for _, tensor in named)
 
-    def convert(self, inputs: Any, *, evaluates: bool = False) -> None:
+    def convert(self, inputs: Any, *, evaluates: bool = False, may_be_one: bool = False) -> Uncut | None:
         """Make layers of the module's own forward, by an example of its inputs. Raises as the class does.
 
         evaluates: they are for `eval()` only, so far: what the forward raises in the module's own mode is no matter.
+        may_be_one: where the forward cannot be cut, all of it is one layer, and this returns what was in the way.
         """
         self.check_hooks()
         switch_off_checkpointing(self.source)
-        layers = layers_of(self.source, inputs, evaluates=evaluates, whole=self.whole)
+        self._set(is_converted=True)
+        try:
+            layers = layers_of(self.source, inputs, evaluates=evaluates, whole=self.whole)
+        except Uncut as error:
+            if not may_be_one:
+                raise error.__cause__ or error from None
+            self.become_one_layer(
+                f"the model ({type(self.source).__name__}) is one layer, which has to fit a device, since its own "
+                f"forward cannot be cut: {error.why}; for more layers, put that part into a module of its own"
+            )
+            return error
         self._modules.clear()
         self._modules.update((str(k), layer) for k, layer in enumerate(layers))
-        self._set(is_converted=True, is_pending=False)
+        self._set(is_pending=False)
+        return None
 
     def _check_whole(self) -> None:
         """Raise ValueError for names in `whole` of what is not a module that a forward of the model's own calls."""
         has_own = self.source is not None and _has_own_forward(self.source)
-        known = [name for name, each in self.source.named_modules() if name and _can_be_called(each)] if has_own else []
+        known = [name for name, each in self.source.named_modules() if _can_be_called(each)] if has_own else []
         for name in self.whole:
             if name not in known:
-                named = f"a module with a forward, as in named_modules() ({', '.join(known[:6])}, ...)"
+                named = f"a module with a forward, as in named_modules() ({', '.join(known[1:7])}, ...)"
                 limit = named if has_own else "none where layers are given, which are whole"
                 raise ValueError(f"whole: {name!r}, expected {limit}")
 
     @property
-    def as_one(self) -> nn.Module:
+    def as_plain(self) -> nn.Module:
         """All of it as one module, which runs as in a plain loop."""
-        return OneLayer(self.source, spreads=self.is_converted) if self.is_converted or self.has_own_forward else self
+        found = next(iter(self._modules.values()), None)
+        if isinstance(found, OneLayer):
+            return OneLayer(self.source, spreads=found.spreads, is_plain=True)
+        if self.is_converted or self.has_own_forward:
+            return OneLayer(self.source, spreads=self.is_converted, is_plain=True)
+        return self
 
     def become_one_layer(self, because: str) -> Callable[[], None]:
         """Hold the module that the layers were made of as the only one. Return a function that undoes it."""
-        names = ("is_converted", "is_by_hand", "one_layer_because")
+        names = ("is_converted", "is_by_hand", "is_pending", "one_layer_because")
         before, flags = dict(self._modules), {name: getattr(self, name) for name in names}
 
         def undo() -> None:
@@ -183,10 +214,10 @@ class Model(nn.Sequential, NamesLayers):
             self._modules.update(before)
             self._set(**flags)
 
-        layer = self.as_one
+        layer = OneLayer(self.source, spreads=self.is_converted)
         self._modules.clear()
         self._modules[type(self.source).__name__] = layer
-        self._set(is_converted=False, is_by_hand=True, one_layer_because=because)
+        self._set(is_converted=False, is_by_hand=True, is_pending=False, one_layer_because=because)
         return undo
 
     @property

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import random
+import re
 
 import pytest
 import torch
@@ -166,7 +167,8 @@ class Called(nn.Module):
 class Autocast(Chain):
     def between(self, h):
         with torch.autocast("cpu", torch.bfloat16):
-            return self.b(h)
+            h = self.b(h)
+        return h.float()
 
 
 class Hooked(Chain):
@@ -222,18 +224,30 @@ class Looks(Chain):
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (Autocast, r"test_chains.py:\d+: return self.b\(h\) runs with autocast set otherwise"),
-        (Hooked, "registers a hook on a tensor"),
-        (Saves, "runs under saved_tensors_hooks"),
         (Counts, "changes calls with each call"),
         (CountsOutside, r"changes between.CALLS\[0\] with each call"),
         (Clamps, "changes parameter a.weight"),
+    ],
+)
+def test_what_cannot_be_recorded_and_is_no_layer_either_is_refused(make, named):
+    with pytest.raises(ValueError, match=named):
+        train(make())
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (Autocast, r"test_chains.py:\d+: h = self.b\(h\) runs with autocast set otherwise"),
+        (Hooked, "registers a hook on a tensor"),
+        (Saves, "runs under saved_tensors_hooks"),
         (Looks, r"test_chains.py:\d+: return self.b\(h\) if h.sum\(\) > -1e9 else h asks for the value"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused(make, named):
-    with pytest.raises(ValueError, match=named):
-        train(make())
+def test_what_cannot_be_recorded_is_one_layer_and_the_report_says_why(make, named):
+    assert assert_exact(make) == [make.__name__]
+    task, _ = train(make())
+    assert re.search(f"is one layer, .*cannot be cut: .*{named}", task.model.one_layer_because)
 
 
 @pytest.mark.net

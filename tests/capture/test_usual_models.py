@@ -316,7 +316,7 @@ def test_modules_that_change_places_are_refused_and_train_as_one_layer():
 
 
 def test_names_of_modules_to_keep_whole_are_checked():
-    for name in ("", "heads", "heads.c"):
+    for name in ("heads", "heads.c"):
         with pytest.raises(ValueError, match=rf"whole: '{name}', expected a module with a forward, .*body, heads.a"):
             Model(ByTask(), whole=[name])
     with pytest.raises(ValueError, match="whole: '0', expected none where layers are given"):
@@ -613,17 +613,52 @@ class WholeOverSelf(Features):
         return super().forward(self.part(x))
 
 
-class WholeWithMethod(WholeOverSelf):
-    """Does what the refusal says."""
+class AllOverSelf(OverSelf):
+    """All of it is one layer; what hooks take has no graph, so that a copy would compute with an old one."""
 
-    class Part(WholeOverSelf.Part):
-        def __init__(self):
-            super().__init__()
-            self.linear._forward_hooks.clear()
-            self.linear.register_forward_hook(self.hook)
+    def hook(self):
+        def keep(module, inputs, output):
+            self.features[0] = output.detach()
 
-        def hook(self, module, inputs, output):
-            self.features.append(output)
+        self.net[1].register_forward_hook(keep)
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y if y.sum() < 1e9 else -y
+
+
+class InChain(nn.Module):
+    """Layers are its children."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = AllOverSelf(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class InLoss(nn.Module):
+    """A perceptual loss: a hook made by a method fills an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net, self.features = nn.Sequential(nn.Linear(6, 6), nn.ReLU()).requires_grad_(False), {}
+        self.net[1].register_forward_hook(self.hook(1))
+
+    def hook(self, key):
+        def keep(module, inputs, output):
+            self.features[key] = output
+
+        return keep
+
+    def grab(self, x):
+        self.net(x)
+        return self.features[1]
+
+    def forward(self, output, target):
+        return F.mse_loss(output, target) + F.l1_loss(self.grab(output), self.grab(target))
 
 
 class CountsCalls(Features):
@@ -661,6 +696,103 @@ def test_a_hook_that_changes_plain_values_with_each_call_is_refused(make, name):
 def test_features_that_layers_would_not_take_are_refused():
     with pytest.raises(ValueError, match=r"late.* uses a tensor that no call of torch's Python functions made"):
         exact.run([task_of(Late(), batches())]).raise_failures()
-    with pytest.raises(ValueError, match=r"module part of .* is one layer, and a hook on part.linear in it .*a method"):
-        exact.run([task_of(WholeOverSelf(), batches())]).raise_failures()
-    assert_trains(WholeWithMethod)
+
+
+@pytest.mark.net
+@pytest.mark.parametrize("make", [WholeOverSelf, AllOverSelf, InChain, OverSelf])
+def test_hooks_of_copies_close_over_the_copies(make):
+    whole = {"whole": [""]} if make is OverSelf else {}
+    assert_trains(make, **whole)
+
+
+@pytest.mark.net
+def test_hooks_of_a_loss_close_over_its_copy():
+    expected = assert_trains(Two, loss_fn=InLoss()).tasks["t"].losses
+    assert expected != assert_trains(Two).tasks["t"].losses
+
+
+class Encodes(Two):
+    """Takes two arguments, and returns a distribution, whose parameters torch checks by their values."""
+
+    def forward(self, x, y):
+        found = torch.distributions.Normal(self.a(x + y), F.softplus(self.b(x)) + 1e-3)
+        return found.rsample(), torch.distributions.Independent(found, 1)
+
+
+def divergence(output, target):
+    prior = torch.distributions.Independent(torch.distributions.Normal(torch.zeros(6), 1.0), 1)
+    return F.mse_loss(output[0], target) + torch.distributions.kl_divergence(output[1], prior).mean()
+
+
+class Freezes(Two):
+    """Takes the gradient of one part of its loss without that of some weights."""
+
+    def forward(self, x):
+        y = self.a(x)
+        self.b.requires_grad_(False)
+        alone = self.b(y).square().mean()
+        self.b.requires_grad_(True)
+        return alone + self.b(y.detach()).abs().mean()
+
+
+class HasFreezes(Two):
+    def more(self):
+        self.part = Freezes()
+
+    def forward(self, x):
+        return self.part(self.a(x)) + self.b(x).mean()
+
+
+def to_itself(output, target):
+    return output
+
+
+def in_pairs(pack):
+    return [(pack(x, y), y) for x, y in batches()]
+
+
+@pytest.mark.net
+@pytest.mark.parametrize(
+    ("make", "data", "loss_fn"),
+    [
+        (Encodes, in_pairs(lambda x, y: (x, y)), divergence),
+        (Encodes, in_pairs(lambda x, y: {"x": x, "y": y}), divergence),
+        (Freezes, batches(), to_itself),
+    ],
+)
+def test_a_forward_that_cannot_be_cut_is_one_layer_and_the_report_says_why(make, data, loss_fn):
+    [message] = assert_trains(make, data, loss_fn).messages
+    assert re.search(
+        rf"the model \({make.__name__}\) is one layer, .* cannot be cut: test_usual_models.py:\d+: ", message
+    )
+    assert not assert_trains(make, data, loss_fn, whole=[""]).messages
+
+
+@pytest.mark.net
+def test_a_module_that_freezes_weights_for_a_while_is_one_layer():
+    assert_trains(HasFreezes, loss_fn=to_itself)
+
+
+class GateWithDropout(nn.Module):
+    """Decides by a value that it computes, so that it runs to be recorded, and draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(6, 6), nn.Dropout(0.5)
+
+    def forward(self, x):
+        x = self.dropout(self.linear(x))
+        return x if x.sum() > 0 else -x
+
+
+class HasDroppingGate(Two):
+    def more(self):
+        self.gate = GateWithDropout()
+
+    def forward(self, x):
+        return self.b(self.gate(self.a(x)).relu())
+
+
+@pytest.mark.net
+def test_a_batch_of_another_shape_is_recorded_without_the_tasks_random_numbers():
+    assert_trains(HasDroppingGate, [(x[:n], y[:n]) for n, (x, y) in zip((4, 3, 2), batches(), strict=True)])

@@ -177,13 +177,14 @@ def test_forward_that_is_a_closure_over_the_model():
     assert_refused(net, says="closure global")
 
 
-def test_branch_on_a_value_that_the_model_computes():
+def test_branch_on_a_value_that_the_model_computes_where_one_layer_does_not_fit():
     def forward(net, x):
         x = net.b(net.a(x))
         return net.d(net.c(x) if x.sum() > 0 else x)
 
     line = forward.__code__.co_firstlineno + 2
-    assert_refused(Net(forward), says=f"test_refusals.py:{line} net.c(x) torch.where")
+    devices = [EmulatedDevice("1KiB")]
+    assert_refused(Net(forward), devices=devices, says=f"test_refusals.py:{line} net.c(x) torch.where")
 
 
 def test_layer_that_closes_over_another_layers_weight():
