@@ -584,6 +584,8 @@ class PlannedTask:
             if not has_remedy:
                 noted(error, f"task {self.name}: a plain {self._beside_plain(error, raised)}")
             if model.one_layer_because:
+                for note in getattr(self._uncut and self._uncut.__cause__, "__notes__", ()):
+                    noted(error, note)
                 noted(error, f"task {self.name}: {model.one_layer_because}")
             raise
 

@@ -52,6 +52,7 @@ class Station(Enum):
     FORGOTTEN = auto()  # it was trained, and its name alone is here
 
 
+# Past 300 lines: each change of the list is checked against all tasks under one lock.
 class TaskList:
     """The tasks by name. `changing` is held while it must not change which there are, and at which stations."""
 

@@ -48,6 +48,7 @@ class OneLayer(nn.Module):
         return found if self.is_plain else carried(found)
 
 
+# Past 300 lines: names, modes, state dicts and copies are each told from those of the module that it was made of.
 class Model(nn.Sequential, NamesLayers):
     """An `nn.Sequential` that shares the layers of `x`.
 

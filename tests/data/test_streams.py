@@ -3,6 +3,7 @@
 import random
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -406,18 +407,18 @@ class TestStreamSeed:
 
 def test_one_thread_at_a_time_asks_for_torchs_state(monkeypatch):
     """In torch two of them may wait for each other for ever, where a garbage collection lets go of the interpreter."""
-    real, inside = torch.get_rng_state, []
+    real, inside = torch.default_generator, []
     other = threading.Thread(target=capture)
 
-    def get_rng_state():
+    def get_state():
         inside.append(threading.current_thread())
         if len(inside) == 1:
             other.start()
             other.join(0.1)
             assert inside == [threading.current_thread()]
-        return real()
+        return real.get_state()
 
-    monkeypatch.setattr(torch, "get_rng_state", get_rng_state)
+    monkeypatch.setattr(torch, "default_generator", SimpleNamespace(get_state=get_state))
     capture()
     other.join()
     assert len(inside) == 2
