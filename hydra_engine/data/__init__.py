@@ -35,6 +35,7 @@ from hydra_engine.data.streams import (
     TaskGenerator,
     capture,
     copied,
+    drawn_by_others,
     install,
     installed,
     seeded,

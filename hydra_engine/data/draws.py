@@ -32,6 +32,7 @@ from hydra_engine.data.streams import (
     ask,
     capture,
     draw_from,
+    drawn_by_others,
     install,
     installed,
     is_elsewhere,
@@ -91,6 +92,7 @@ class LoaderDraws:
         self._is_passed_by = False  # somebody drew from torch in its first reads, and not by this thread
         self._threads: list[str] = []  # that it reads with
         self._begun: set[str] = set()  # threads that were not there before its first reads
+        self._others_draw = False  # another thread was seen to draw from torch
 
     @property
     def message(self) -> str | None:
@@ -158,9 +160,17 @@ class LoaderDraws:
             self._num_watched += 1
             self.drawn |= before.moved_outside_torch(capture())
             self._is_passed_by |= watch.is_passed_by
-            if watch.is_passed_by or self.drawn:
+            is_passed_by = watch.is_passed_by
+            if is_passed_by or self.drawn:
                 self._turn = _Company.ALONE
             elif self._num_watched >= NUM_WATCHED and self._doubt is None:
+                self._turn = _Company.BESIDE
+        if is_passed_by and "torch's generator" in drawn_by_others():
+            self._others_draw = True
+            self._doubt = "another thread draws from torch's generator, in the middle of its reads"
+            if not watch.drew:
+                stream.state = stream.state._replace(torch=before.torch)
+            if not self.drawn:
                 self._turn = _Company.BESIDE
 
     @contextmanager
@@ -173,7 +183,8 @@ class LoaderDraws:
                     yield
             finally:
                 stream.state = stream.state._replace(torch=own.generator.get_state())
-            moved = _moved(before, _outside())
+            after = _outside()
+            moved = _moved(before, after._replace(torch=before.torch) if self._others_draw else after)
         if moved is None and not turn.is_in_doubt:
             return
         company = "beside others" if turn.had_company else "and it did not in its first batches"
@@ -363,6 +374,7 @@ class _Watch:
     def __init__(self) -> None:
         self._last = ask(_GLOBAL.get_state)
         self._was_moved = False
+        self.drew = False  # by torch's functions
 
     @property
     def is_passed_by(self) -> bool:
@@ -377,7 +389,7 @@ class _Watch:
         return (lambda *args: self._seen(partial(ask, method, *args))) if callable(method) else method
 
     def _seen(self, job: Callable[[], Any]) -> Any:
-        self._was_moved = self.is_passed_by
+        self._was_moved, self.drew = self.is_passed_by, True
         try:
             return job()
         finally:

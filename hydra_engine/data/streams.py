@@ -11,6 +11,7 @@ import hashlib
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -59,6 +60,7 @@ def copied(state: Any, made: dict[int, Tensor] | None = None) -> Any:
 # loader that hangs inside loses it, and the states that it had found are put back. What cannot be prevented: should it
 # wake up one day, it may still draw from the process-wide generators while they are another task's, or the user's.
 GLOBAL_GENERATORS = RevocableLock()
+LOOKS_FOR_S = 0.2  # for other threads that draw, where it matters
 
 
 def stream_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -89,6 +91,11 @@ class RandomState(NamedTuple):
     def same_outside_torch(self, other: RandomState) -> bool:
         """Return True if nothing was drawn from `random` and `numpy.random`."""
         return not self.moved_outside_torch(other)
+
+    def moved(self, other: RandomState) -> set[str]:
+        """Return the process-wide generators that were drawn from between the two."""
+        is_same = torch.equal(self.torch, other.torch)
+        return self.moved_outside_torch(other) | (set() if is_same else {"torch's generator"})
 
     def moved_outside_torch(self, other: RandomState) -> set[str]:
         """Return those of `random` and `numpy.random` that were drawn from between the two."""
@@ -154,6 +161,18 @@ def installed(stream: Stream) -> Iterator[None]:
             yield
         finally:
             hold.settle(leave)
+
+
+def drawn_by_others() -> set[str]:
+    """Name the process-wide generators that threads of nobody's draw from: those that move while nothing else may."""
+    moved, seed = set[str](), time.time_ns() % 2**32  # none of theirs, or who seeds would change nothing
+    unlike = RandomState(seeded(seed), random.Random(seed).getstate(), np.random.RandomState(seed).get_state())
+    with installed(Stream(unlike)):
+        before, end_s = capture(), time.monotonic() + LOOKS_FOR_S
+        while not moved and time.monotonic() < end_s:
+            time.sleep(0.001)
+            moved = before.moved(capture())
+    return moved
 
 
 def _put_back(hold: Hold, start: RandomState, outside: RandomState) -> None:

@@ -179,6 +179,7 @@ class Observed:
 
     draws: bool = False  # one draws from the task's main stream, so reads must not run ahead of it
     draws_outside_torch: bool = False  # one draws from `random` or `numpy.random`
+    drawn_by_others: frozenset[str] = frozenset()  # generators that other threads were seen to draw from
     coupled: frozenset[tuple[int, int]] = frozenset()  # the second takes what the first left on the side
     changed_buffers: frozenset[int] = frozenset()  # by the step that was rehearsed
     written_buffers: set[int] = field(default_factory=set)  # by backwards, on trial

@@ -631,6 +631,15 @@ class PlannedTask:
         text = f"{self.name}: {self.task.model.one_layer_because}"
         self.doubts += [] if text in self.doubts else [text]
 
+    def tell_disturbed(self) -> None:
+        """Note that another thread draws, which hides what layers draw."""
+        drawn = " and ".join(sorted(self.state.observed.drawn_by_others))
+        text = (
+            f"{self.name}: another thread draws from {drawn}: whether layers and loss_fn draw there, too, could not be "
+            f"seen; if they do, results are not those of plain PyTorch; let the thread draw from a generator of its own"
+        )
+        self.doubts += [] if text in self.doubts else [text]
+
     def _beside_plain(self, error: Exception, raised: Exception | None) -> str:
         """Say what a plain step does where an error came here, and what differs, with a remedy; `raised`: by it."""
         plain = "loss_fn(model(inputs), target) on its first batch"
@@ -1035,6 +1044,8 @@ class Planner:
         opened = self._target.opened or partial(own_device, self._target.device, self._target.num_threads)
         with self._noting_fault():
             state.measured.unit_s = rehearse(state, batch, evaluation, opened)
+        if state.observed.drawn_by_others:
+            self._planned.tell_disturbed()
         state.measured.known.forget_batches()
         for each in (batch, evaluation):
             if each is not None:

@@ -44,6 +44,7 @@ from hydra_engine.data import (
     TaskGenerator,
     capture,
     copy_in_dram,
+    drawn_by_others,
     installed,
     memory_of,
     seeded,
@@ -127,8 +128,11 @@ def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: O
         state.measured.staging_bytes = state.staging.num_bytes
         state.check_buffers()
         state.check_draws()
+        drew = not state.end_of_forward().same_as(batch.main)
         checks.check_repeats(batch, seen)
-        state.observed.draws = not state.is_split and not state.end_of_forward().same_as(batch.main)
+        # In the second run another thread may have seeded the generator, and so hidden it.
+        drew |= not state.end_of_forward().same_as(batch.main)
+        state.observed.draws = drew and not state.is_split
         state.observed.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
         state.check_draws()
         if state.task.compile:
@@ -375,6 +379,8 @@ class _Onlooker:
                 self.rearranged.setdefault((side, m), self._layer)
 
     def drew_in_backward(self) -> None:
+        if self.is_disturbed():
+            return
         raise _Refused(
             "or those beside it draw random numbers in their backward, which the engine runs at another place of the "
             "stream than plain PyTorch; draw in the forward and save what was drawn"
@@ -413,6 +419,12 @@ class _Onlooker:
             values[each.layer, each.attribute].add(each.value)
         for (layer, attribute), found in values.items():
             yield layer, attribute, found.pop() if len(found) == 1 else ""
+
+    def is_disturbed(self) -> bool:
+        """Return True if another thread draws: what differs between two runs may then be no layer's."""
+        found = drawn_by_others()
+        self._state.observed.drawn_by_others |= found
+        return bool(found)
 
     def because(self) -> str:
         shown = self._state.layout.shown
@@ -640,6 +652,8 @@ class _Checks:
                 _, carried = self._rehearsal.run(batch, apart=False)
                 after = self._plain_state()
             different = _differences(seen, carried) if self._rehearsal.repeats_bits else []
+            if different and self._onlooker.is_disturbed():
+                return
             while different and state.cut.drawing and different[0][0] not in state.cut.locked:
                 j = different[0][0]  # one more each time, so this ends
                 state.cut = replace(state.cut, locked=state.cut.locked | {j})
@@ -772,7 +786,8 @@ class _Checks:
                 else:
                     _, found = self._rehearsal.run(batch, apart=False)
         state.observed.index_limit = index_limit
-        if found is not None and (different := _differences(seen, found)):
+        different = [] if found is None else _differences(seen, found)
+        if different and not self._onlooker.is_disturbed():
             self._refuse(different[0], " after other batches")
 
     def _refuse(self, different: tuple[int, str], when: str = "") -> None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hydra_engine.capture import called_with, carried, saved_hooks, settings, state_of
-from hydra_engine.data import RandomState, Stream, capture, copy_of, identical, installed, seeded
+from hydra_engine.data import RandomState, Stream, capture, copy_of, drawn_by_others, identical, installed, seeded
 from hydra_engine.host import LayerFault, ModelLayout, Structure
 from hydra_engine.tasks import Model
 from partitioners.profile import noted
@@ -322,7 +322,7 @@ def check_converted(
 
     Both run on the model's own weights, of which no copy is made; buffers, attributes and modes are put back. A model
     on meta has no bits. loss: of what the forward returns; it may read what the forward has left in the model. Returns
-    which of `random` and `numpy.random` were drawn from meanwhile, by the forward or by another thread. Raises
+    which process-wide generators were drawn from meanwhile, by another thread or, beside torch's, the forward. Raises
     LayerFault with the first output that differs, or if the layers draw other random numbers.
     """
     source = model.source
@@ -367,6 +367,8 @@ def check_converted(
         lambda with_graph: (run(own, with_graph), run(layers, with_graph)), training=training
     )
     if not torch.equal(drawn.torch, redrawn.torch):
+        if others := drawn_by_others():
+            return others  # who drew what, nobody can tell
         raise LayerFault(
             f"the layers that the model's own forward was made into draw other random numbers than the forward "
             f"itself ({mode} mode); let it draw with torch's functions from torch's generator, and not seed that"

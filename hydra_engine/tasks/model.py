@@ -6,6 +6,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MethodType
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -399,7 +400,8 @@ def uncompiled(module: Any) -> Any:
         if is_wrapper:  # stays in its place, so that parameters keep their names
             each.dynamo_ctx = dynamo.DisableContext()
             each._initialize()
-        if is_wrapper or each._compiled_call_impl is not None:  # the latter by its own `compile()`
+        # The others: by its own `compile()`, and a compiled function as its forward, or in its class.
+        if is_wrapper or each._compiled_call_impl is not None or _uncompile_forward(each):
             each._compiled_call_impl = None
             found.append(name or type(own).__name__)
     if found:
@@ -409,6 +411,18 @@ def uncompiled(module: Any) -> Any:
             stacklevel=4,
         )
     return own
+
+
+def _uncompile_forward(module: nn.Module) -> bool:
+    """Give a module the forward that was compiled back; return False if none was."""
+    inside: Any = getattr(module.forward, "_torchdynamo_orig_callable", None)
+    if inside is None or hasattr(module, "_orig_mod"):
+        return False
+    if vars(module).pop("forward", None) is None:  # its class has it
+        inside = MethodType(inside, module)
+    if getattr(inside, "__func__", None) is not type(module).forward:
+        module.forward = inside
+    return True
 
 
 def _along(module: nn.Module, parts: Iterable[str]) -> Iterator[nn.Module]:

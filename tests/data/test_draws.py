@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hydra_engine import Callback, ModelTask, stream_seed
 from hydra_engine.data.draws import CallbackDraws, LoaderDraws, beside_loaders
-from hydra_engine.data.streams import Stream, capture, install, installed
+from hydra_engine.data.streams import Stream, capture, drawn_by_others, install, installed
 from hydra_engine.system.locks import RevocableLock
 from tests import exact, reference
 from tests.covering import covering
@@ -857,3 +857,48 @@ def test_a_thread_of_the_users_that_draws_fails_no_task_and_changes_none(build, 
     expected = trained("quiet")
     with drawing(draw):
         assert trained("disturbed") == expected
+
+
+class ByRandom(nn.Linear):
+    """Draws from `random`, as the user's thread does."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + random.random())
+
+
+def by_random():
+    return nn.Sequential(ByRandom(3, 2))
+
+
+def seeded_again():
+    torch.manual_seed(4)
+    return 1e-4
+
+
+@pytest.mark.parametrize(
+    ("build", "draw"),
+    [
+        (lambda: model(1, dropout=0.5), lambda: float(torch.rand(()))),
+        (lambda: model(1, dropout=0.5), seeded_again),
+        (Own, seeded_again),
+        (by_random, random.random),
+    ],
+    ids=["torch", "a seed", "a forward of its own", "a layer that draws there, too"],
+)
+def test_a_thread_of_the_users_that_hides_what_layers_draw_fails_no_task(build, draw):
+    torch.manual_seed(1)
+    batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(3)]
+    with drawing(draw):
+        report = exact.silent([ModelTask(build(), nn.MSELoss(), batches, 0.05, name="a", seed=1)]).train_models()
+    report.raise_failures()
+
+
+@pytest.mark.parametrize(
+    ("draw", "drawn"), [(random.random, {"`random`"}), (seeded_again, {"torch's generator"})], ids=["a draw", "a seed"]
+)
+def test_generators_that_a_thread_of_the_users_moves_are_known(draw, drawn):
+    before = torch.get_rng_state()
+    assert drawn_by_others() == set()
+    assert torch.equal(torch.get_rng_state(), before)
+    with drawing(draw):
+        assert drawn_by_others() == drawn

@@ -344,6 +344,23 @@ def in_place(module):
     return module
 
 
+def forward_alone(module):
+    module.forward = torch.compile(module.forward, backend=fails)
+    return module
+
+
+class Decorated(Net):
+    @torch.compile(backend=fails)
+    def forward(self, x):
+        return super().forward(x)
+
+
+def decorated(module):
+    made = Decorated()
+    made.load_state_dict(module.state_dict())
+    return made
+
+
 def with_child(compile):
     def change(model):
         model.body = compile(model.body)
@@ -361,11 +378,13 @@ OF_CHILD = ["body._orig_mod.weight", "body._orig_mod.bias", "head.weight", "head
     [
         (wrapped, OWN),
         pytest.param(in_place, OWN, marks=pytest.mark.rest),
+        (forward_alone, OWN),
+        (decorated, OWN),
         (with_child(wrapped), OF_CHILD),
         pytest.param(with_child(in_place), OWN, marks=pytest.mark.rest),
         (lambda model: [wrapped(model.body), nn.ReLU(), model.head], ["0.weight", "0.bias", "2.weight", "2.bias"]),
     ],
-    ids=["wrapped", "in place", "child", "child in place", "layers"],
+    ids=["wrapped", "in place", "forward", "decorated", "child", "child in place", "layers"],
 )
 def test_a_compiled_model_trains_uncompiled_and_a_warning_says_so(change, names):
     def trained(model, warns):
