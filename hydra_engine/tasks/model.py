@@ -416,7 +416,7 @@ def uncompiled(module: Any) -> Any:
 def _uncompile_forward(module: nn.Module) -> bool:
     """Give a module the forward that was compiled back; return False if none was."""
     inside: Any = getattr(module.forward, "_torchdynamo_orig_callable", None)
-    if inside is None or hasattr(module, "_orig_mod"):
+    if inside is None or hasattr(module, "_orig_mod") or getattr(module.forward, "_torchdynamo_disable", False):
         return False
     if vars(module).pop("forward", None) is None:  # its class has it
         inside = MethodType(inside, module)

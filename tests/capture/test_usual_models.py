@@ -715,7 +715,8 @@ class Encodes(Two):
     """Takes two arguments, and returns a distribution, whose parameters torch checks by their values."""
 
     def forward(self, x, y):
-        found = torch.distributions.Normal(self.a(x + y), F.softplus(self.b(x)) + 1e-3)
+        # Dynamo, once it was used in the process, lets distributions check nothing unless asked.
+        found = torch.distributions.Normal(self.a(x + y), F.softplus(self.b(x)) + 1e-3, validate_args=True)
         return found.rsample(), torch.distributions.Independent(found, 1)
 
 
