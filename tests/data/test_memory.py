@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hydra_engine import ModelTask
 from hydra_engine.data.memory import copy_of, flat, memory_of, place_for, same_bits
@@ -113,7 +114,9 @@ class Wrapped:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems fork otherwise")
 @pytest.mark.parametrize("whose", ["in training", "in training, wrapped", "copied", "frozen"])
-def test_worker_that_reads_weights_of_a_model_in_training_ends_with_a_note(whose):
+def test_worker_that_reads_weights_of_a_model_in_training_ends_with_a_note(whose, monkeypatch):
+    # How often torch looks whether workers live, in seconds: 5.
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
     model = nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 8))
     model[0].requires_grad_(whose != "frozen")
     layer = copy.deepcopy(model)[0] if whose == "copied" else model[0]

@@ -515,7 +515,9 @@ def test_a_kept_iterator_that_was_read_in_this_process_is_told():
 
 
 @forks
-def test_the_only_iterator_of_a_loader_is_not_ended_with_its_workers():
+def test_the_only_iterator_of_a_loader_is_not_ended_with_its_workers(monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # s for which torch waits for workers
+
     class Kept(MultiEpochs):
         def __init__(self):
             DataLoader.__init__(self, Plain(), BATCH, num_workers=1, persistent_workers=True)
