@@ -314,7 +314,10 @@ class Programs(Shared):
         whole = WholeModules(shadow, batch.tensors if batch.has_values else None, self._ran_on)
         tape = Tape(shadow, batch.here, frozenset(self._kept), batch.recorded, whole.run)
         check_call(self.model, batch.inputs)
-        args, kwargs = called_with(pytree.tree_map_only(Tensor, tape.input, batch.inputs))
+        try:
+            args, kwargs = called_with(pytree.tree_map_only(Tensor, tape.input, batch.inputs))
+        except ValueError as error:  # a PackedSequence, say, has one of its tensors on the CPU
+            raise Uncut(self.model, f"what it is given needs values ({error})") from None
         numbers = list(range(len(tape.values)))
         shadow.set_modes(dict(zip(self._named, form.flags, strict=True)))
         shadow.recorder = tape.module

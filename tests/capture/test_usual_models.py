@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 from hydra_engine import Model, ModelTask
 from hydra_engine.capture import called_with
@@ -767,6 +768,21 @@ def test_a_forward_that_cannot_be_cut_is_one_layer_and_the_report_says_why(make,
         rf"the model \({make.__name__}\) is one layer, .* cannot be cut: test_usual_models.py:\d+: ", message
     )
     assert not assert_trains(make, data, loss_fn, whole=[""]).messages
+
+
+class OfPacked(Two):
+    def more(self):
+        self.rnn = nn.GRU(6, 6)
+
+    def forward(self, packed):
+        return self.a(self.rnn(packed)[1][0])
+
+
+@pytest.mark.net
+def test_batches_of_packed_sequences_train_one_layer():
+    data = [(pack_sequence([x[:k, :].expand(k, 6) for k in (4, 3, 1, 1)]), y) for x, y in batches()]
+    [message] = assert_trains(OfPacked, data).messages
+    assert "what it is given needs values" in message
 
 
 @pytest.mark.net
