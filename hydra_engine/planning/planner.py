@@ -29,6 +29,7 @@ from hydra_engine.host import (
     FrozenBlocks,
     HostPool,
     LayerFault,
+    Shard,
     Structure,
     TaskState,
     check_no_hooks,
@@ -50,7 +51,7 @@ from hydra_engine.planning.cuts import (
 from hydra_engine.planning.rehearsal import REMEDY, Opened, TooLarge, own_device, rehearse
 from hydra_engine.planning.same_model import check_converted, check_own_forward, plain_error
 from hydra_engine.planning.simulate import predict_spreads
-from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
+from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s, update_work_bytes
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
 from hydra_engine.system import HostThreads, dram
 from hydra_engine.tasks import FINISHED, ModelTask, ModelWatch, Purpose, TaskPlan, TaskReport, begin_epochs, is_adaptive
@@ -866,13 +867,18 @@ class Planner:
         # A validation computes such a batch in parts, and so do evaluations and predictions.
         adaptation = None if task.replay else self._planned.adaptation
         may_split = is_auto or adaptation is not None or not self._trains
+        first_number = number
         while True:
             try:
                 self.cut(number)
                 break
             except (LayerTooLarge, ShardDoesNotFit) as error:
-                if not may_split or number >= num_samples or together is not None:
-                    raise ShardDoesNotFit(f"{self._planned.name}: {self._remedied(error)}") from error
+                if together is not None or not may_split or number >= num_samples:
+                    if together is not None or not (state.steps_on_device and self._estimate.may_step_anywhere):
+                        raise ShardDoesNotFit(f"{self._planned.name}: {self._remedied(error)}") from error
+                    state.step_on_device(is_so=False)  # where an update takes nothing of a device
+                    number = number if adaptation is not None else first_number
+                    continue
                 number *= 2
                 if adaptation is not None:  # the first batch is split, and none may be larger than its parts
                     num_parts = min(number, num_samples)
@@ -896,6 +902,8 @@ class Planner:
     def least_bytes(self) -> LeastBytes:
         """As `PlannedTask.least_bytes`: with shards as fine as the partitioner makes them, or the user's fixed ones."""
         task, self.state.place = self._task, self._target.device.torch_device
+        if task.optimizer_device == "device":  # it may not have been planned yet
+            self.state.step_on_device(is_so=True)
         number = self._sample().num_samples if task.accumulation_steps == "auto" or not self._trains else 1
         number = task.accumulation_steps if isinstance(task.accumulation_steps, int) and self._trains else number
         if task.max_device_batch is not None or task.adapts:
@@ -906,12 +914,25 @@ class Planner:
         may_cut = len(costs) == 1 or task.partitioner.revise([len(costs)], 0, costs) is not None
         ends = [*range(1, len(costs) + 1)] if may_cut else task.partitioner.partition(costs, budget)
         shards = [*pairwise([0, *ends])]
-        needed = [shard_bytes(costs, first, last, number) for first, last in shards]
+        cut = self.state.cut.at(self.state.layout, ends, skips_of(costs))
+        needed = [self._needed_bytes(costs, shard, number) for shard in cut.shards]
         first, last = shards[needed.index(max(needed))]
         what = spanned([cost.name for cost in costs[first:last]])
         slabs = [slab_bytes(costs, *shard) for shard in shards]
         work = max(both - slab for both, slab in zip(needed, slabs, strict=True))
         return LeastBytes(self._planned.name, max(needed), what, max(slabs), work)
+
+    def _needed_bytes(self, costs: list[LayerCost], shard: Shard, number: int) -> int:
+        """Bytes that a device needs for a shard, with its update, if that is there."""
+        state, (first, last) = self.state, (shard.first, shard.last)
+        needed = shard_bytes(costs, first, last, number)
+        if not (self._trains and state.steps_on_device and shard.owned):
+            return needed
+        # What layers have saved is gone by then; gradients, summed up, are there, and that of the input, on its way.
+        through = [replace(cost, peak_bytes=cost.grad_bytes, saved_bytes=0, accumulated_bytes=0) for cost in costs]
+        with installed(Stream(capture())):  # the factories are user code
+            updating = update_work_bytes(self._task, state.layout, shard, state.place) + costs[first].input_bytes
+        return max(needed, shard_bytes(through, first, last, number) + updating) + state.update_bytes(shard)
 
     def _beside(self) -> Hashable:
         """All that a plan depends on beside the task's structure: devices, and the sizes of the first batches."""
@@ -1020,9 +1041,11 @@ class Planner:
                 if finer is None and self._target.device.has_arena:  # another shard's slab takes the room
                     finer = self._with_smaller_slabs(boundaries, costs)
                 if finer is None:
-                    first, last = self.state.cut.shards[error.shard].first, self.state.cut.shards[error.shard].last
-                    needed = max(shard_bytes(costs, first, last, budget.num_micro_batches), error.needed_bytes)
-                    layers = spanned([cost.name for cost in costs[first:last]])
+                    shard = self.state.cut.shards[error.shard]
+                    needed = error.needed_bytes  # as far as it came
+                    with suppress(Exception):  # of the optimizer
+                        needed = max(needed, self._needed_bytes(costs, shard, budget.num_micro_batches))
+                    layers = spanned([cost.name for cost in costs[shard.first : shard.last]])
                     raise ShardDoesNotFit(
                         f"shard {error.shard} ({layers}) needs {_size(needed)} on a device, "
                         f"available: {_size(budget.memory_bytes)}; cut it smaller (Pilot does), "

@@ -102,7 +102,7 @@ class TooLarge(Exception):
     def __init__(self, shard: int, needed_bytes: int) -> None:
         super().__init__(shard)
         self.shard = shard
-        self.needed_bytes = needed_bytes
+        self.needed_bytes = needed_bytes  # of the device's memory, at least, with what was there already
 
 
 def own_device(spec: DeviceSpec, num_threads: int, arena_bytes: int) -> AbstractContextManager[OpenDevice]:
@@ -575,7 +575,8 @@ class _Rehearsal:
     def _raise(self, failed: Failed, unit: Unit) -> None:
         error, name = failed.error, self.state.name
         if isinstance(error, DeviceOutOfMemory):
-            raise TooLarge(unit.shard, error.needed_bytes) from error
+            memory_bytes = self._device.ledger.memory_bytes
+            raise TooLarge(unit.shard, memory_bytes + max(1, error.needed_bytes - error.free_bytes)) from error
         where = failed.where
         if isinstance(error, UnfitTensor):
             raise UnfitTensor(f"{name}: {error}") from error
