@@ -208,40 +208,38 @@ class Programs(Shared):
 
     def foresee(self, inputs: Any, flags: tuple[bool, ...]) -> None:
         """Note where the forward may be cut in another mode than the first batch's: there it is cut as well."""
-        tape, numbers, output, _ = self._record(*self._look(inputs, flags))
+        tape, numbers, output, *_ = self._record(*self._look(inputs, flags))
         lives = Lives(tape.calls, numbers, [leaf.number for leaf in output if isinstance(leaf, Value)])
         entangled = lives.entangled(tape.calls, tape.values.storage)
         self._sites = {call.site for p, call in enumerate(tape.calls) if p not in entangled}
 
     def _made(self, form: Form, batch: _Batch) -> Program:
         kind, shapes = form.without_sizes()
-        found = self._sizes.find(kind, shapes)
-        if found is not None:
-            program = self._cut(*found)
-            self._roots[form] = _Node(program=program)
-            return program
-        recorded = self._record(form, batch)
-        if shapes and not batch.asked and not self._kept:
-            self._sizes.note(kind, shapes, recorded, partial(self._run_on, form, batch))
-        program = self._cut(*recorded)
+        recorded = self._sizes.find(kind, shapes, batch.is_told)
+        if recorded is None:
+            recorded = self._record(form, batch)
+            answers = tuple(_told(answer) for _, answer in recorded.asked)
+            if shapes and not self._kept:
+                self._sizes.note(kind, answers, shapes, recorded, partial(self._run_on, form, batch))
+        program = self._cut(recorded)
         node = self._roots.setdefault(form, _Node())
-        for asked, answer in batch.asked:
+        for asked, answer in recorded.asked:
             node.asked = asked
             node = node.children.setdefault(_told(answer), _Node())
         node.program = program
         if not self._usual:
-            self._usual.extend(answer for _, answer in batch.asked)
+            self._usual.extend(answer for _, answer in recorded.asked)
         return program
 
     def _run_on(self, form: Form, batch: _Batch, sizes: Sequence[Sequence[Any]]) -> Recorded:
-        """Record the forward for tensors of other sizes, which may be symbols."""
+        """Record the forward for tensors of other sizes, which may be symbols, with the answers for this batch."""
         shadow, bare = Shadow(self.model, form.narrow), batch.of_sizes(sizes)
         with shadow.apart():
             before = shadow.left(lambda _: False, has_kinds=True)
             found = self._run(shadow, form, bare, Caches())
             after = shadow.left(lambda _: False, has_kinds=True)
-        if bare.asked or any(told != before.get(where) and is_opaque(told) for where, told in after.items()):
-            raise ValueError("a forward that asks for values, or leaves what may depend on sizes")
+        if any(told != before.get(where) and is_opaque(told) for where, told in after.items()):
+            raise ValueError("a forward that leaves what may depend on sizes")
         return found
 
     def _record(self, form: Form, batch: _Batch) -> Recorded:
@@ -262,7 +260,7 @@ class Programs(Shared):
             return shadow.left(lambda path: path in self._kept or is_leaf(self._named[path]))
 
         before = left()
-        recorded, asked = self._run(shadow, form, batch, caches), list(batch.asked)
+        recorded = self._run(shadow, form, batch, caches)
         for path in shadow.rebound():
             if not any(each == path or path.startswith(f"{each}.") for each in self._kept):
                 raise self._depends(path, "replaces a parameter or a buffer (write into it: copy_)")
@@ -283,7 +281,7 @@ class Programs(Shared):
                 )
             why = self._depends(owner, f"changes {named}, which calls for other batches depend on")
             self._left.setdefault(form.narrow, (shadow, why))
-        batch.asked[:] = asked
+        batch.asked[:] = recorded.asked
         self._check_others(_Known(form, batch.without_values(), recorded.text()), caches)
         return recorded
 
@@ -334,7 +332,7 @@ class Programs(Shared):
             leaves, spec = pytree.tree_flatten(out)
             output = [tape.described(each) if isinstance(each, Tensor) else each for each in leaves]
             tape.calls = tape.values.used(tape.calls, [each.number for each in output if isinstance(each, Value)])
-            return Recorded(tape, numbers, output, spec)
+            return Recorded(tape, numbers, output, spec, list(batch.asked))
         finally:
             shadow.recorder = None
 
@@ -368,7 +366,8 @@ class Programs(Shared):
         names = {".".join(path.split(".")[:k]) for k in range(1, path.count(".") + 2)}
         return self.is_settled and not all(map(names.isdisjoint, self.holdings))
 
-    def _cut(self, tape: Tape, inputs: list[int], output: list[Any], spec: Any) -> Program:
+    def _cut(self, recorded: Recorded) -> Program:
+        tape, inputs, output, spec, _ = recorded
         calls, returned = tape.calls, list[int]()
         for k, leaf in enumerate(output):
             if isinstance(leaf, Value):
@@ -481,6 +480,7 @@ class _Batch:
         has_place = tensors and not tensors[0].is_meta
         self.here = tensors[0].device if has_place else torch.device("cpu")
         self.has_values = not any(isinstance(each, FakeTensor) or each.is_meta for each in tensors)
+        self.can_compute = True  # anything; without: it answers as it is told to
         self.asked: list[tuple[Asked, Any]] = []
 
     def without_values(self) -> _Batch:
@@ -496,11 +496,20 @@ class _Batch:
         return found
 
     def of_sizes(self, sizes: Sequence[Sequence[Any]]) -> _Batch:
-        """Return a batch of other sizes, without values."""
+        """Return a batch of other sizes, which may be symbols, that answers what was asked so far as this one did."""
         inputs = stand_ins(self.inputs, sizes)
-        found = _Batch(inputs, [each for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor)], ())
-        found.here, found.has_values = self.here, False
+        answers = [answer for _, answer in self.asked]
+        found = _Batch(inputs, [each for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor)], answers)
+        found.here, found.has_values, found.can_compute = self.here, False, False
         return found
+
+    def is_told(self, asked: Asked, answer: Any) -> bool:
+        """Return True if this is the answer for the batch; False as well where it has to be recorded to tell."""
+        try:
+            found = self.answer(asked)
+        except Exception:  # which the forward raises, or catches, when it is recorded
+            return False
+        return found is not _ANY and _told(found) == _told(answer)
 
     def answer(self, asked: Asked) -> Any:
         """Return the answer, or `_ANY` if it is not known and any may do, as long as none is recorded."""
@@ -514,12 +523,12 @@ class _Batch:
 
     def recorded(self, asked: Asked) -> Any:
         """Return the answer for a forward that is being recorded, and note it."""
-        answer = self.answer(asked)
+        answer = self.answer(asked) if self.can_compute else _ANY
         if answer is _ANY:
             k = len(self.asked)
             answer = self._usual[k] if k < len(self._usual) else False
         self.asked.append((asked, answer))
-        return answer
+        return copy.deepcopy(answer) if isinstance(answer, (list, np.ndarray)) else answer  # the forward may change it
 
     def _computed(self, asked: Asked, extreme: float) -> Any:
         asks = pytree.tree_leaves((asked.args, asked.kwargs))

@@ -22,12 +22,12 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.utils import _pytree as pytree
 
 from hydra_engine.capture.shadow import bytes_of
-from hydra_engine.capture.tape import Call, Tape, is_machinery, name_of, replaced
+from hydra_engine.capture.tape import Asked, Call, Tape, is_machinery, name_of, replaced
 
 # Once a forward was recorded for so many sizes, it is for all sizes. That takes as long as some 20 recordings.
 NUM_RECORDED = 8
-# For so many sets of conditions at most.
-MOST_CONDITIONS = 4
+# For so many sets of conditions and answers at most.
+MOST_CONDITIONS = 8
 # Sizes of 0 and 1 are no symbols: much is otherwise for them.
 LEAST_SIZE = 2
 
@@ -47,11 +47,15 @@ class Recorded(NamedTuple):
     inputs: list[int]  # numbers of the values that enter it
     output: list[Any]
     spec: Any
+    asked: Sequence[tuple[Asked, Any]]  # what it asked of the batch's values, in order, and what it was told
 
     def text(self) -> str:
         """Return what is run, to compare."""
-        calls = [(name_of(call.func), call.args, call.kwargs, call.result) for call in self.tape.calls]
-        return repr((calls, self.output, self.spec, list(map(bytes_of, self.tape.values.constants))))
+        return repr((_texts(self.tape.calls), self.output, self.spec, list(map(bytes_of, self.tape.values.constants))))
+
+    def questions(self) -> str:
+        """Return what is asked, to compare."""
+        return repr([(_texts(asked.calls), name_of(asked.func), asked.args, asked.kwargs) for asked, _ in self.asked])
 
 
 class AnySize:
@@ -89,9 +93,14 @@ class AnySize:
             _check_whole(each)
         calls = self._recorded.tape.calls
         self._with_symbols = [k for k, call in enumerate(calls) if _has_symbols((call.args, call.kwargs))]
+        for asked, _ in self._recorded.asked:
+            _has_symbols((asked.args, asked.kwargs, [(call.args, call.kwargs) for call in asked.calls]))
 
-    def at(self, shapes: Shapes) -> Recorded | None:
-        """Return the run for inputs of these shapes; None: it may be another one."""
+    def at(self, shapes: Shapes, is_told: Callable[[Asked, Any], bool] = lambda *_: True) -> Recorded | None:
+        """Return the run for inputs of these shapes; None: it may be another one.
+
+        is_told: is this the answer to a question for the inputs? Asked for one after the other, as by the forward.
+        """
         known: dict[Any, int] = {}
         for k, shape in enumerate(shapes):
             for d, size in enumerate(shape):
@@ -116,13 +125,22 @@ class AnySize:
                 numbers[term] = int(term.xreplace(known))
             return numbers[term]
 
-        tape, inputs, output, spec = self._recorded
+        def called(call: Call) -> Call:
+            args, kwargs = replaced((call.args, call.kwargs), number)
+            return replace(call, args=args, kwargs=kwargs)
+
+        tape, inputs, output, spec, questions = self._recorded
+        asked = []
+        for each, answer in questions:
+            args, kwargs = replaced((each.args, each.kwargs), number)
+            asked.append((each._replace(calls=tuple(map(called, each.calls)), args=args, kwargs=kwargs), answer))
+            if not is_told(*asked[-1]):
+                return None
         tape, calls = copy.copy(tape), list[Call](tape.calls)
         for k in self._with_symbols:
-            args, kwargs = replaced((calls[k].args, calls[k].kwargs), number)
-            calls[k] = replace(calls[k], args=args, kwargs=kwargs)
+            calls[k] = called(calls[k])
         tape.calls = calls
-        return Recorded(tape, list(inputs), list(map(number, output)), spec)
+        return Recorded(tape, list(inputs), list(map(number, output)), spec, asked)
 
 
 @contextmanager
@@ -140,18 +158,25 @@ def _quiet() -> Iterator[None]:
 def _watched() -> Iterator[None]:
     """Refuse what a forward does with a symbol without leaving a condition: text or a float of it, or for its class.
 
-    Raises ValueError at the end as well, since the forward may catch it.
+    Raises ValueError at the end as well, since the forward may catch it. Class and device of tensors with symbols are
+    told as they are of those without.
     """
-    mine, is_instance = threading.get_ident(), builtins.isinstance
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    mine, is_instance, plain = threading.get_ident(), builtins.isinstance, torch.empty(0)
     refused: list[str] = []
 
-    def refuse(what: str, between: tuple[str, ...] = _CLASSES) -> None:
+    def is_forward(between: tuple[str, ...] = _CLASSES) -> bool:
+        """Return True if a forward asks, in this thread."""
         if threading.get_ident() != mine:
-            return
+            return False
         frame = sys._getframe(2)
         while frame.f_back is not None and frame.f_globals.get("__name__", "") in between:
             frame = frame.f_back
-        if not is_machinery(frame.f_globals.get("__name__", "")):
+        return not is_machinery(frame.f_globals.get("__name__", ""))
+
+    def refuse(what: str, between: tuple[str, ...] = _CLASSES) -> None:
+        if is_forward(between):
             refused.append(what)
             raise ValueError(what)
 
@@ -159,7 +184,14 @@ def _watched() -> Iterator[None]:
         found = is_instance(value, classes)
         if is_instance(value, SymInt) and found != is_instance(0, classes):
             refuse("the class of a size")
+        if is_instance(value, FakeTensor) and is_forward():
+            return is_instance(plain, classes)
         return found
+
+    def device(tensor: Any) -> Any:
+        if threading.get_ident() != mine or torch._C._is_torch_function_all_disabled():
+            return own_device.__get__(tensor)
+        return Tensor.device.__get__(tensor)  # as of any tensor: the recording tells it
 
     def text(own: Callable[..., str]) -> Callable[..., str]:
         def of(symbol: Any, *args: Any) -> str:
@@ -177,11 +209,13 @@ def _watched() -> Iterator[None]:
     before = {name: vars(SymInt).get(name) for name in names}
     for name in names:
         setattr(SymInt, name, text(getattr(SymInt, name)))
-    vars(builtins)["isinstance"], floats.__init__ = checked, no_float
+    fakes: Any = FakeTensor
+    own_device = fakes.device
+    vars(builtins)["isinstance"], floats.__init__, fakes.device = checked, no_float, property(device)
     try:
         yield
     finally:
-        vars(builtins)["isinstance"], floats.__init__ = is_instance, make_float
+        vars(builtins)["isinstance"], floats.__init__, fakes.device = is_instance, make_float, own_device
         for name, own in before.items():
             if own is None:
                 delattr(SymInt, name)
@@ -195,39 +229,49 @@ class BySize:
     """What a forward was recorded as, for forms of batches that differ in their sizes alone."""
 
     def __init__(self) -> None:
-        # By a form without its sizes: those that were recorded, and what was; and that for all sizes, once it is known.
-        self._seen: dict[Hashable, list[tuple[Shapes, str]]] = {}
+        # By a form without its sizes, and by the answers to what the forward asks: those that were recorded, and what
+        # was. By the form alone: that for all sizes, once it is known.
+        self._seen: dict[Hashable, list[tuple[Shapes, str, str]]] = {}
         self._known: dict[Hashable, list[AnySize]] = {}
         self._for_each: set[Hashable] = set()  # that have to be recorded for each
 
-    def find(self, kind: Hashable, shapes: Shapes) -> Recorded | None:
-        """Return what would be recorded for these sizes; None: it has to be."""
-        return next(filter(None, (each.at(shapes) for each in self._known.get(kind, ()))), None)
+    def find(self, kind: Hashable, shapes: Shapes, is_told: Callable[[Asked, Any], bool]) -> Recorded | None:
+        """Return what would be recorded for these sizes and answers, as `AnySize.at` has them; None: it has to be."""
+        return next(filter(None, (each.at(shapes, is_told) for each in self._known.get(kind, ()))), None)
 
-    def note(self, kind: Hashable, shapes: Shapes, recorded: Recorded, run: Callable[[Any], Recorded]) -> None:
+    def note(
+        self, kind: Hashable, answers: Hashable, shapes: Shapes, recorded: Recorded, run: Callable[[Any], Recorded]
+    ) -> None:
         """Record the forward for all sizes once it was for many, if it is then the same for each of those.
 
-        run: records it, for shapes with symbols in them.
+        run: records it, for shapes with symbols in them, and with these answers.
         """
-        if kind in self._for_each:
+        if (kind, answers) in self._for_each:
             return
-        seen = self._seen.setdefault(kind, [])
-        seen.append((shapes, recorded.text()))
+        seen = self._seen.setdefault((kind, answers), [])
+        seen.append((shapes, recorded.text(), recorded.questions()))
         if len(seen) % NUM_RECORDED:
             return
-        varies = _varying(shapes for shapes, _ in seen)
+        varies = _varying(shapes for shapes, *_ in seen)
         # Others are recorded for each anyway.
         seen[:] = [each for each in seen if all(map(_are_symbols, each[0], varies))]
-        varies = _varying(shapes for shapes, _ in seen)
+        varies = _varying(shapes for shapes, *_ in seen)
         known = self._known.setdefault(kind, [])
         with suppress(Exception):  # what does not run on symbols is recorded for each size
             made = AnySize(seen[-1][0], varies, run)
-            again = [(made.at(each), text) for each, text in seen]  # None: under other conditions
-            is_same = all(one is None or one.text() == text for one, text in again)
-            if is_same and again[-1][0] is not None and len(known) < MOST_CONDITIONS:
+            again = [made.at(shapes) for shapes, *_ in seen]  # None: under other conditions
+            is_same = all(
+                one is None or (one.text(), one.questions()) == (text, questions)
+                for one, (_, text, questions) in zip(again, seen, strict=True)
+            )
+            if is_same and again[-1] is not None and len(known) < MOST_CONDITIONS:
                 known.append(made)
                 return
-        self._for_each.add(kind)
+        self._for_each.add((kind, answers))
+
+
+def _texts(calls: Iterable[Call]) -> list[Any]:
+    return [(name_of(call.func), call.args, call.kwargs, call.result) for call in calls]
 
 
 def _varying(shapes: Iterable[Shapes]) -> list[list[bool]]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hydra_engine.capture.programs import Programs
 from hydra_engine.capture.segment import layers_of
@@ -53,6 +54,42 @@ def doubled(model, x, mask):
 
 def masked(model, x, mask):
     return x.masked_fill(mask.unsqueeze(-1), 0.0) * mask.size(1)
+
+
+def unless_all(model, x, mask):
+    return x if mask.all() else x.masked_fill(~mask.unsqueeze(-1), 0.0)
+
+
+def of_plain_tensors(model, x, mask):
+    if isinstance(mask, FakeTensor) or mask.device.type != "cpu":
+        return x
+    return unless_all(model, x, mask)
+
+
+def unless_all_of_sizes(model, x, mask):
+    late = mask[:, torch.arange(x.shape[1] - 2, x.shape[1], device=mask.device)]
+    return x * 2 if late.sum() == late.numel() and late.numel() == mask[:, -2:].numel() else x * x.shape[1]
+
+
+def one_after_the_other(model, x, mask):
+    if mask.all():
+        return x * 2
+    return x * 3 if mask.any() else x * 4
+
+
+def by_device(model, x, mask):
+    return x * 2 if mask.device.type == "cpu" and x.shape[1] > 20 else x
+
+
+def sorted_in_place(model, x, mask):
+    full = mask.all(1).tolist()
+    is_first_full = full[0]
+    full.sort()
+    return x * 2 if is_first_full else x
+
+
+def counted(model, x, mask):
+    return x * int(mask.sum())
 
 
 def noted(model, x, mask):
@@ -132,6 +169,14 @@ def batches(lengths, *, has_mask=False, sizes=(3,)):
         yield (tokens, torch.rand(shape, generator=generator) < 0.5) if has_mask else (tokens,)
 
 
+def padded(lengths, full=()):
+    """Yield batches with a mask in each of which some tokens are left out, or none, or (below 0) all."""
+    for k, length in enumerate(lengths):
+        mask = torch.ones(3, abs(length), dtype=torch.bool)
+        mask[:2, abs(length) - 2 :] = k in full
+        yield torch.randint(50, mask.shape, generator=torch.Generator().manual_seed(k)), mask & (length > 0)
+
+
 def num_recorded(monkeypatch, between, loader):
     """See that layers give what the model gives; return how often its forward was recorded."""
     torch.manual_seed(0)
@@ -197,6 +242,38 @@ def test_a_forward_that_keeps_the_largest_size_is_refused(monkeypatch):
 
     with pytest.raises(ValueError, match="changes kind"):
         num_recorded(monkeypatch, longest, batches([*range(5, 13), 64, 6]))
+
+
+@pytest.mark.parametrize("between", [of_plain_tensors, *rest(unless_all, unless_all_of_sizes, one_after_the_other)])
+def test_a_forward_that_asks_for_values_is_recorded_for_a_few_sizes_for_each_answer(monkeypatch, between):
+    loader = padded([*range(5, 30), 70], full=range(0, 30, 2))
+    assert num_recorded(monkeypatch, between, loader) == 2 * NUM_RECORDED - 1
+
+
+def test_a_batch_with_another_answer_is_recorded(monkeypatch):
+    lengths = [*range(5, 20), -20, 21, 20, -22, -5]
+    assert num_recorded(monkeypatch, one_after_the_other, padded(lengths)) == NUM_RECORDED - 1 + 3
+
+
+@pytest.mark.rest
+def test_batches_of_one_shape_run_by_their_answers_where_it_was_not_recorded(monkeypatch):
+    loader = padded([*range(5, 23), *[40] * 4], full=range(0, 22, 2))
+    assert num_recorded(monkeypatch, unless_all, loader) == 2 * NUM_RECORDED - 1
+
+
+def test_a_forward_that_goes_by_a_device_before_it_goes_by_a_size_is_recorded_past_that(monkeypatch):
+    assert num_recorded(monkeypatch, by_device, batches([*range(5, 15), 30, 18], has_mask=True)) == NUM_RECORDED
+
+
+def test_a_forward_may_change_the_list_that_it_is_told(monkeypatch):
+    rows = torch.tensor([[True], [False], [False]])
+    loader = [(torch.zeros(3, 5, dtype=torch.long), each.expand(3, 5).contiguous()) for each in (rows, rows.flip(0))]
+    assert num_recorded(monkeypatch, sorted_in_place, loader) == 1
+
+
+@pytest.mark.rest
+def test_an_answer_that_goes_with_the_sizes_is_recorded_for_each(monkeypatch):
+    assert num_recorded(monkeypatch, counted, padded(range(5, 20))) == 14
 
 
 @pytest.mark.rest
