@@ -538,6 +538,8 @@ class _Batch:
         known: dict[int, Any] = dict(enumerate(self.tensors))
 
         def resolved(leaf: Any) -> Any:
+            if isinstance(leaf, Constant):
+                return asked.constants[leaf.number].to(self.here)
             return known[leaf.number] if isinstance(leaf, Value) else self.here if leaf is HERE else leaf
 
         def run(call: Call | Asked) -> Any:

@@ -99,6 +99,7 @@ class Asked(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     line: str
+    constants: Sequence[Tensor] = ()  # what each `Constant` stands for
 
 
 class Unknown(Exception):
@@ -571,7 +572,7 @@ class Tape(TorchFunctionMode):
         if held:
             raise self._unknown(f"{why} that depends on the model's own ({', '.join(sorted(held)[:2])})")
         described = replaced((args, kwargs), self._describe)
-        return Asked(tuple(calls), func, described[0], described[1], _line())
+        return Asked(tuple(calls), func, described[0], described[1], _line(), self.values.constants)
 
     def _unknown(self, why: str) -> Unknown:
         return Unknown(self._frames[-1].path, _line(), why)

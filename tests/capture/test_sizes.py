@@ -60,6 +60,13 @@ def unless_all(model, x, mask):
     return x if mask.all() else x.masked_fill(~mask.unsqueeze(-1), 0.0)
 
 
+TRUE = torch.tensor(True)
+
+
+def unless_all_are_as_kept(model, x, mask):
+    return x if (mask == TRUE).all() else x.masked_fill(~mask.unsqueeze(-1), 0.0)
+
+
 def of_plain_tensors(model, x, mask):
     if isinstance(mask, FakeTensor) or mask.device.type != "cpu":
         return x
@@ -244,7 +251,9 @@ def test_a_forward_that_keeps_the_largest_size_is_refused(monkeypatch):
         num_recorded(monkeypatch, longest, batches([*range(5, 13), 64, 6]))
 
 
-@pytest.mark.parametrize("between", [of_plain_tensors, *rest(unless_all, unless_all_of_sizes, one_after_the_other)])
+@pytest.mark.parametrize(
+    "between", [of_plain_tensors, unless_all_are_as_kept, *rest(unless_all, unless_all_of_sizes, one_after_the_other)]
+)
 def test_a_forward_that_asks_for_values_is_recorded_for_a_few_sizes_for_each_answer(monkeypatch, between):
     loader = padded([*range(5, 30), 70], full=range(0, 30, 2))
     assert num_recorded(monkeypatch, between, loader) == 2 * NUM_RECORDED - 1
