@@ -106,12 +106,18 @@ def step_natively(
     return native().step(optimizer, updates, factors) if _is_elementwise(optimizer) else updates
 
 
-def make_states(optimizer: Optimizer, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
+def make_states(
+    optimizer: Optimizer,
+    parameters: Sequence[nn.Parameter],
+    dtype: torch.dtype | None,
+    ahead: Mapping[nn.Parameter, dict[str, Tensor]] | None = None,
+) -> None:
     """Make the states that torch's Adam, AdamW and SGD make in a parameter's first step, for parameters without any.
 
     That step is then one as any other, with the same bits: their averages begin at zero. SGD's momentum begins as the
     first gradient, and minus zero, however much is kept of it, changes no gradient that is added to it.
     dtype: of moments; None: the parameter's own.
+    ahead: what `moments_ahead` has made for some of them.
     """
     if type(optimizer) not in (Adam, AdamW, SGD) or not _is_elementwise(optimizer):
         return
@@ -123,19 +129,39 @@ def make_states(optimizer: Optimizer, parameters: Sequence[nn.Parameter], dtype:
             names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
         else:
             names = ["momentum_buffer"] if group["momentum"] and not group["dampening"] else []
+        fitting = {p: found for p in mine if (found := (ahead or {}).get(p)) and [*found] == names}
+        others = [p for p in mine if p not in fitting]
         # As `is_moment` has it: those of numbers stay wide.
-        kinds = [dtype if p.dim() and p.dtype == torch.float32 else None for p in mine]
-        like = [torch.empty_like(p, dtype=kind, device="meta") for p, kind in zip(mine, kinds, strict=True)]
+        kinds = [dtype if p.dim() and p.dtype == torch.float32 else None for p in others]
+        like = [torch.empty_like(p, dtype=kind, device="meta") for p, kind in zip(others, kinds, strict=True)]
         places = iter(new_private(each for each in like for _ in names))
         counts_in_double = torch.get_default_dtype() == torch.float64 and not group.get("fused")
         for parameter in mine if names else ():
-            moments = {name: next(places) for name in names}
+            moments = fitting.get(parameter) or {name: next(places) for name in names}
             if is_adam:
                 count = torch.tensor(0.0, dtype=torch.float64 if counts_in_double else torch.float32)
                 optimizer.state[parameter] = {"step": count, **moments}
             else:
                 moments["momentum_buffer"].fill_(-0.0)
                 optimizer.state[parameter] = moments
+
+
+def moments_ahead(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None
+) -> dict[nn.Parameter, dict[str, Tensor]]:
+    """Make the moments of `make_states` before it is called, in memory that was written to; it gives them to states.
+
+    The system finds a page at the first write to it, which for states takes longer than the step they are of.
+    """
+    apart = part_of(optimizer, optimizer.param_groups)
+    apart.state = defaultdict(dict)
+    make_states(apart, parameters, dtype)
+    made = [p for p in parameters if p in apart.state]
+    moments = {p: {key: value for key, value in apart.state[p].items() if key != "step"} for p in made}
+    for each in moments.values():
+        for tensor in each.values():
+            tensor.zero_()
+    return moments
 
 
 def new_private(like: Iterable[Tensor]) -> list[Tensor]:

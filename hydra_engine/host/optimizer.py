@@ -17,10 +17,11 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from hydra_engine.host.blocked import (
     has_step_hooks,
     is_moment,
     make_states,
+    moments_ahead,
     new_private,
     part_of,
     step_narrow,
@@ -137,6 +139,11 @@ class Averages:
             self.tensors[slot.index] = saved[slot.name]
 
 
+MomentsAhead: TypeAlias = dict[nn.Parameter, dict[str, Tensor]]
+
+# Weights of a shard whose states are made beside its first forward: a thread costs less than their page faults.
+AHEAD_BYTES = 2**24
+
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 # What torch itself keeps and changes on an optimizer.
@@ -207,7 +214,9 @@ class TaskOptimizer:
         self._committed = StepRecord()  # of the step before
         self._averages = Averages(task.ema_decay, self._slots)
         self._narrows_moments = task.moments == "bfloat16"
+        self._moments = MOMENTS if self._narrows_moments else None
         self._freed = Freed()
+        self._ahead: dict[tuple[int, ...], Future[MomentsAhead]] | None = None  # by the slots of a shard
         # Called before parameters, by slot, their averages or states change; None: any. It may wait.
         self.secure: Callable[[Iterable[int] | None], None] = lambda _: None
 
@@ -262,6 +271,8 @@ class TaskOptimizer:
         return StepRecord(loss_scale=self.loss_scale, is_skipped=True)
 
     def _count_step(self) -> None:
+        if self.num_steps:
+            self.drop_ahead()
         self.num_steps += 1
         # torch's schedulers warn unless the optimizer was stepped before; ours is stepped through `update`.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -395,7 +406,8 @@ class TaskOptimizer:
         make_states(
             part_of(self.optimizer, record.groups),
             [slot.parameter for slot in new],
-            MOMENTS if self._narrows_moments else None,
+            self._moments,
+            self._take_ahead(shard) if new else None,
         )
         new = [slot for slot in new if not self.optimizer.state.get(slot.parameter)]
         self._update([slot for slot in slots if slot.index in record.hooked], pool, record, None, ())
@@ -407,6 +419,31 @@ class TaskOptimizer:
             pool.bring_back([*slots, *without])
             pool.renew(without)
         self._averages.move(pool.owned(shard), pool, is_first=record.is_first)
+
+    def make_ahead(
+        self, shards: Iterable[Shard], submit: Callable[[Callable[[], MomentsAhead]], Future[MomentsAhead]]
+    ) -> None:
+        """Let another thread make the moments that the first updates of these shards need, in this order."""
+        if self._ahead is not None or self.num_steps or self._task.optimizer_scope == "task":
+            return
+        self._ahead = {}
+        for shard in shards:
+            parameters = [p for i in shard.owned if not self.optimizer.state.get(p := self._layout.slots[i].parameter)]
+            if sum(p.nbytes for p in parameters) >= AHEAD_BYTES:
+                part = part_of(self.optimizer, kept_groups(self.optimizer))
+                job = partial(moments_ahead, part, parameters, self._moments)
+                self._ahead[tuple(shard.owned)] = submit(job)
+
+    def _take_ahead(self, shard: Shard) -> MomentsAhead | None:
+        """Return what was made ahead for a shard, or is being made; None if it was not begun."""
+        future = (self._ahead or {}).pop(tuple(shard.owned), None)
+        return None if future is None or future.cancel() else future.result()
+
+    def drop_ahead(self) -> None:
+        """Let go of what was made ahead and no update took: the cut has changed, or the task is over."""
+        for future in (self._ahead or {}).values():
+            future.cancel()
+        self._ahead = {}
 
     def _without(self, owned: Sequence[Slot], record: StepRecord) -> list[Slot]:
         """The parameters without a gradient that a step sees: torch's own passes them over, another may decay them."""

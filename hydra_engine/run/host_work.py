@@ -54,6 +54,8 @@ class HostWork:
         self._saves = saves
         # Apart from the pool: measuring a batch may take seconds, and other tasks' commits must not wait for it.
         self._planner = ThreadPoolExecutor(1, "hydra-planner", torch.set_num_threads, (common.host.intra_op_threads,))
+        # Apart from both: what it makes is waited for by the updates of the pool.
+        self._ahead = ThreadPoolExecutor(1, "hydra-states", torch.set_num_threads, (common.host.intra_op_threads,))
         self._next_trim_s = TRIM_INTERVAL_S
 
     def instructions(self) -> dict[type, Callable[..., None]]:
@@ -69,6 +71,7 @@ class HostWork:
     def close(self) -> None:
         """End the threads, once all is done that was begun."""
         self._planner.shutdown()
+        self._ahead.shutdown(cancel_futures=True)
         self._common.pool.shutdown()
 
     def _submit(self, task: RunningTask, where: str, job: Callable[[], Event | None]) -> None:
@@ -100,6 +103,10 @@ class HostWork:
         task = self._common.tasks[instruction.task]
         task.take(is_spread=instruction.num_parts > 1)
         task.stage(instruction.num_parts, in_sums=instruction.in_sums)
+        if task.optimizer is not None and not task.state.steps_on_device:
+            shards = task.state.cut.shards
+            in_order = reversed(shards) if task.state.pool.early_release else shards
+            task.optimizer.make_ahead(in_order, self._ahead.submit)
         for worker in self._workers.all:
             worker.sweep(instruction.task)
 
@@ -284,6 +291,8 @@ class HostWork:
                     task.state.close()
                 if task.optimizer is not None and not is_paused:  # else they are on disk
                     task.report.ema_state = task.optimizer.ema_state()
+                if task.optimizer is not None:
+                    task.optimizer.drop_ahead()
                 task.record = task.snapshot = task.optimizer = task.state.stepper = task.figures.best = None
                 task.end.write(task.report)  # callbacks may have failed since
                 self._common.loggers.end(task.name, task.report.status)

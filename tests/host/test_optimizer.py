@@ -3,6 +3,7 @@
 import math
 import mmap
 import sys
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
@@ -15,7 +16,15 @@ from hydra_engine import ModelTask
 from hydra_engine.host.blocked import make_states
 from partitioners import Presharded
 from tests import exact
-from tests.host.test_optimizer_contract import OPTIMIZERS, SCHEDULERS, ByShard, gradients_of, trainable
+from tests.host.test_optimizer_contract import (
+    OPTIMIZERS,
+    SCHEDULERS,
+    ByShard,
+    assert_same_bits,
+    assert_same_state,
+    gradients_of,
+    trainable,
+)
 
 
 @pytest.mark.parametrize("lr", [1.0, torch.tensor(1.0)])
@@ -148,6 +157,71 @@ def test_other_states_are_left_to_the_first_step(kind, options):
     optimizer = kind([parameter], 0.1, **options)
     make_states(optimizer, [parameter], None)
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "options"), [(ADAMW, {"amsgrad": True}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.RMSprop, {})]
+)
+def test_moments_that_another_thread_makes_ahead_are_those_of_the_first_update(kind, options, is_begun, monkeypatch):
+    monkeypatch.setattr("hydra_engine.host.optimizer.AHEAD_BYTES", 0)
+    engines = [ByShard(partial(kind, **options), 0.1, [2, 5]) for _ in range(2)]
+    ahead, made = engines[0].optimizer, []
+
+    def submit(job):
+        future = Future()
+        if is_begun:  # else the update comes first
+            future.set_running_or_notify_cancel()
+            future.set_result(job())
+        made.append(future)
+        return future
+
+    ahead.make_ahead(engines[0].shards, submit)
+    ahead.make_ahead(engines[0].shards, submit)  # of a batch that begins again
+    assert len(made) == 2
+    assert not ahead.optimizer.state  # which an optimizer has of what received a gradient
+    for step in range(3):
+        for engine in engines:
+            gradients = gradients_of(step, trainable(engine.layers))
+            engine.step([None if k == 1 and step < 2 else gradient for k, gradient in enumerate(gradients)])
+    assert_same_bits(engines[0].layers, engines[1].layers)
+    assert_same_state(engines[0].state, engines[1].state)
+    assert all(future.cancelled() != is_begun for future in made)
+    if is_begun and kind is not torch.optim.RMSprop:  # which makes its states itself
+        places = [
+            tensor.data_ptr() for each in made for moments in each.result().values() for tensor in moments.values()
+        ]
+        states = [value for state in ahead.optimizer.state.values() for value in state.values()]
+        taken = {tensor.data_ptr() for tensor in states} & {*places}
+        assert len(taken) == len(places) - len(places) // len(trainable(engines[0].layers))  # all but of one parameter
+    for engine in engines:
+        engine.pool.close()
+
+
+def test_moments_made_ahead_are_let_go_of_where_no_update_takes_them(monkeypatch):
+    monkeypatch.setattr("hydra_engine.host.optimizer.AHEAD_BYTES", 0)
+    engine, made = ByShard(ADAMW, 0.1, [2, 5]), []
+
+    def submit(job):
+        made.append(Future())
+        return made[-1]
+
+    engine.optimizer.make_ahead(engine.shards, submit)
+    engine.shards = engine.layout.shards([3, 5])  # the task was cut anew
+    for step in range(2):
+        engine.step(gradients_of(step, trainable(engine.layers)))
+    assert all(future.cancelled() for future in made)
+    engine.pool.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 3}, {"num_batches": 1, "epochs": 1}])
+def test_two_tasks_whose_moments_are_made_ahead_end_as_in_the_plain_loop(options, monkeypatch):
+    monkeypatch.setattr("hydra_engine.host.optimizer.AHEAD_BYTES", 0)
+    pairs = [exact.task_of("gpt", name=name, optimizer="adamw", seed=k, **options) for k, name in enumerate("ab")]
+    report = exact.run([task for task, _ in pairs], num_devices=2, chaos=3)
+    for k, (task, model) in enumerate(pairs):
+        expected = exact.expected("gpt", optimizer="adamw", seed=k, **options)
+        exact.assert_as_expected(report, task.name, model, expected)
 
 
 def test_states_of_a_number_stay_wide_where_those_of_others_are_narrow():
