@@ -32,6 +32,7 @@ ROOMS = (
     "run",
     "sweep",
     "integrations",
+    "verify",
     "cli",
 )
 # Modules beside the rooms, which import none of them and which all may import.

@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sign that a terminal lacks is no failure
     try:
-        import_module(f"hydra_engine.cli.{options.command}").run(options)
+        verb = _VERBS[options.command]
+        getattr(import_module(f"hydra_engine.cli.{verb.module or options.command}"), verb.function)(options)
     except (Mistake, Failure) as error:
         if options.debug:
             raise
@@ -189,6 +190,8 @@ class _Verb(NamedTuple):
     text: str  # its line in the list of verbs
     description: str
     examples: tuple[str, ...]
+    module: str = ""  # of hydra_engine.cli; "": of the verb's name
+    function: str = "run"
 
 
 def _add_demo(add: _Add) -> None:
@@ -210,6 +213,18 @@ def _add_train(add: _Add) -> None:
     add("--report", metavar="FILE", help="where to save the report: `hydra-engine report FILE` reads it")
     add("--dry-run", action="store_true", help="plan, check that everything fits, and end")
     add("--quiet", action="store_true", help="show no plan and no progress")
+
+
+def _add_verify(add: _Add) -> None:
+    add(
+        "function",
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help="returns a ModelTask, or a list of them, made anew each time",
+    )
+    add("--steps", default="6", metavar="N", help="of each task, rounded up to whole pairs (6)")
+    add("--memory", default="auto", metavar="SIZE", help="of each emulated device (half of what DRAM has)")
+    add("--devices", default="2", metavar="N", help="emulated, that are in at the same time (2)")
+    add("--micro-batches", metavar="N", help="of each step (as the tasks ask for)")
 
 
 def _add_report(add: _Add) -> None:
@@ -328,6 +343,21 @@ _VERBS = {
             "hydra-engine train my_models:tasks --devices cuda:0 cuda:1 --checkpoint-dir runs/a --report a.json",
             "hydra-engine train my_models:tasks --devices 512MiB 512MiB --dry-run",
         ),
+    ),
+    "verify": _Verb(
+        _add_verify,
+        "compares tasks of yours with plain PyTorch, bit for bit, in a few steps",
+        "Calls the function for each training and trains its tasks for a few steps in float32 on the CPU: in plain "
+        "PyTorch, then by the engine in one piece, with a shard for each layer on devices that come and go, and saved "
+        "and resumed in the middle. Prints the first step and the first tensors that differ, and the rule of "
+        "docs/contract.md that is likely broken. Do so before a long run on GPUs, with a small model of the same kind: "
+        "it takes the DRAM of the tasks' models, gradients, states and activations. Exit code 1: something differs.",
+        (
+            "hydra-engine verify my_models:small_tasks",
+            "hydra-engine verify my_models:small_tasks --steps 10 --micro-batches 2 --memory 64MiB",
+        ),
+        module="train",
+        function="verify",
     ),
     "sweep": _Verb(
         _add_sweep,

@@ -1,4 +1,4 @@
-"""``hydra-engine train``: the tasks that a user's function returns, trained together."""
+"""``hydra-engine train`` and ``verify``: the tasks of a user's function, trained, and compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra_engine.cli.command import Failure, Mistake, mistakes
+from hydra_engine.cli.command import Failure, Mistake, count, mistakes
 from hydra_engine.cli.sample import called, here_importable
 from hydra_engine.cli.sweep import checkpoint_interval, devices_of
 from hydra_engine.errors import CheckpointError, HostOutOfMemory, ShardDoesNotFit
 from hydra_engine.run import ModelOrchestrator
 from hydra_engine.system import say, warn
 from hydra_engine.tasks import FAILED, ModelTask, Report
+from hydra_engine.verify import verify as verified
 
 RULE = "limit: a ModelTask or a list of them; return these"
 
@@ -49,6 +50,23 @@ def run(options: argparse.Namespace) -> None:
                     _refuse_exits(orchestra.report, error)
                 raise
     _tell(report, options)
+
+
+def verify(options: argparse.Namespace) -> None:
+    """Compare the tasks of a user's function with plain PyTorch, and print how; raises Failure if a bit differs."""
+    micro_batches = None if options.micro_batches is None else count(options.micro_batches, "--micro-batches")
+    with here_importable(), mistakes(TypeError, ValueError):
+        found = verified(
+            lambda: _tasks(options.function, called(options.function, "returns a ModelTask or a list of them")),
+            steps=count(options.steps, "--steps"),
+            memory=options.memory,
+            devices=count(options.devices, "--devices"),
+            micro_batches=micro_batches,
+        )
+    say(str(found))
+    if not found.is_same:
+        differing = [name for name, task in found.tasks.items() if not task.is_same]
+        raise Failure(f"{', '.join(differing)}: not as plain PyTorch; the lines above say where, and what is likely")
 
 
 def _check_writable(path: Path) -> None:

@@ -256,7 +256,7 @@ def numbers_of(loader: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for holder in (loader, *held_by(loader)):
         for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
-            if isinstance(value, (list, deque)):
+            if type(value) in (list, deque):
                 first = list(islice(value, _MOST_NUMBERS))
                 value = repr(first) if all(type(each) in _NUMBERS for each in first) else None
             # Torch's loaders note in those with an underscore what they have warned of.

@@ -61,6 +61,9 @@ class Breaks:
         yield from [(torch.ones(2, 4), torch.ones(2, 1))] * 2
         raise self.error
 
+    def fail(self, *_):
+        raise self.error
+
 
 def exits():
     sys.exit(0)
@@ -86,6 +89,12 @@ def chinese():
 
 def all_break():
     return [task("b", Breaks(OSError("the disk is gone")))]
+
+
+def breaks_at_once():
+    [broken] = all_break()
+    broken.loss_fn = Breaks(OSError("the disk is gone")).fail
+    return [task("a"), broken]
 
 
 def one_breaks():
@@ -222,6 +231,22 @@ def test_a_closed_pipe_and_signs_that_a_terminal_lacks_lose_no_report(tmp_path):
     assert [line.partition(": ")[2][:23] for line in err.splitlines()] == ["the display has ended, "]
     for path in (tmp_path / "piped.json", tmp_path / "shown.json"):
         assert Report.load(path).tasks["学"].status == "finished"
+
+
+def test_tasks_are_compared_with_plain_pytorch(said):
+    code, lines, err = said(f"verify {HERE}:pair --steps 2")
+    assert (code, lines[-1], err) == (0, "same, bit for bit", "")
+    assert [line for line in lines if line.startswith(("a: ", "b: "))] == [
+        "a: 2 steps of plain PyTorch; 2 layers",
+        "b: 2 steps of plain PyTorch; 2 layers",
+    ]
+
+
+def test_what_is_not_as_plain_pytorch_is_a_failure(said):
+    code, lines, err = said(f"verify {HERE}:breaks_at_once --steps 4")
+    assert (code, lines[-1]) == (1, "not the same")
+    assert "  plain PyTorch fails: OSError: the disk is gone" in lines
+    names(err, task="b", says="plain PyTorch")
 
 
 def test_a_dry_run_plans_and_trains_nothing(said, tmp_path):

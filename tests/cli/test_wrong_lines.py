@@ -74,6 +74,12 @@ LINES = {
     "train {here}:task --devices 8B --quiet": "needs available:",
     "train {here}:task --devices 1MiB --checkpoint-dir {tmp} --checkpoint-every often": "'often' time",
     "train {here}:task --devices 1MiB --checkpoint-dir /dev/null/a --quiet": "/dev/null/a",
+    # verify
+    "verify": "PACKAGE.MODULE:FUNCTION --help",
+    "verify {here}:numbers": "int ModelTask",
+    "verify {here}:task --steps 0": "--steps: '0'",
+    "verify {here}:task --devices two": "--devices: 'two'",
+    "verify {here}:task --memory 5lots": "'5lots' '16GiB'",
     # sweep
     "sweep {here}:build --trials none": "--trials: 'none'",
     "sweep {here}:build --rungs 3": "--rungs: '3' 1:3",

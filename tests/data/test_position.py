@@ -206,6 +206,23 @@ def seeded_stream():
         return Stream(capture())
 
 
+def test_what_a_loader_holds_is_not_read_for_its_numbers():
+    class Augmented(list):
+        times_opened = 0
+
+        def __iter__(self):
+            self.times_opened += 1
+            return super().__iter__()
+
+    class Wraps:
+        def __init__(self):
+            self.held, self.seen, self.epoch = Augmented([1, 2]), [3, 4], 5
+
+    loader = Wraps()
+    assert numbers_of(loader) == {"Wraps.seen": "[3, 4]", "Wraps.epoch": 5}
+    assert loader.held.times_opened == 0
+
+
 def interrupted(make, epoch, num_batches, draws=True):
     """The position in an epoch of a loop, as a checkpoint gives it back."""
     stream, loader = seeded_stream(), make()

@@ -1,0 +1,111 @@
+"""What a training leaves step by step, as digests: of the batch, the weights, the buffers and the flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hydra_engine.errors import PauseTask
+from hydra_engine.tasks import Callback, ModelTask, TaskReport
+
+Digest: TypeAlias = bytes
+
+# Batches that a loader gives before it is opened again.
+BATCHES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step has left, once its callbacks have returned."""
+
+    loss: float
+    weights: Mapping[str, Digest]  # by the user's name
+    buffers: Mapping[str, Digest]
+    flags: Mapping[str, bool]  # "training" of modules, "requires_grad" of parameters
+
+
+@dataclass(kw_only=True)
+class Record:
+    """A training: its batches, its steps and its validations, in their order."""
+
+    batches: list[Digest] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    validation_losses: list[float] = field(default_factory=list)
+    averages: Mapping[str, Digest] = field(default_factory=dict)  # of weights, at the end (ema_decay)
+    num_layers: int = 0
+    error: str | None = None  # the first line of what ended it
+
+
+class FirstBatches:
+    """The first batches of a loader, each time that it is opened, with their digests."""
+
+    def __init__(self, loader: Iterable[Any], most: int, seen: list[Digest] | None = None) -> None:
+        self._loader, self._most, self._seen = loader, most, seen
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._reading(iter(self._loader))  # what opening it draws is drawn now
+
+    def _reading(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for batch in islice(iterator, self._most):
+            if self._seen is not None:
+                self._seen.append(digest(batch))
+            yield batch
+
+
+class Recorder(Callback):
+    """Records a task's steps after all of its callbacks; pauses it after one of them, if asked to."""
+
+    def __init__(self, task: ModelTask, record: Record, pause_after: int | None = None) -> None:
+        self._model, self._record, self._pause_after = task.model, record, pause_after
+
+    def on_step(self, report: TaskReport) -> None:
+        model = self._model
+        modules = (model if model.source is None else model.source).named_modules()
+        flags = {f"{name or 'the model'}.training": module.training for name, module in modules}
+        flags |= {f"{name}.requires_grad": each.requires_grad for name, each in model.named_parameters()}
+        step = Step(
+            loss=report.losses[-1],
+            weights={name: digest(each) for name, each in model.named_parameters()},
+            buffers={name: digest(each) for name, each in model.named_buffers()},
+            flags=flags,
+        )
+        self._record.steps.append(step)
+        if report.steps == self._pause_after:
+            raise PauseTask("saved, and resumed")
+
+    def on_validation(self, report: TaskReport) -> None:
+        self._record.validation_losses.append(report.validation_losses[-1])
+
+
+def digest(value: Any) -> Digest:
+    """Return a digest of every bit of tensors in plain containers, and of the text of other values."""
+    found = blake2b(digest_size=16)
+    for part in _parts(value):
+        found.update(part)
+    return found.digest()
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield repr(key).encode()
+            yield from _parts(each)
+    elif isinstance(value, (list, tuple)):
+        yield f"{len(value)}".encode()
+        for each in value:
+            yield from _parts(each)
+    elif is_dataclass(value):
+        yield from _parts({each.name: getattr(value, each.name) for each in fields(value)})
+    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        yield repr(value).encode()
+    else:  # its repr may have an address
+        yield type(value).__qualname__.encode()

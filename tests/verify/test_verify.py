@@ -1,0 +1,266 @@
+"""`verify`: tasks within the contract are the same in every run, and what is not is named with its place."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from hydra_engine import Callback, ModelTask, StopTask
+from hydra_engine.verify import verify
+from hydra_engine.verify.compare import CUT, RESUMED, WHOLE, Difference, TaskVerification, difference
+from hydra_engine.verify.record import FirstBatches, Record, Step, digest
+from tests.verified import verified
+
+PAIR = (torch.ones(4, 6), torch.arange(4) % 3)
+
+
+def layers():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 3))
+
+
+def loader(**options):
+    return DataLoader(TensorDataset(torch.randn(32, 6), torch.arange(32) % 3), 4, shuffle=True, **options)
+
+
+def task(**options):
+    model, data = options.pop("model", None) or layers(), options.pop("loader", None) or loader()
+    loss_fn = options.pop("loss_fn", F.cross_entropy)
+    return ModelTask(model, loss_fn, data, 0.05, **{"optimizer": torch.optim.AdamW} | options)
+
+
+def first_difference(found, run):
+    return next(iter(found.tasks.values())).differences[run]
+
+
+# -- the same
+
+
+def test_a_task_of_many_options_is_the_same_in_every_run():
+    def make():
+        schedule = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)  # noqa: E731
+        options = {"max_grad_norm": 0.5, "ema_decay": 0.9, "lr_scheduler": schedule, "name": "busy"}
+        groups = lambda name: {"weight_decay": 0.0} if name.endswith("bias") else {}  # noqa: E731
+        return task(**options, param_groups=groups, validation=[PAIR, PAIR], nonfinite="stop")
+
+    found = verify(make, steps=5)
+    assert found.is_same, str(found)
+    busy = found.tasks["busy"]
+    assert (busy.num_steps, busy.num_layers, busy.likely) == (6, 5, None)
+    assert list(busy.differences) == [WHOLE, CUT, RESUMED]
+    lines = str(found).splitlines()
+    assert lines[0] == "busy: without nonfinite, which a few steps do not show"
+    assert lines[-1] == "same, bit for bit"
+
+
+def test_micro_batches_and_two_tasks_with_a_frozen_part_in_common_are_the_same():
+    def make():
+        shared = nn.Linear(6, 6).requires_grad_(False)
+        models = [nn.Sequential(shared, nn.Dropout(0.1), nn.Linear(6, 3)) for _ in range(2)]
+        return [task(model=model, loss_reduction=how) for model, how in zip(models, ("mean", "sum"), strict=True)]
+
+    found = verify(make, steps=4, micro_batches=2, memory="1MiB", devices=2)
+    assert list(found.tasks) == ["task-0", "task-1"]
+    assert found.is_same, str(found)
+
+
+def test_a_narrow_task_is_compared_in_float32_and_a_scheduler_of_epochs_moves_with_each_pass():
+    def make():
+        schedule = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731
+        return task(precision="bfloat16", lr_scheduler=schedule, lr_scheduler_interval="epoch")
+
+    found = verify(make, steps=4)
+    assert found.is_same, str(found)
+    assert found.notes == ["task-0: compared in float32, not in bfloat16, whose casts plain PyTorch does not make"]
+
+
+@pytest.mark.parametrize(
+    "name", ["old_weight_norm", "checkpoint_inside", "loss_that_draws", "module_dict_with_forward"]
+)
+def test_recipes_within_the_contract_are_the_same(name):
+    found, expected = verified(name, steps=4)
+    assert expected in ("exact", None)
+    assert found.is_same, found.differences
+
+
+def test_callbacks_of_each_training_get_reports_of_their_own_and_may_stop_it():
+    trainings = []
+
+    class Stops(Callback):
+        def __init__(self):
+            self.seen = []
+            trainings.append(self.seen)
+
+        def on_epoch_begin(self, report, epoch):
+            self.seen.append(("begin", epoch))
+
+        def on_step(self, report):
+            self.seen.append((report.last_step.step, report.last_step.epoch, report.losses[-1]))
+            if report.steps == 3:
+                raise StopTask("enough")
+
+        def on_validation(self, report):
+            self.seen.append(report.last_validation.loss)
+
+        def on_task_end(self, report):
+            self.seen.append((report.status, report.stop_reason))
+
+    found = verify(lambda: task(callbacks=[Stops()], validation=[PAIR]), steps=4)
+    assert found.is_same, str(found)
+    plain, whole, cut, *_ = trainings
+    assert plain[:-1] == whole[:-1] == cut[:-1]
+    kinds = ["validation" if type(each) is float else each[0] for each in plain]
+    assert kinds == ["begin", 1, 2, "validation", "begin", 3, "stopped"]
+    assert (plain[-1], whole[-1]) == (("stopped", "enough"), ("stopped", "Stops.on_step raised StopTask: enough"))
+
+
+# -- what differs
+
+
+def test_a_loader_that_counts_its_batches_gives_others_after_a_resume():
+    class Augmented(list):
+        calls = 0
+
+        def __iter__(self):
+            for x, y in super().__iter__():
+                self.calls += 1
+                yield x + self.calls, y
+
+    found = verify(lambda: task(loader=Augmented([PAIR] * 4)), steps=4)
+    assert first_difference(found, WHOLE) is None
+    assert first_difference(found, CUT) is None
+    assert first_difference(found, RESUMED) == Difference(3, "batch", "the loader gave another batch for step 3")
+    assert "no checkpoint holds" in found.tasks["task-0"].likely
+    assert str(found).splitlines()[-1] == "not the same"
+
+
+def test_what_the_engine_refuses_is_told_with_its_message():
+    class Counts(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    found = verify(lambda: task(model=nn.Sequential(nn.Linear(6, 6), Counts(6, 3))), steps=2)
+    refused = first_difference(found, WHOLE)
+    assert (refused.step, refused.what, refused.place) == (0, "refused", "refused, step 0")
+    assert "1 (Counts): forward changes its attribute 'calls'" in refused.text
+    assert refused.text in str(found)
+
+
+def test_what_plain_pytorch_does_not_train_is_not_compared():
+    def fails(output, target):
+        raise ArithmeticError("no loss today")
+
+    found = verify(lambda: task(loss_fn=fails, name="bad"))
+    assert found.tasks["bad"].error == "ArithmeticError: no loss today"
+    assert not found.is_same
+    assert "  plain PyTorch fails: ArithmeticError: no loss today" in str(found).splitlines()
+    assert found.tasks["bad"].differences == {}
+
+
+def step(loss=1.0, weight=b"w", buffer=b"b", training=True):
+    return Step(loss=loss, weights={"0.weight": weight}, buffers={"0.mean": buffer}, flags={"0.training": training})
+
+
+PLAIN = Record(batches=[b"1", b"2", b"3"], steps=[step(), step(2.0), step(math.nan)], validation_losses=[0.5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"steps": [step(), step(2.5)]}, (2, "loss", "the loss of step 2 is 2.5, plain PyTorch's 2.0")),
+        ({"steps": [step(weight=b"x")]}, (1, "weights", "after step 1: 0.weight")),
+        ({"steps": [step(buffer=b"x", training=False)]}, (1, "buffers", "after step 1: 0.mean")),
+        ({"steps": [step(training=False)]}, (1, "flags", "after step 1: 0.training")),
+        ({"batches": [b"1", b"x", b"3"]}, (2, "batch", "the loader gave another batch for step 2")),
+        (
+            {"validation_losses": [0.25]},
+            (2, "validation", "validation 1, after step 2: 0.25, plain PyTorch's 0.5"),
+        ),
+        ({"averages": {"0.weight": b"a"}}, (3, "averages", "ema_decay: 0.weight")),
+        ({"steps": PLAIN.steps[:1], "error": "ValueError: no"}, (1, "refused", "ValueError: no")),
+        ({"error": "RuntimeError: at its end"}, (3, "refused", "RuntimeError: at its end")),
+        ({"steps": [*PLAIN.steps, step()]}, (4, "loss", "step 4 is made, which plain PyTorch does not make")),
+    ],
+)
+def test_the_first_difference_is_named(changes, expected):
+    assert difference(PLAIN, Record(**vars(PLAIN) | changes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("run", "what", "begins"),
+    [
+        (WHOLE, "loss", "rule 1, 2 or 6"),
+        (CUT, "loss", "rule 2 or 4"),
+        (CUT, "weights", "rule 3, 7 or 12"),
+        (RESUMED, "loss", "a callback, loader or other object"),
+        (RESUMED, "refused", "the engine does not take"),
+        (WHOLE, "batch", "rule 9"),
+    ],
+)
+def test_the_likely_rule_follows_from_the_first_run_that_differs(run, what, begins):
+    runs = [WHOLE, CUT, RESUMED]
+    differences = {each: Difference(1, what, "") if runs.index(each) >= runs.index(run) else None for each in runs}
+    assert TaskVerification(name="a", differences=differences).likely.startswith(begins)
+
+
+# -- parts
+
+
+def test_a_loader_is_read_anew_after_its_first_batches_and_opened_when_it_is_asked_for():
+    opened = []
+
+    class Loader:
+        def __iter__(self):
+            opened.append(True)
+            return iter(range(5))
+
+    seen = []
+    first = FirstBatches(Loader(), 2, seen)
+    iterator = iter(first)
+    assert opened == [True]
+    assert [*iterator, *first] == [0, 1, 0, 1]
+    assert seen == [digest(0), digest(1)] * 2
+
+
+def test_digests_tell_bits_dtypes_shapes_and_containers_apart():
+    zero = torch.zeros(4)
+    values = [
+        zero,
+        -zero,
+        zero.view(2, 2),
+        zero.long(),
+        [zero],
+        (zero, zero),
+        {"a": zero},
+        {"b": zero},
+        None,
+        0,
+        0.0,
+        "0",
+    ]
+    assert len({digest(value) for value in values}) == len(values)
+    assert digest(torch.arange(6).view(2, 3).t()) == digest(torch.arange(6).view(2, 3).t().contiguous())
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"steps": 0}, ValueError, "steps: 0, limit: at least 1"),
+        ({"devices": 1.5}, TypeError, "devices: 1.5, limit: a whole number"),
+        ({"micro_batches": True}, TypeError, "micro_batches: True, limit: a whole number"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, kind, words):
+    with pytest.raises(kind, match=words):
+        verify(task, **options)
+
+
+def test_what_is_no_task_is_refused():
+    with pytest.raises(TypeError, match="make_tasks: returned a Linear, limit: a ModelTask or a list of them"):
+        verify(lambda: [nn.Linear(1, 1)])
