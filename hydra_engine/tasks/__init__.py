@@ -3,7 +3,7 @@
 from hydra_engine.tasks.best import TRAINING_LOSS, VALIDATION_LOSS, Best
 from hydra_engine.tasks.callback import Callback, begin_epochs
 from hydra_engine.tasks.evaluation import EvaluationMeans, EvaluationTask, joined, joined_outputs, uneven
-from hydra_engine.tasks.model import Model, switch_off_checkpointing, uncompiled
+from hydra_engine.tasks.model import Model, OneLayer, switch_off_checkpointing, uncompiled
 from hydra_engine.tasks.model_watch import ModelWatch
 from hydra_engine.tasks.options import EMPTY_VALIDATION, check_optimizer_needs_no_closure, is_adaptive
 from hydra_engine.tasks.report import (

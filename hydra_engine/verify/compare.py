@@ -126,7 +126,7 @@ class Verification:
             differing = {each.text: None for each in task.differences.values() if each is not None}
             lines += [f"  {text}" for text in differing]
             if task.likely is not None:
-                lines.append(f"  likely: {task.likely} (docs/contract.md)")
+                lines.append(f"  likely: {task.likely} (docs/limits.md)")
             lines.append("")
         lines.append("same, bit for bit" if self.is_same else "not the same")
         return "\n".join(lines)
@@ -223,8 +223,6 @@ class _Trials:
             records = self._trained(self._num_devices, _cut, folder=folder, pause_after=middle)
             if any(record.error is not None for record in records.values()):
                 return records
-            for record in records.values():
-                del record.batches[middle - 1 :]  # the pass that it was paused in is read anew
             return self._trained(self._num_devices, _cut, folder=folder, records=records)
 
     def _trained(
@@ -241,7 +239,7 @@ class _Trials:
         records = records or {name: Record() for name in tasks}
         orchestra: ModelOrchestrator | None = None
         for name, task in tasks.items():
-            self._prepare(task, records[name])
+            self._prepare(task, records[name], sees_batches=folder is None)  # a resume reads some of them again
             change(task)
             task.callbacks += (Recorder(task, records[name], pause_after),)
         _seed()
@@ -275,11 +273,15 @@ class _Trials:
             if not isinstance(task, ModelTask):
                 raise TypeError(f"make_tasks: returned a {type(task).__name__}, limit: a ModelTask or a list of them")
             task.name = task.name or f"task-{k}"
+        if len({task.name for task in tasks}) < len(tasks):
+            raise ValueError(
+                f"make_tasks: two of {[task.name for task in tasks]} have one name, limit: a name for each; rename one"
+            )
         return {str(task.name): task for task in tasks}
 
-    def _prepare(self, task: ModelTask, record: Record) -> None:
+    def _prepare(self, task: ModelTask, record: Record, *, sees_batches: bool = True) -> None:
         """Make a task a short one, and leave out what needs another machine, other times or no bits."""
-        task.dataloader = FirstBatches(task.dataloader, BATCHES, record.batches)
+        task.dataloader = FirstBatches(task.dataloader, BATCHES, record.batches if sees_batches else None)
         task.epochs = self._epochs
         if task.validation is not None:
             task.validation = FirstBatches(task.validation, 1)
@@ -341,7 +343,7 @@ def difference(plain: Record, other: Record) -> Difference | None:
             return Difference(k - 1, "refused", text)
         if mine is None:
             return Difference(k, "loss", f"step {k} is made, which plain PyTorch does not make")
-        if plain.batches[k - 1 : k] != other.batches[k - 1 : k]:
+        if k <= len(other.batches) and plain.batches[k - 1] != other.batches[k - 1]:
             return Difference(k, "batch", f"the loader gave another batch for step {k}")
         if not _is_equal(mine.loss, theirs.loss):
             return Difference(k, "loss", f"the loss of step {k} is {theirs.loss!r}, plain PyTorch's {mine.loss!r}")

@@ -18,6 +18,7 @@ from hydra_engine.tasks import (
     STOPPED,
     EvaluationMeans,
     ModelTask,
+    OneLayer,
     StepReport,
     TaskReport,
     ValidationReport,
@@ -32,6 +33,8 @@ class PlainLoop:
     def __init__(self, task: ModelTask, record: Record) -> None:
         self._task, self._record = task, record
         self._forward = task.model.as_plain
+        if isinstance(self._forward, OneLayer):  # it has no batch yet to be told from a chain of its children by
+            self._forward.spreads = True
         self._parameters = {name: each for name, each in task.model.named_parameters() if each.requires_grad}
         self._optimizer = make_optimizer(task, self._parameters)
         self._scheduler = None if task.lr_scheduler is None else task.lr_scheduler(self._optimizer)

@@ -131,7 +131,7 @@ def test_a_loader_that_counts_its_batches_gives_others_after_a_resume():
     found = verify(lambda: task(loader=Augmented([PAIR] * 4)), steps=4)
     assert first_difference(found, WHOLE) is None
     assert first_difference(found, CUT) is None
-    assert first_difference(found, RESUMED) == Difference(3, "batch", "the loader gave another batch for step 3")
+    assert first_difference(found, RESUMED)[:2] == (4, "loss")
     assert "no checkpoint holds" in found.tasks["task-0"].likely
     assert str(found).splitlines()[-1] == "not the same"
 
