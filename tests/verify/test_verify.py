@@ -76,6 +76,29 @@ def test_a_narrow_task_is_compared_in_float32_and_a_scheduler_of_epochs_moves_wi
     assert found.notes == ["task-0: compared in float32, not in bfloat16, whose casts plain PyTorch does not make"]
 
 
+class Net(nn.Module):
+    """A forward of its own, by the names of its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.rnn, self.head = nn.Embedding(20, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x, mask=None):
+        states, _ = self.rnn(self.embed(x))
+        return self.head((states if mask is None else states * mask.unsqueeze(-1)).mean(1))
+
+
+@pytest.mark.parametrize("kind", ["by name", "in order"])
+def test_a_forward_of_the_modules_own_gets_its_arguments_on_both_sides(kind):
+    def make():
+        x, mask, y = torch.randint(0, 20, (4, 5)), torch.ones(4, 5), torch.arange(4) % 3
+        batch = ({"x": x, "mask": mask} if kind == "by name" else (x, mask)), y
+        return task(model=Net(), loader=[batch] * 2, early_release=True)
+
+    found = verify(make, steps=2)
+    assert found.is_same, str(found)
+
+
 @pytest.mark.parametrize(
     "name", ["old_weight_norm", "checkpoint_inside", "loss_that_draws", "module_dict_with_forward"]
 )
@@ -259,6 +282,11 @@ def test_digests_tell_bits_dtypes_shapes_and_containers_apart():
 def test_wrong_arguments_are_refused(options, kind, words):
     with pytest.raises(kind, match=words):
         verify(task, **options)
+
+
+def test_two_tasks_of_one_name_are_refused():
+    with pytest.raises(ValueError, match=r"make_tasks: two of \['a', 'a'\] have one name"):
+        verify(lambda: [task(name="a"), task(name="a")])
 
 
 def test_what_is_no_task_is_refused():
