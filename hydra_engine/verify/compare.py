@@ -288,6 +288,8 @@ class _Trials:
         task.validation_interval = "epoch"
         task.precision, task.moments, task.split_weights, task.grad_scaler = "float32", "float32", None, None
         task.keep_best = task.patience = task.max_device_batch = task.nonfinite = None
+        # Else updates of the next step are in weights that a callback sees.
+        task.early_release, task.optimizer_device = False, "host"
         task.compile = False
         if self._micro_batches is not None or task.accumulation_steps == "auto":
             task.accumulation_steps = self._micro_batches or 1
@@ -303,6 +305,8 @@ class _Trials:
         for name in ("keep_best", "patience", "max_device_batch", "nonfinite"):
             if getattr(task, name) is not None:
                 yield f"{task.name}: without {name}, which a few steps do not show"
+        if task.early_release or task.optimizer_device != "host":
+            yield f"{task.name}: with updates between steps, so that the weights of each step can be looked at"
         if task.compile:
             yield f"{task.name}: without compile, whose results are those of plain PyTorch within rounding"
 

@@ -69,11 +69,14 @@ def test_micro_batches_and_two_tasks_with_a_frozen_part_in_common_are_the_same()
 def test_a_narrow_task_is_compared_in_float32_and_a_scheduler_of_epochs_moves_with_each_pass():
     def make():
         schedule = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731
-        return task(precision="bfloat16", lr_scheduler=schedule, lr_scheduler_interval="epoch")
+        return task(precision="bfloat16", early_release=True, lr_scheduler=schedule, lr_scheduler_interval="epoch")
 
     found = verify(make, steps=4)
     assert found.is_same, str(found)
-    assert found.notes == ["task-0: compared in float32, not in bfloat16, whose casts plain PyTorch does not make"]
+    assert found.notes == [
+        "task-0: compared in float32, not in bfloat16, whose casts plain PyTorch does not make",
+        "task-0: with updates between steps, so that the weights of each step can be looked at",
+    ]
 
 
 class Net(nn.Module):
@@ -93,7 +96,7 @@ def test_a_forward_of_the_modules_own_gets_its_arguments_on_both_sides(kind):
     def make():
         x, mask, y = torch.randint(0, 20, (4, 5)), torch.ones(4, 5), torch.arange(4) % 3
         batch = ({"x": x, "mask": mask} if kind == "by name" else (x, mask)), y
-        return task(model=Net(), loader=[batch] * 2, early_release=True)
+        return task(model=Net(), loader=[batch] * 2)
 
     found = verify(make, steps=2)
     assert found.is_same, str(found)
