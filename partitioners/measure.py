@@ -244,6 +244,7 @@ def _counted(
         "timed": False,
         "draws_random": watch.drew_in_forward,
         "draws_globally": watch.drew_in_backward or generators != _host_generators(),
+        "runs_backward": watch.ran_backward,
         "changes_input": before != [tensor._version for tensor in entered.tensors],
         "changes_buffers": _changed(buffers, work.buffers()),
         "puts": tuple((name, value.num_bytes) for name, value in work.leaving.items()),
@@ -274,7 +275,7 @@ def count(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any],
         # autograd goes another way.
         "peak_bytes": watch.peak_bytes + watch.viewed_bytes,
         "forward_peak_bytes": forward_peak_bytes,
-        "draws_globally": watch.drew_in_backward or generators != _host_generators(),
+        "draws_globally": fields["draws_globally"] or generators != _host_generators(),
     }
     return fields, output
 
@@ -326,6 +327,7 @@ def run_once(
     synchronize()
     forward_s = time.perf_counter() - begin_s
     if watch is not None:
+        watch.ran_backward = any(parameter.grad is not None for parameter in work.parameters().values())
         watch.saved_bytes = watch.current_bytes  # alive now: saved for backward, or the output
     leaving = output.detached()
     leaving_tensors = [tensor for boundary in work.leaving.values() for tensor in boundary.tensors]
@@ -356,6 +358,7 @@ class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subcla
         self.saved_bytes = 0
         self.drew_in_forward = False
         self.drew_in_backward = False
+        self.ran_backward = False  # a backward of the forward's own has left gradients
         self.flops = [0, 0]  # forward, backward
         self.seconds = [0.0, 0.0]
         self.calls: list[Any] = []

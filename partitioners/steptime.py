@@ -89,7 +89,7 @@ class StepModel:
         backward = self.backward_span[first, lasts]
         own = self.forward_span[first, lasts] + unit_s
         own = np.where(lasts > self._lowest, own + backward + unit_s, own)
-        return np.where(lasts == self.num_layers, backward + unit_s, own)
+        return np.asarray(np.where(lasts == self.num_layers, backward + unit_s, own))
 
     def starts_s(self, lasts: npt.NDArray[np.int64]) -> Seconds:
         """Seconds between a commit and the first forward: update and load of the shards ``[0, last)``."""
