@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from partitioners.boundary import Boundary
 from partitioners.cost import ChangesParameters
 from partitioners.precision import DTYPES, cast, compute_norms_in_float32, kept_parameters
 from partitioners.reach import follow_hooks, reach
@@ -96,6 +97,10 @@ class Copies:
     def target(self, value: Any) -> Any:
         """Return the target, which enters the loss beside the output."""
         return pytree.tree_map_only(Tensor, self._tensor, value)
+
+    def like(self, value: Boundary) -> Boundary:
+        """Return a boundary in tensors of these copies."""
+        return value.around(list(map(self._tensor, value.tensors)))
 
     def _parameter(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor.detach().to(device=self._device, dtype=dtype, copy=True)

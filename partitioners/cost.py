@@ -90,6 +90,7 @@ class LayerCost:
     gets: tuple[str, ...] = ()  # names of such values that it gets
     forward_flops: int = 0
     backward_flops: int = 0
+    runs_backward: bool = False  # its forward, or the loss, adds to gradients by a backward of its own
     timed: bool = True  # seconds were measured; False: counted operations and bytes against stated rates
 
     def __post_init__(self) -> None:

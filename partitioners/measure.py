@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import random
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -23,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from partitioners.boundary import Boundary
 from partitioners.cost import ALIGNMENT_BYTES, ChangesParameters
 from partitioners.meter import MemoryMeter
+from partitioners.reach import PLAIN
 from partitioners.skips import Frame
 
 
@@ -109,9 +109,6 @@ def _loss(func: Any) -> Callable[..., Tensor]:
 _CORRECTED: dict[Any, Callable[..., Any]] = {_RNN: _rnn, _RNN_BACKWARD: _rnn_backward} | {f: _loss(f) for f in _LOSSES}
 
 
-# Timed runs of a layer; their median counts.
-NUM_RUNS = 3
-
 _DEVICE = torch.ops.prim.device.default  # fake tensors ask for it all the time
 _ATTENTION_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _ATTENTION = {getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in _ATTENTION_KERNELS}
@@ -176,6 +173,7 @@ class Work:
         self.target = Boundary.of_layer(target if loss_fn else None).detached()
         self.layer, self.loss_fn = layer, loss_fn
         self.modules = nn.ModuleList(part for part in (layer, loss_fn) if isinstance(part, nn.Module))
+        self.calls: tuple[Any, ...] = ()  # operations of the run that was counted, and their arguments but for values
         self._ran = 0  # of the layer and the loss, so many have returned in the last run
 
     @property
@@ -233,6 +231,7 @@ def _counted(
     arguments = work.arguments(entered)
     with _Watch(rates) as watch:
         output = run(arguments, watch)
+    work.calls = tuple(watch.calls)
     fields = sizes | {
         "input_bytes": boundary.num_bytes,
         "output_bytes": output.num_bytes,
@@ -245,6 +244,7 @@ def _counted(
         "timed": False,
         "draws_random": watch.drew_in_forward,
         "draws_globally": watch.drew_in_backward or generators != _host_generators(),
+        "runs_backward": watch.ran_backward,
         "changes_input": before != [tensor._version for tensor in entered.tensors],
         "changes_buffers": _changed(buffers, work.buffers()),
         "puts": tuple((name, value.num_bytes) for name, value in work.leaving.items()),
@@ -275,7 +275,7 @@ def count(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict[str, Any],
         # autograd goes another way.
         "peak_bytes": watch.peak_bytes + watch.viewed_bytes,
         "forward_peak_bytes": forward_peak_bytes,
-        "draws_globally": watch.drew_in_backward or generators != _host_generators(),
+        "draws_globally": fields["draws_globally"] or generators != _host_generators(),
     }
     return fields, output
 
@@ -294,21 +294,19 @@ def count_evaluation(work: Work, boundary: Boundary, rates: Rates) -> tuple[dict
 
 
 def timed(work: Work, boundary: Boundary, synchronize: Callable[[], None]) -> tuple[dict[str, Any], Boundary]:
-    """Return the layer's seconds, as fields of a LayerCost, and the boundary that leaves it."""
+    """Return the layer's seconds after a first run, as fields of a LayerCost, and the boundary that leaves it."""
     buffers = _versions(work.buffers())
     values = {name: buffer.clone() for name, buffer in work.buffers().items()}
     before = _host_generators()
-    runs = []
-    for _ in range(NUM_RUNS):
+    for _ in range(2):
         output = None  # the run before this one
         work.forget()
-        output, *seconds = run_once(work, work.arguments(boundary.copied()), synchronize=synchronize)
-        runs.append(seconds)
+        output, forward_s, backward_s = run_once(work, work.arguments(boundary.copied()), synchronize=synchronize)
     # Also behind autograd's back, through `.data`, which shows in the values alone.
     written = any(not torch.equal(values[name], buffer) for name, (buffer, _) in buffers.items())
     fields = {
-        "forward_s": statistics.median(forward_s for forward_s, _ in runs),
-        "backward_s": statistics.median(backward_s for _, backward_s in runs),
+        "forward_s": forward_s,
+        "backward_s": backward_s,
         "timed": True,
         "changes_buffers": written or _changed(buffers, work.buffers()),
         "draws_globally": before != _host_generators(),
@@ -329,6 +327,7 @@ def run_once(
     synchronize()
     forward_s = time.perf_counter() - begin_s
     if watch is not None:
+        watch.ran_backward = any(parameter.grad is not None for parameter in work.parameters().values())
         watch.saved_bytes = watch.current_bytes  # alive now: saved for backward, or the output
     leaving = output.detached()
     leaving_tensors = [tensor for boundary in work.leaving.values() for tensor in boundary.tensors]
@@ -359,8 +358,10 @@ class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subcla
         self.saved_bytes = 0
         self.drew_in_forward = False
         self.drew_in_backward = False
+        self.ran_backward = False  # a backward of the forward's own has left gradients
         self.flops = [0, 0]  # forward, backward
         self.seconds = [0.0, 0.0]
+        self.calls: list[Any] = []
         self.viewed_bytes = 0  # of the largest storage of which a view was written to
         self._rates = rates
         self.is_in_backward = False
@@ -382,11 +383,19 @@ class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subcla
             if func._schema.is_mutable and isinstance(args[0], FakeTensor) and args[0]._is_view():
                 self.viewed_bytes = max(self.viewed_bytes, args[0].untyped_storage().nbytes())
         run = _CORRECTED[func] if func in _CORRECTED and isinstance(args[0], FakeTensor) else func
+        self.calls.append((func, *map(_described, pytree.tree_leaves((args, kwargs)))))
         result = super().__torch_dispatch__(run, types, args, kwargs)
         flops = _flops(func, args, kwargs, result)
         self.flops[self.is_in_backward] += flops
         self.seconds[self.is_in_backward] += self._rates.seconds(flops, _traffic_bytes(func, args, kwargs, result))
         return result
+
+
+def _described(argument: Any) -> Any:
+    """Return an argument of an operation, of a tensor what is known without its values."""
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype
+    return argument if isinstance(argument, (*PLAIN, torch.dtype, torch.layout, torch.device)) else id(argument)
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:

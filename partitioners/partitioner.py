@@ -248,17 +248,17 @@ class Optimal(_Halving):
         # before it begins.
         least = np.full((num + 1, num + 1), np.inf)
         before = np.full((num + 1, num + 1), -1, dtype=np.int64)
-        for last in range(1, num + 1):
-            for first in map(int, np.flatnonzero(fits[:last, last])):
-                own_s = float(model.shard_s(first, last))
-                if first == 0:
-                    least[0, last] = own_s + model.start_s(last)
-                    continue
-                starts = np.flatnonzero(np.isfinite(least[:first, first]))
-                if len(starts):
-                    seconds = least[starts, first] + model.exposed_loads(starts, first, last)
-                    k = int(np.argmin(seconds))
-                    least[first, last], before[first, last] = seconds[k] + own_s, starts[k]
+        for first in range(num):
+            lasts = first + 1 + np.flatnonzero(fits[first, first + 1 :])
+            own_s = model.shards_s(first, lasts)
+            if first == 0:
+                least[0, lasts] = own_s + model.starts_s(lasts)
+                continue
+            starts = np.flatnonzero(np.isfinite(least[:first, first]))
+            if len(starts) and len(lasts):
+                seconds = least[starts, first][:, None] + model.exposed_loads(starts[:, None], first, lasts)
+                before[first, lasts] = starts[seconds.argmin(axis=0)]
+                least[first, lasts] = seconds.min(axis=0) + own_s
         first, last = int(np.argmin(least[:num, num])), num
         boundaries = [num]
         while first > 0:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,12 +80,12 @@ def profile(
         (flash attention, masks of booleans).
     precision: "float32", "bfloat16" or "float16": parameters are cast, norms and the loss compute in float32.
     rates: stated rates, which give the seconds of a layer that cannot be timed; default `STATED_RATES`.
-    time_layers: run each layer a few times for its seconds, if it has values and the device is here.
+    time_layers: run each kind of layer twice for its seconds, if it has values and the device is here.
 
-    A `MemoryMeter` counts bytes. Layers that are timed run under it once more. All others are counted on fake tensors,
-    with the same result to the byte: this uses no memory and computes nothing, and layers of equal structure are
-    counted once. Fake tensors do not show what depends on values. A layer that needs values is run metered after all,
-    or refused if it has none.
+    A `MemoryMeter` counts bytes, on fake tensors: this uses no memory and computes nothing, and layers of equal
+    structure are counted once. Fake tensors do not show what depends on values. A layer that needs values is run
+    metered, with the same result to the byte, or refused if it has none. Of layers that call the same operations on the
+    same shapes, the first is timed.
 
     Leaves parameters, gradients, buffers, generators, flags, grad mode and the loss's own state as they were: a layer
     is copied while it is measured. A layer that changes its own parameters is refused. An exception in a layer comes
@@ -176,6 +176,34 @@ class DependsOnValues(ValueError):
     """A layer depends on values, which fake tensors do not have."""
 
 
+class _Batch:
+    """A batch on its way through the layers, in fake tensors or in real ones."""
+
+    def __init__(self, copies: Copies, inputs: Any) -> None:
+        self.copies = copies
+        self.value = Boundary.of_layer(copies.inputs(inputs)).detached()  # that enters the next layer
+        self.skips: dict[str, Boundary] = {}  # what layers have put so far
+
+    def go_on(self, output: Boundary, leaving: Mapping[str, Boundary]) -> None:
+        """A layer is through: this leaves it."""
+        self.value = output
+        self.skips |= {name: boundary.detached() for name, boundary in leaving.items()}
+
+
+class _Kind(NamedTuple):
+    """What layers have in common that take the same time: operations, and the shapes of all that comes and goes."""
+
+    calls: tuple[Any, ...]
+    enters: Any
+    leaves: Any
+    skips: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, work: Work, batch: _Batch, output: Boundary) -> _Kind:
+        skips = (*work.frame.gotten, *((name, each.fingerprint) for name, each in work.leaving.items()))
+        return cls(work.calls, batch.value.fingerprint, output.fingerprint, skips)
+
+
 class _Profiler:
     """Takes a batch through the layers, in fake tensors and, if it can, in real ones."""
 
@@ -204,10 +232,10 @@ class _Profiler:
         shares, shared_bytes = _sharing(model), [0] * len(model) if self._evaluates else _shared_bytes(model)
         self._target = target
         with self._fakes.mode:
-            self._fake = Boundary.of_layer(self._fakes.inputs(inputs)).detached()
-        self._real = Boundary.of_layer(self._reals.inputs(inputs)).detached() if runs else None
-        self._skips: dict[str, Boundary] = {}  # what layers have put so far, in the tensors that go along
-        self._known: dict[Any, tuple[dict[str, Any], Boundary, dict[str, Boundary]]] = {}
+            self._fake = _Batch(self._fakes, inputs)
+        self._real = _Batch(self._reals, inputs) if runs else None
+        self._counted: dict[Any, tuple[dict[str, Any], _Kind, Boundary, dict[str, Boundary]]] = {}
+        self._timed: dict[_Kind, tuple[dict[str, Any], Boundary, dict[str, Boundary]]] = {}
         costs = []
         for index, (name, layer) in enumerate(self._layers):
             loss_fn = self._loss_fn if index == len(model) - 1 else None
@@ -233,38 +261,53 @@ class _Profiler:
     def _layer(self, layer: nn.Module, loss_fn: Any) -> dict[str, Any]:
         """Return the costs of the next layer, with the loss if it is the last."""
         if self._real is None:
-            fields, self._fake = self._count(layer, loss_fn)
-            return fields
-        work = self._work(self._reals, layer, loss_fn)
-        fields, output = self._count_work(work, self._real, self._rates)
+            return self._count(layer, loss_fn)[0]
+        found, work = None, None
         if not self._evaluates:
-            seconds, output = timed(work, self._real, self._synchronize)
+            with contextlib.suppress(Exception):  # whatever fake tensors cannot do; the layer's own mistake shows below
+                found = self._count(layer, loss_fn)
+        if found is None:
+            work = self._work(self._real, layer, loss_fn)
+            fields, output = self._count_work(work, self._real.value, self._rates)
+            found = fields, _Kind.of(work, self._real, output)
+            if self._evaluates:
+                self._real.go_on(output, work.leaving)
+                return fields
+            self._fake.go_on(self._fakes.like(output), {k: self._fakes.like(each) for k, each in work.leaving.items()})
+        fields, kind = found
+        if kind not in self._timed:
+            work = work or self._work(self._real, layer, loss_fn)
+            seconds, output = timed(work, self._real.value, self._synchronize)
             self._reals.check_unchanged(layer, work.layer)
-            fields |= seconds | {name: fields[name] or seconds[name] for name in ("draws_globally", "changes_buffers")}
-        self._real = output
-        self._leave(work.leaving)
-        return fields
+            self._timed[kind] = seconds, output, work.leaving
+        seconds, output, leaving = self._timed[kind]
+        self._real.go_on(output, leaving)
+        return (
+            fields | seconds | {name: fields[name] or seconds[name] for name in ("draws_globally", "changes_buffers")}
+        )
 
-    def _count(self, layer: nn.Module, loss_fn: Any) -> tuple[dict[str, Any], Boundary]:
-        arriving = tuple((name, boundary.fingerprint) for name, boundary in self._skips.items())
-        key = (fingerprint(layer), fingerprint(loss_fn), self._fake.fingerprint, arriving)
-        if key not in self._known:
+    def _count(self, layer: nn.Module, loss_fn: Any) -> tuple[dict[str, Any], _Kind]:
+        """Count the next layer on fake tensors."""
+        arriving = tuple((name, boundary.fingerprint) for name, boundary in self._fake.skips.items())
+        key = (fingerprint(layer), fingerprint(loss_fn), self._fake.value.fingerprint, arriving)
+        if key not in self._counted:
             kernels = nullcontext() if self._place.type == "cpu" else GpuKernels()
             # Fake tensors bring their mode along. It is not entered: what a layer makes from nothing and keeps for the
             # next call, in a cache of masks or positions, has to be real.
             with kernels, _QUIET:
                 try:
-                    work = self._work(self._fakes, layer, loss_fn)
-                    fields, output = self._count_work(work, self._fake, self._rates)
-                    self._known[key] = fields, output, {name: each.detached() for name, each in work.leaving.items()}
+                    work = self._work(self._fake, layer, loss_fn)
+                    fields, output = self._count_work(work, self._fake.value, self._rates)
                 except (DataDependentOutputException, DynamicOutputShapeException) as error:
                     raise DependsOnValues(
                         f"what the layer does depends on values ({error}), limit: layers without values are profiled "
                         f"by their shapes; materialise the model on the device that it is profiled for"
                     ) from error
-        fields, output, leaving = self._known[key]
-        self._leave(leaving)
-        return fields, output
+            leaving = {name: each.detached() for name, each in work.leaving.items()}
+            self._counted[key] = fields, _Kind.of(work, self._fake, output), output, leaving
+        fields, kind, output, leaving = self._counted[key]
+        self._fake.go_on(output, leaving)
+        return fields, kind
 
     def _residue_bytes(self, layer: nn.Module, loss_fn: Any) -> int:
         """Bytes that a slab needs on top because tensors do not begin at a multiple of 64 (views, mapped files).
@@ -287,12 +330,10 @@ class _Profiler:
                 found += start + -(start + num_bytes) % ALIGNMENT_BYTES - -num_bytes % ALIGNMENT_BYTES
         return found
 
-    def _leave(self, leaving: Mapping[str, Boundary]) -> None:
-        self._skips |= {name: boundary.detached() for name, boundary in leaving.items()}
-
-    def _work(self, copies: Copies, layer: nn.Module, loss_fn: Any) -> Work:
+    def _work(self, batch: _Batch, layer: nn.Module, loss_fn: Any) -> Work:
+        copies = batch.copies
         target = None if loss_fn is None else copies.target(self._target)
-        self._last = Work(copies.layer(layer), copies.loss(loss_fn), target, self._skips)
+        self._last = Work(copies.layer(layer), copies.loss(loss_fn), target, batch.skips)
         return self._last
 
     def _synchronize(self) -> None:

@@ -83,22 +83,20 @@ class StepModel:
         """Return True if the shard that ends at ``last`` runs backward: it or one below holds a trainable parameter."""
         return last > self._lowest
 
-    def shard_s(self, first: Layers, last: int) -> Seconds:
-        """Seconds of a shard's own units: spans and fixed costs, for one ``first`` or an array of them."""
+    def shards_s(self, first: int, lasts: npt.NDArray[np.int64]) -> Seconds:
+        """Seconds of the own units of the shards that begin at ``first``: spans and fixed costs."""
         unit_s = self._budget.unit_s
-        if last == self.num_layers:
-            return np.asarray(self.backward_span[first, last] + unit_s)
-        own = self.forward_span[first, last] + unit_s
-        if self.runs_backward(last):
-            own = own + self.backward_span[first, last] + unit_s
-        return np.asarray(own)
+        backward = self.backward_span[first, lasts]
+        own = self.forward_span[first, lasts] + unit_s
+        own = np.where(lasts > self._lowest, own + backward + unit_s, own)
+        return np.asarray(np.where(lasts == self.num_layers, backward + unit_s, own))
 
-    def start_s(self, last: int) -> float:
-        """Seconds between a commit and the first forward: update and load of the shard ``[0, last)``."""
-        return float(self.update[0, last] + self.load[0, last])
+    def starts_s(self, lasts: npt.NDArray[np.int64]) -> Seconds:
+        """Seconds between a commit and the first forward: update and load of the shards ``[0, last)``."""
+        return np.asarray(self.update[0, lasts] + self.load[0, lasts])
 
-    def exposed_loads(self, first: Layers, middle: int, last: int) -> Seconds:
-        """Seconds that loads of two neighbours ``[first, middle) [middle, last)`` hold the device up, by ``first``."""
+    def exposed_loads(self, first: Layers, middle: int, last: Layers) -> Seconds:
+        """Seconds that loads of two neighbours ``[first, middle) [middle, last)`` hold the device up, by both."""
         table, memory = self.table, self._budget.memory_bytes
         span = self.forward_span[first, middle]
         fits = table.slab[middle, last] + table.forward[first, middle] <= memory

@@ -179,8 +179,6 @@ class Observed:
 
     draws: bool = False  # one draws from the task's main stream, so reads must not run ahead of it
     draws_outside_torch: bool = False  # one draws from `random` or `numpy.random`
-    drawn_by_others: frozenset[str] = frozenset()  # generators that other threads were seen to draw from
-    coupled: frozenset[tuple[int, int]] = frozenset()  # the second takes what the first left on the side
     changed_buffers: frozenset[int] = frozenset()  # by the step that was rehearsed
     written_buffers: set[int] = field(default_factory=set)  # by backwards, on trial
     any_may_change: bool = False  # another buffer was seen to change in a step that was spread
@@ -364,14 +362,6 @@ class TaskState:
 
         A shard that is part of an old one draws and differentiates as that one did.
         """
-        for low, high in self.observed.coupled:
-            if any(low < end <= high for end in boundaries):
-                upper, lower = (self.layout.shown(self.layout.names[k]) for k in (high, low))
-                raise ValueError(
-                    f"{self.name}: {upper} takes a tensor that {lower} has left outside its "
-                    f"output, and memory asks for a cut between them, which it would not cross; return it, or pass it "
-                    f"with Skips"
-                )
         self.cut = self.cut.at(self.layout, boundaries, self.cut.skips if skips is None else skips)
         self.measured.forget_shards()
         self.progress = UnitProgress(self.cut, self.measured)

@@ -396,7 +396,6 @@ class PlannedTask:
         self.task = task
         self.name = name
         self.saved = saved
-        self.saves = keeps_positions
         max_devices = max_devices if saved is None or saved.max_devices is None else saved.max_devices
         self.report = TaskReport(name=name, seed=task.seed, hparams=dict(task.hparams))
         if saved is not None:
@@ -630,15 +629,6 @@ class PlannedTask:
 
     def _tell_one_layer(self) -> None:
         text = f"{self.name}: {self.task.model.one_layer_because}"
-        self.doubts += [] if text in self.doubts else [text]
-
-    def tell_disturbed(self) -> None:
-        """Note that another thread draws, which hides what layers draw."""
-        drawn = " and ".join(sorted(self.state.observed.drawn_by_others))
-        text = (
-            f"{self.name}: another thread draws from {drawn}: whether layers and loss_fn draw there, too, could not be "
-            f"seen; if they do, results are not those of plain PyTorch; let the thread draw from a generator of its own"
-        )
         self.doubts += [] if text in self.doubts else [text]
 
     def _beside_plain(self, error: Exception, raised: Exception | None) -> str:
@@ -1065,10 +1055,9 @@ class Planner:
             drawing=frozenset(j for j, each in enumerate(held) if any(cost.draws_random for cost in each)),
         )
         opened = self._target.opened or partial(own_device, self._target.device, self._target.num_threads)
+        state.observed.runs_backward = any(cost.runs_backward for cost in costs)
         with self._noting_fault():
             state.measured.unit_s = rehearse(state, batch, evaluation, opened)
-        if state.observed.drawn_by_others:
-            self._planned.tell_disturbed()
         state.measured.known.forget_batches()
         for each in (batch, evaluation):
             if each is not None:
@@ -1278,7 +1267,7 @@ def check_dram(planned: list[PlannedTask]) -> None:
     for each in planned:
         # Before anything large is touched. The factory is user code, and what it draws is none of the run's.
         with _noting(each.name, "as a step of its optimizer was tried"), installed(Stream(capture())):
-            found = trial_state_bytes(each.task, each.name, each.layout, saves=each.saves)
+            found = trial_state_bytes(each.task, each.name, each.layout)
         each.state.measured.state_bytes = found
         each.state.pool.splits = bool(each.task.split_weights)
         against = _against_split(each) if each.task.split_weights else None

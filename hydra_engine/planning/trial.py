@@ -1,10 +1,8 @@
 """Tries a task's optimizer on small copies of its parameters, before any work: what it keeps, and what it must not do.
 
-    plain     step      step      step      of all parameters at once, as in the plain loop
-    engine    by part   by part   by part   as a run steps them; the whole task's optimizer: all at once, too
-
-Both begin alike, and have to end alike: weights, states and hyperparameters, bit by bit. What the comparison would find
-only later, if a counter matters at the tenth step, shows at once in what a step changes beside the parameters' states.
+One that is not torch's own steps all parameters at once, as in the plain loop, and a copy of it by parts, as a run
+steps shards; both have to end with the same weights and states, at several scales of gradients. What a step changes
+beside the parameters' states is refused, too: a counter that matters at the tenth step, say.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import LRScheduler
 
-from hydra_engine.data import TaskGenerator, copied, seeded
+from hydra_engine.data import TaskGenerator, seeded
 from hydra_engine.host import (
     TORCHS,
     DeviceUpdate,
@@ -39,7 +37,6 @@ from hydra_engine.host import (
     kept_groups,
     make_optimizer,
     part_of,
-    restore_optimizer,
     step_natively,
 )
 from hydra_engine.native import NarrowUpdate
@@ -50,9 +47,7 @@ from partitioners.measure import given_generators
 NUM_TIMED_STEPS = 5
 
 # Of the gradients of each step: what clips or scales by norms does it in one of them.
-SCALES = (1.0, 1e-3, 30.0)
-# And of those of an optimizer that is not torch's own, which may begin something else after some.
-MORE_SCALES = (1.0, 1e4, 1.0, 0.1, 1e-6, 3.0, 1.0)
+SCALES = (1.0, 1e4, 1e-3)
 MOST_ELEMENTS = 8  # in a dimension
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -60,19 +55,18 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 MOST_COMPARED = 2**16
 
 
-def trial_state_bytes(task: ModelTask, name: str, layout: ModelLayout, *, saves: bool = False) -> dict[int, int]:
-    """Bytes of the optimizer's state by slot, from some steps on tiny parameters of the same number of dimensions.
+def trial_state_bytes(task: ModelTask, name: str, layout: ModelLayout) -> dict[int, int]:
+    """Bytes of the optimizer's state by slot, from a step on tiny parameters of the same number of dimensions.
 
     A state tensor of the parameter's shape is taken to grow with it, any other to stay as it is. Also the first time
     that the factories run: what they raise is raised before any work starts.
 
-    Refuses, with ValueError, an optimizer or a schedule that draws from the process-wide generators; one that stepping
-    shard by shard would change, unless the task is stepped as a whole; and where the run `saves`, one that does not go
-    on from its `state_dict()` as it was.
+    Refuses, with ValueError, an optimizer that draws from torch's generator, or that stepping shard by shard would
+    change, unless the task is stepped as a whole.
     """
     draws = _Draws()
     try:
-        return _Trial(task, name, layout.trainable_slots(), draws).run(saves=saves)
+        return _Trial(task, name, layout.trainable_slots(), draws).run()
     finally:
         draws.put_back()
 
@@ -82,48 +76,28 @@ class _Draws(TaskGenerator):  # type: ignore[no-untyped-call]  # as TorchDispatc
 
     def __init__(self) -> None:
         super().__init__(seeded(0))
-        self._before: dict[int, tuple[torch.Generator, Tensor]] = {}  # as they were before the trial
-        self._of_step: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self.given: dict[int, tuple[torch.Generator, Tensor]] = {}  # generators, as they were before the trial
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             for key, generator in given_generators(args, kwargs or {}).items():
-                for found in (self._before, self._of_step):
-                    if key not in found:
-                        found[key] = (generator, generator.get_state())
+                if key not in self.given:
+                    self.given[key] = (generator, generator.get_state())
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-    @contextmanager
-    def again(self) -> Iterator[set[int]]:
-        """The body is a step like the last one: it draws what that drew, also from a generator that both share.
-
-        Gives what tells generators apart, in the end of those that both have drawn from.
-        """
-        after = [(generator, generator.get_state()) for generator, _ in self._of_step.values()]
-        for generator, state in self._of_step.values():
-            generator.set_state(state)
-        drawn = set(self._of_step)
-        self._of_step = {}
-        yield drawn
-        for generator, state in after:
-            generator.set_state(state)
-        drawn &= set(self._of_step)
-        self._of_step = {}
 
     def put_back(self) -> None:
         """Put them to where they were before the trial."""
-        for generator, state in self._before.values():
+        for generator, state in self.given.values():
             generator.set_state(state)
 
 
 class _Copy(NamedTuple):
-    """An optimizer over tiny parameters, with its schedule."""
+    """An optimizer over tiny parameters."""
 
     parameters: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
-    scheduler: LRScheduler | None
 
     def same_as(self, other: _Copy) -> bool:
         """Return True if weights and states are those of another copy, bit by bit."""
@@ -159,11 +133,11 @@ class _Trial:
             return [(torch.randn(s, dtype=k, generator=generator) * scale).to(slot.dtype) for slot, s, k in found]
 
         self._weights = drawn()
-        self._gradients = [drawn(scale) for scale in (*SCALES, *MORE_SCALES)]
+        self._gradients = [drawn(scale) for scale in SCALES]
         self._kind = ""  # of the optimizer, for messages
 
-    def run(self, *, saves: bool) -> dict[int, int]:
-        plain, engine = self._made(), self._made()
+    def run(self) -> dict[int, int]:
+        plain = self._made()
         by_shard = self._task.optimizer_scope == "shard"
         stepped = {id(parameter) for group in plain.optimizer.param_groups for parameter in group["params"]}
         left = [s.name for s, p in zip(self._slots, plain.parameters, strict=True) if id(p) not in stepped]
@@ -175,21 +149,54 @@ class _Trial:
             )
         if by_shard and has_step_hooks(plain.optimizer):
             raise self._refused("has step hooks, which would be called once for each shard")
-        num = len(SCALES) if is_torchs(plain.optimizer) else None
-        for index, gradients in enumerate(self._gradients[:num]):
-            self._step_plain(plain, gradients, refuses_kept=by_shard)
-            with self._draws.again():
-                if by_shard:
-                    self._step_by_parts(engine, gradients, num_parts=2 + index % len(SCALES))
-                else:
-                    _give(engine.parameters, gradients)
-                    engine.step(self._draws)
-                    self._move(engine)
-            self._compare(plain, engine, by_shard=by_shard)
-        found = self._state_bytes(plain)
-        if saves:
-            self._check_saved(plain)
-        return found
+        if is_torchs(plain.optimizer):
+            self._step_plain(plain, self._gradients[0])
+        else:
+            self._compare(plain, by_shard=by_shard)
+        return self._state_bytes(plain)
+
+    def _compare(self, plain: _Copy, *, by_shard: bool) -> None:
+        """Step an optimizer that may do anything, and another that the factory made, by parts where a run does it."""
+        optimizer, mine, engine = plain.optimizer, _numbers(plain.parameters), self._made()
+        for index, gradients in enumerate(self._gradients):
+            before, drawn = _beside(optimizer, mine), frozen(self._draws.state, {})
+            places = [parameter.data_ptr() for parameter in plain.parameters]
+            self._step_plain(plain, gradients)
+            if frozen(self._draws.state, {}) != drawn:
+                raise ValueError(
+                    f"{self._name}: optimizer: {self._kind} draws random numbers in its step, from the stream that the "
+                    f"loader and the layers draw from; draw from a torch.Generator of the optimizer's own, and set "
+                    f"optimizer_scope='task'"
+                )
+            for slot, parameter, place in zip(self._slots, plain.parameters, places, strict=True):
+                if parameter.data_ptr() != place and slot.residue and slot.link_dtype == slot.dtype:
+                    raise ValueError(
+                        f"{self._name}: optimizer: {self._kind} gives parameter {slot.name} other memory in its step, "
+                        f"limit: an address of {slot.residue} modulo 64, where its weights begin and where they stay, "
+                        f"since kernels choose by it; write into it (parameter.data.copy_(...)), or clone the weight "
+                        f"before training"
+                    )
+            after = _beside(optimizer, mine)
+            changed = [key for key in before | after if before.get(key) != after.get(key)]
+            if changed and by_shard:
+                raise self._refused(
+                    f"keeps state in its groups or attributes instead of in optimizer.state of each parameter "
+                    f"({', '.join(changed[:3])}), and would lose it when shards are stepped one by one"
+                )
+            if by_shard:
+                self._step_by_parts(engine, gradients, num_parts=2 + index)
+            else:
+                self._step_plain(engine, gradients)
+            if plain.same_as(engine) or (self._draws.given and not by_shard):  # both drew from one outside of them
+                continue
+            if by_shard:
+                raise self._refused(
+                    "gives other results shard by shard than for all parameters at once: it couples them"
+                )
+            raise ValueError(
+                f"{self._name}: optimizer: two {self._kind} that the factory made alike give other results from the "
+                f"same gradients, so that they depend on something outside; keep what they need in the optimizer"
+            )
 
     def _made(self) -> _Copy:
         task = self._task
@@ -199,10 +206,8 @@ class _Trial:
         if any(id(parameter) not in mine for group in optimizer.param_groups for parameter in group["params"]):
             # The factory builds groups of its own from the model, which must not be stepped.
             optimizer = self._moved_to(optimizer, tiny)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # or its schedule warns: parts are stepped
-        scheduler = None if task.lr_scheduler is None else task.lr_scheduler(optimizer)
-        _check_scheduler(scheduler)
-        return _Copy(tiny, optimizer, scheduler)
+        _check_scheduler(None if task.lr_scheduler is None else task.lr_scheduler(optimizer))
+        return _Copy(tiny, optimizer)
 
     def _moved_to(self, optimizer: torch.optim.Optimizer, tiny: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """A copy of an optimizer, with tiny parameters in the place of the model's, and state of their size."""
@@ -222,80 +227,31 @@ class _Trial:
                 f"over the parameters that it is given"
             ) from error
 
-    def _step_plain(self, plain: _Copy, gradients: Sequence[Tensor], *, refuses_kept: bool) -> None:
-        """One step of all parameters, in which nothing may be drawn, and shard by shard nothing kept beside states."""
-        optimizer, kind = plain.optimizer, self._kind
+    def _step_plain(self, plain: _Copy, gradients: Sequence[Tensor]) -> None:
+        """One step of all parameters."""
         _give(plain.parameters, gradients)
-        mine = _numbers(plain.parameters)
-        before, random_before = _beside(optimizer, mine), self._process_wide()
-        places = [parameter.data_ptr() for parameter in plain.parameters]
         try:
             plain.step(self._draws)
         except Exception as error:
             raise ValueError(
-                f"{self._name}: optimizer: {kind} raised {type(error).__name__} in a trial step on small parameters "
-                f"({error}); choose one that steps from dense gradients alone"
+                f"{self._name}: optimizer: {self._kind} raised {type(error).__name__} in a trial step on small "
+                f"parameters ({error}); choose one that steps from dense gradients alone"
             ) from error
-        if self._process_wide() != random_before:
-            raise ValueError(
-                f"{self._name}: optimizer: {kind} draws random numbers in its step, from the stream that the loader "
-                f"and the layers draw from; draw from a torch.Generator of the optimizer's own, and set "
-                f"optimizer_scope='task'"
-            )
-        for slot, parameter, place in zip(self._slots, plain.parameters, places, strict=True):
-            if parameter.data_ptr() != place and slot.residue and slot.link_dtype == slot.dtype:
-                raise ValueError(
-                    f"{self._name}: optimizer: {kind} gives parameter {slot.name} other memory in its step, limit: an "
-                    f"address of {slot.residue} modulo 64, where its weights begin and where they stay, since kernels "
-                    f"choose by it; write into it (parameter.data.copy_(...)), or clone the weight before training"
-                )
-        after = _beside(optimizer, mine)
-        changed = [key for key in before | after if before.get(key) != after.get(key)]
-        if refuses_kept and changed:
-            raise self._refused(
-                f"keeps state in its groups or attributes instead of in optimizer.state of each parameter "
-                f"({', '.join(changed[:3])}), and would lose it when shards are stepped one by one"
-            )
-        self._move(plain)
-
-    def _process_wide(self) -> list[Any]:
-        """State of torch's generator, as the step's draws move it.
-
-        What moves `random` and `numpy.random` may be another thread. Draws of the step's own show in its results.
-        """
-        return [frozen(self._draws.state, {})]
-
-    def _move(self, each: _Copy) -> None:
-        """Step the schedule. One that is at its end is left there: a task may be shorter than the trial."""
-        if each.scheduler is None:
-            return
-        before = self._process_wide()
-        try:
-            with self._draws:
-                each.scheduler.step()
-        except Exception:
-            return
-        if self._process_wide() != before:
-            raise ValueError(
-                f"{self._name}: lr_scheduler: {type(each.scheduler).__name__} draws random numbers in its step, from "
-                f"the stream that the loader and the layers draw from; draw from a generator of its own"
-            )
 
     def _step_by_parts(self, engine: _Copy, gradients: Sequence[Tensor], num_parts: int) -> None:
-        """As a run does it: from a record of the groups, after the schedule has moved on, in another order.
+        """As a run does it: from a record of the groups, in another order.
 
         All parameters have gradients meanwhile, as shards that are stepped side by side have.
         """
         optimizer, parameters = engine.optimizer, engine.parameters
         groups = kept_groups(optimizer)
-        self._move(engine)
         for first in reversed(range(num_parts)):
             _give(parameters, gradients)
             mine = {id(parameter) for parameter in parameters[first::num_parts]}
             others = [(parameter, parameter.detach().clone()) for parameter in parameters if id(parameter) not in mine]
             try:
                 part = part_of(optimizer, [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in groups])
-                _Copy(parameters, part, None).step(self._draws)
+                _Copy(parameters, part).step(self._draws)
             except Exception as error:
                 raise self._refused(
                     f"cannot be stepped shard by shard: over some of its parameters it raised "
@@ -303,53 +259,6 @@ class _Trial:
                 ) from error
             if not all(_same(parameter, before) for parameter, before in others):
                 raise self._refused("steps other parameters than those in its groups, whose shard may not be through")
-
-    def _compare(self, plain: _Copy, engine: _Copy, *, by_shard: bool) -> None:
-        mine, other = _numbers(plain.parameters), _numbers(engine.parameters)
-        groups = [frozen(each.optimizer.param_groups, numbers) for each, numbers in ((plain, mine), (engine, other))]
-        if groups[0] != groups[1]:
-            raise ValueError(
-                f"{self._name}: optimizer: two that the factories made alike, with their schedules, have other "
-                f"hyperparameters after the same steps, so that they depend on something outside; let optimizer=, "
-                f"param_groups= and lr_scheduler= depend on their arguments alone"
-            )
-        if plain.same_as(engine):
-            return
-        if by_shard:
-            raise self._refused("gives other results shard by shard than for all parameters at once: it couples them")
-        raise ValueError(
-            f"{self._name}: optimizer: two {self._kind} that the factory made alike give other "
-            f"results from the same gradients, so that they depend on something outside; keep what they need in the "
-            f"optimizer"
-        )
-
-    def _check_saved(self, plain: _Copy) -> None:
-        """See that one that is made anew goes on from what a checkpoint takes, as a resume does it."""
-        resumed = self._made()
-        with torch.no_grad():
-            for parameter, weight in zip(resumed.parameters, plain.parameters, strict=True):
-                parameter.copy_(weight)
-        try:
-            restore_optimizer(resumed.optimizer, copied(plain.optimizer.state_dict()))
-        except Exception:
-            return  # the task cannot be saved, which the first save tells
-        if plain.scheduler is not None and resumed.scheduler is not None:
-            resumed.scheduler.load_state_dict(plain.scheduler.state_dict())
-        kept, restored = (_beside(each.optimizer, _numbers(each.parameters)) for each in (plain, resumed))
-        lost = [key for key in kept if kept[key] != restored.get(key)]
-        for each in (plain, resumed):
-            _give(each.parameters, self._gradients[0])
-        plain.step(self._draws)
-        with self._draws.again() as shared:
-            resumed.step(self._draws)
-        if shared:
-            lost.append("a torch.Generator outside of it")
-        if lost or not plain.same_as(resumed):
-            raise ValueError(
-                f"{self._name}: optimizer: {self._kind} keeps what its state_dict() does not hold"
-                f"{' (' + ', '.join(lost[:3]) + ')' if lost else ''}, so that a resumed run would go on otherwise; "
-                f"give it a state_dict() and a load_state_dict() that hold it, or train without checkpoints"
-            )
 
     def _state_bytes(self, plain: _Copy) -> dict[int, int]:
         narrows = self._task.moments != "float32"

@@ -6,9 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from hydra_engine.data import LayerDraws, RandomState, Stream, TaskGenerator, capture, install, installed
+from hydra_engine.data import LayerDraws, RandomState, Stream, TaskGenerator, capture, installed
 from hydra_engine.devices import DeviceGenerator
 
 
@@ -21,10 +19,7 @@ class Drawing:
     locked: bool  # the process-wide generators become the micro-batch's own
     redirects: bool  # single draws from the CPU's generator are taken from `state` instead
     is_compiled: bool  # layers are, and look for the mode that redirects them
-    in_backward: RandomState | None  # the process-wide state that a backward finds, on trial
-    drew_in_backward: bool = field(default=False, init=False)  # a backward left them otherwise than it found them
     _before: bytes = field(default=b"", init=False)  # state of the device's generator, as the forward begins
-    _after: bytes = field(default=b"", init=False)  # the same, once it is through
 
     def __post_init__(self) -> None:
         self._installed = installed(Stream(self.state)) if self.locked else None
@@ -36,9 +31,6 @@ class Drawing:
 
     def __exit__(self, *exc: Any) -> None:
         if self._installed is not None:
-            if exc[0] is None and (before := self.in_backward) is not None:  # checkpoints have put their states back
-                drew_on_device = self.generator is not None and self.generator.state() != self._after
-                self.drew_in_backward = drew_on_device or not torch.equal(capture().torch, before.torch)
             self._installed.__exit__(*exc)
 
     def forward(self) -> AbstractContextManager[TaskGenerator | None]:
@@ -54,8 +46,6 @@ class Drawing:
         """Move the state by what the forward has drawn; a backward, which may run it again, does not move it."""
         if self._installed is not None:
             self.state = capture()._replace(device=self.state.device)
-            if self.in_backward is not None:
-                install(self.in_backward)
         elif drawn is not None and (state := drawn.state) is not self.state.torch:
             self.state = self.state._replace(torch=state)
         if self.generator is not None:
@@ -65,6 +55,5 @@ class Drawing:
                     "a layer seeded the device's random generator in its forward (torch.manual_seed() seeds those of "
                     "all devices), limit: before training; let it draw from a torch.Generator of its own"
                 )
-            self._after = after
             if after != before:  # a seed stays one until something is drawn
                 self.state = self.state._replace(device=after)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from hydra_engine.data import RandomState, register_draws
+from hydra_engine.data import register_draws
 from hydra_engine.devices import DeviceGenerator
 from hydra_engine.host import AttributeChanges, LayerFault, NormGroups, Shard, Structure
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
@@ -64,24 +64,19 @@ class UnitSpec(NamedTuple):
 class Inspector(Protocol):
     """Looks on while units run on trial."""
 
-    # The process-wide states that a backward runs with, where a unit has these to itself; None: those of its forward.
-    in_backward: RandomState | None
     carries: bool  # units find the Python attributes that those before have left
 
     # A unit begins, with these parameters; a micro-batch starts from this, a layer or the loss from this value.
     def begins(self, kind: str, shard: Shard, views: Mapping[int, Tensor]) -> None: ...
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None: ...
-    def enters_layer(self, value: Any, frame: Frame, target: Any = None) -> None: ...
+    def enters_layer(self, value: Any, target: Any = None) -> None: ...
 
     # The buffers as a recomputed forward left them, and after the backward, to say which of them that has written to.
     def begins_backward(self, buffers: Mapping[int, Tensor]) -> None: ...
     def ends_backward(self, buffers: Mapping[int, Tensor]) -> set[int]: ...
 
-    # A backward left the generators otherwise than it found them.
-    def drew_in_backward(self) -> None: ...
-
     # All micro-batches of a unit are through; it has changed Python attributes of a layer.
-    def ends(self, views: Mapping[int, Tensor], parameters: Sequence[nn.Parameter]) -> None: ...
+    def ends(self) -> None: ...
     def leaves(self, layer: int, attributes: Attributes) -> None: ...
 
 
@@ -264,12 +259,9 @@ class UnitRunning:
                     locked=spec.locked,
                     redirects=spec.draws or executor.generator is None,
                     is_compiled=executor.compiled is not None,
-                    in_backward=None if inspector is None else inspector.in_backward,
                 )
                 with drawing:
                     out = self._through_layers(m, micro, drawing)
-                if drawing.drew_in_backward and inspector is not None:
-                    inspector.drew_in_backward()
         if spec.kind in (FUSED, BACKWARD):
             out.norms = self._gradients.measured()
         if spec.in_pieces and spec.kind in (FUSED, BACKWARD):
@@ -290,7 +282,7 @@ class UnitRunning:
                 f"in the layer (torch.no_grad, torch.autocast), or set it before generate()"
             )
         if self._inspector is not None:
-            self._inspector.ends(self._views, structure.parameters)
+            self._inspector.ends()
         self._executor.current = ""  # what is found from here on is not the last layer's
         has_hooks = self._num_hooks != RemovableHandle.next_id  # anywhere in the process
         structure.check_parameters(self._views, self._versions, has_hooks=has_hooks)
@@ -327,7 +319,7 @@ class UnitRunning:
         elif kind == FORWARD and not self._spec.keep_saved:
             hooks = saved_tensors_hooks(_drop, _drop)
         with hooks, drawing.forward() as drawn, Frame(arriving) as frame:
-            value = self._layers(micro.value.build(tensors), frame)
+            value = self._layers(micro.value.build(tensors))
             changed = ""
             if gotten_versions != [tensor._version for _, found in skips.values() for tensor in found]:
                 changed = "a value that they got from skips, which other layers may get too"
@@ -439,7 +431,7 @@ class UnitRunning:
         ]
         return arrivals, tensors
 
-    def _layers(self, value: Any, frame: Frame) -> Any:
+    def _layers(self, value: Any) -> Any:
         executor, structure, inspector = self._executor, self._structure, self._inspector
         compiled = executor.compiled
         if self._spec.locked or self._spec.keep_saved or self._spec.kind == EVALUATE:
@@ -447,7 +439,7 @@ class UnitRunning:
         for k in range(self._shard.first, self._shard.last):
             executor.current = structure.names[k]
             if inspector is not None:
-                inspector.enters_layer(value, frame)
+                inspector.enters_layer(value)
             value = structure.layers[k](value) if compiled is None else compiled.run(k, value)
         return value
 
@@ -456,7 +448,7 @@ class UnitRunning:
         self._executor.current = "loss_fn"
         target = micro.target.value()
         if self._inspector is not None:
-            self._inspector.enters_layer(value, Frame({}), target)
+            self._inspector.enters_layer(value, target)
         loss = self._executor.loss_fn(value, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from partitioners import layer_peaks, profile, profile_shapes
@@ -143,6 +144,26 @@ def test_equal_layers_are_counted_once_and_others_are_not(monkeypatch):
     profile(layers, torch.randn(2, 8), torch.zeros(2, 8), F.mse_loss, time_layers=False)
     # Twice each: the first (whose input wants no gradient), the five, the one without a bias, the last with its loss.
     assert len(ran) == 2 * 4
+
+
+class Numbered(nn.Linear):
+    def __init__(self, index, note):
+        super().__init__(8, 8)
+        self.index, self.note = index, note
+
+    def forward(self, x):
+        self.note(isinstance(x, FakeTensor), self.index)
+        return super().forward(x)
+
+
+def test_of_layers_that_call_the_same_operations_the_first_is_timed():
+    ran = []
+    layers = [Numbered(k, lambda *each: ran.append(each)) for k in range(5)]
+    costs = profile(layers, torch.randn(2, 8, requires_grad=True), torch.zeros(2, 8), F.mse_loss)
+    assert [index for is_fake, index in ran if not is_fake] == [0, 0, 4, 4]  # the last has the loss
+    assert {index for is_fake, index in ran if is_fake} == {*range(5)}
+    assert len({cost.forward_s for cost in costs}) == 2
+    assert all(cost.timed for cost in costs)
 
 
 def test_layers_that_differ_in_a_plain_attribute_are_different():

@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from partitioners import Budget, StepTime, predict_step
@@ -178,7 +179,8 @@ def test_shards_and_neighbours_add_up_to_the_chain(seed):
         assert model.num_layers == len(costs)
         for boundaries in partitions(len(costs)):
             starts = [0, *boundaries[:-1]]
-            chain_s = model.start_s(boundaries[0]) + sum(map(float, map(model.shard_s, starts, boundaries)))
+            ends = np.array(boundaries)[:, None]
+            chain_s = (model.starts_s(ends[0]) + sum(map(model.shards_s, starts, ends))).item()
             chain_s += sum(map(float, map(model.exposed_loads, starts, starts[1:], boundaries[1:])))
             step = model.predict(boundaries)
             assert step.total_s == pytest.approx(max(chain_s, step.update_s), rel=1e-9, abs=1e-9)

@@ -205,19 +205,6 @@ def test_an_optimizer_that_begins_to_draw_later_fails_by_name(options):
     assert report.tasks["b"].losses == result.losses
 
 
-@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(()).item(), np.random.rand])
-@pytest.mark.rest
-def test_a_schedule_that_draws_is_refused(draw):
-    schedule = partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: draw())
-    assert_refused(torch.optim.SGD, "lr_scheduler: LambdaLR draws random numbers|schedules", lr_scheduler=schedule)
-
-
-def test_a_schedule_that_depends_on_what_was_before_it_is_refused():
-    calls = []
-    schedule = partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: calls.append(0) or 1 / len(calls))
-    assert_refused(torch.optim.SGD, "depend on something outside", lr_scheduler=schedule)
-
-
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.rest
 def test_a_hook_on_a_parameter_that_draws_fails_the_first_step(register):
@@ -518,11 +505,11 @@ def test_weights_that_an_optimizer_puts_elsewhere_are_taken_back_after_a_retry_t
     def change(self, group, p):
         rebinding(self, group, p)
         tries.append(0)
-        if len(tries) == 250:
+        if len(tries) == 150:
             raise RuntimeError("once")
 
     assert_plain_narrow(each(change), each(rebinding), precision)
-    assert len(tries) > 250
+    assert len(tries) > 150
 
 
 def assert_plain_narrow(optimizer, plainly, precision):
@@ -535,26 +522,6 @@ def assert_plain_narrow(optimizer, plainly, precision):
         losses.append((report.losses, [p.detach().clone() for p in network.parameters()]))
     assert losses[0][0] == losses[1][0]
     assert all(map(torch.equal, losses[0][1], losses[1][1]))
-
-
-# -- checkpoints
-
-
-@pytest.mark.rest
-def test_what_a_state_dict_does_not_hold_is_refused_where_a_run_saves(tmp_path):
-    for name in ("count_on_itself", "python_random"):
-        made = orchestra([task_of(model(), keeping(name), optimizer_scope="task")], checkpoint_dir=tmp_path)
-        with pytest.raises(ValueError, match=r"^a: optimizer: Each keeps what its state_dict\(\) does not hold"):
-            made.generate()
-    for name in ("count_in_global", "count_in_group", "tensor_in_group"):
-        task = task_of(model(), keeping(name), optimizer_scope="task")
-        orchestra([task], checkpoint_dir=tmp_path).generate()
-
-
-def test_a_generator_outside_is_refused_where_a_run_saves(tmp_path):
-    made = orchestra([task_of(model(), drawing_from_outside(), optimizer_scope="task")], checkpoint_dir=tmp_path)
-    with pytest.raises(ValueError, match=r"does not hold \(a torch.Generator outside of it\)"):
-        made.generate()
 
 
 # -- clipping
