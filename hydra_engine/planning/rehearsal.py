@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from queue import SimpleQueue
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -51,8 +51,8 @@ from hydra_engine.data import (
 )
 from hydra_engine.devices import COMPUTE, DeviceSpec, OpenDevice, Promise
 from hydra_engine.errors import DeviceOutOfMemory
-from hydra_engine.host import MOST_NAMED, LayerFault, Shard, Stale, TaskOptimizer, TaskState, writes
-from hydra_engine.planning.trial import GENERATORS, frozen
+from hydra_engine.host import MOST_NAMED, LayerFault, Shard, TaskOptimizer, TaskState, writes
+from hydra_engine.planning.trial import frozen
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
 from hydra_engine.tasks import Purpose, drop_tracebacks
 from hydra_engine.trace import Trace
@@ -61,6 +61,7 @@ from partitioners.boundary import Boundary, UnfitTensor
 from partitioners.copies import copy_of_function
 from partitioners.profile import noted
 from partitioners.reach import CLASS, CONTAINERS, GLOBALS, PLAIN, reach
+from partitioners.replicas import GENERATORS
 from partitioners.skips import Frame
 
 # By the attributes that lead there, and whether it is the copy's own: what is there.
@@ -509,6 +510,7 @@ class _Rehearsal:
             if self.repeats_bits:  # else nobody compares them, and those of a billion gradients take seconds
                 seen |= self._digests(kind, state.cut.shards[shard])
             state.pool.gradients.take_back(state.cut.shards[shard])
+        state.check_gradients()
         return seconds, seen
 
     @contextmanager
@@ -608,7 +610,8 @@ class _Checks:
         self._shared = {
             id(value)
             for _, value, _ in reach(*_rooted(layout.names, layout.layers, loss_fn))
-            if not isinstance(value, (Tensor, np.ndarray, nn.Module)) and hasattr(type(value), "__deepcopy__")
+            if isinstance(getattr(type(value), "__deepcopy__", None), FunctionType)
+            and not isinstance(value, (Tensor, nn.Module))
         }
         self._begun = self._plain_state()
 
@@ -724,8 +727,7 @@ class _Checks:
         """What the copies hold beside parameters and buffers, which are placeholders here."""
         structure, layout = self._executor.structure, self._state.layout
         besides = {id(each) for each in (*structure.parameters, *structure.buffers, *layout.layers)}
-        besides |= self._shared | {id(each.stale.what) for each in structure.stale}
-        made = {id(vars(module).get(attribute)) for module, attribute, _ in structure.stale}
+        besides |= self._shared
         copies = {id(each) for _, layer in self._roots if isinstance(layer, nn.Module) for each in layer.modules()}
         copies |= {id(each) for each in structure.parameters}
         found: PlainState = {}
@@ -737,7 +739,7 @@ class _Checks:
                     f"{self._state.name}: {path} is looked up by a layer's parameter or module or the id() of one, "
                     f"limit: what is the same for all copies of a layer; use a name, or an attribute of the layer"
                 )
-            if id(value) in made or isinstance(value, Stale) or self._onlooker.is_bound(value):
+            if self._onlooker.is_bound(value):
                 found[path, is_own] = [PASSING]
             elif (shown := _shown(value)) is not None:
                 found.setdefault((path, is_own), []).append(shown)
