@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 from partitioners.boundary import Boundary
 from partitioners.cost import ChangesParameters
 from partitioners.precision import DTYPES, cast, compute_norms_in_float32, kept_parameters
-from partitioners.reach import follow_hooks, reach
+from partitioners.reach import reach
+from partitioners.replicas import Replicas
 
 # Types of globals in which a function may count or gather values.
 KEEPERS = (bool, int, float, str, list, dict, set)
@@ -59,11 +60,9 @@ class Copies:
                 vars(made).update(vars(tensor))  # what a user has set on it
                 memo[id(tensor)] = made
         for _, value, _ in reach(("", part), copied_only=True):
-            # Made by an earlier forward, which deepcopy refuses: the weight that torch's weight_norm recomputes.
-            if isinstance(value, Tensor) and not value.is_leaf and id(value) not in memo:
+            if isinstance(value, Tensor) and value.layout == torch.strided and id(value) not in memo:
                 memo[id(value)] = self._tensor(value)
-        copied = copy.deepcopy(part, memo)
-        follow_hooks(copied, memo)
+        (copied,) = Replicas([part], memo).roots
         if narrow:
             compute_norms_in_float32(copied, self.dtype)
         return copied

@@ -33,7 +33,6 @@ from torch.utils.hooks import RemovableHandle
 from partitioners.skips import Skips
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Shared:
@@ -106,14 +105,6 @@ def reach(
         (copied if is_copied else shared).extend(_each(where, _copied_by(value), ends))
         if not copied_only:
             shared.extend(_each(where, _shared_by(value, plain=plain), ends))
-
-
-def follow_hooks(copied: nn.Module, copies: Mapping[int, Any]) -> None:
-    """Let the hooks of a copy's modules close over copies, by id, of what those of the module close over."""
-    for module in copied.modules():
-        for hooks in (vars(module).get(kind, {}) for kind in _HOOKS):
-            for key, hook in hooks.items():
-                hooks[key], _ = following(hook, copies)
 
 
 def following(hook: Any, copies: Mapping[int, Any]) -> tuple[Any, list[Any]]:

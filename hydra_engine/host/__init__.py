@@ -1,10 +1,9 @@
 """Weights at home: how a model is laid out in DRAM, the pool that owns it, and its optimizer."""
 
 from hydra_engine.host.blocked import has_step_hooks, is_moment, part_of, step_natively
-from hydra_engine.host.bound_copy import LayerFault, Stale
 from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.hooks import check_no_hooks, has_hooks
-from hydra_engine.host.layout import ModelLayout, Shard, Slot, Structure, writes
+from hydra_engine.host.layout import LayerFault, ModelLayout, Shard, Slot, Structure, writes
 from hydra_engine.host.measured import Measured, UnitBytes
 from hydra_engine.host.optimizer import (
     TORCHS,

@@ -92,7 +92,7 @@ class _UserPlaces:
     """Addresses of the user's parameters and buffers, for hooks that are called in the place of a backward."""
 
     def __init__(self, layout: ModelLayout, staging: StepStaging, pool: HostPool) -> None:
-        registered, num = layout.originals.registered, len(layout.slots)
+        registered, num = layout.registered, len(layout.slots)
         self.parameters = {id(slot.parameter): registered[k].name for k, slot in enumerate(layout.slots)}
         self._numbers = {registered[num + k].name: k for k in range(len(layout.buffers))}
         self._user, self._now, self._staged = layout.buffers, pool.buffers or layout.buffers, staging.buffers

@@ -16,13 +16,24 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.data import ALIGNMENT_BYTES, identical, residue
-from hydra_engine.host.bound_copy import LayerFault, Layers, Registered
 from partitioners.boundary import extent, extent_bytes
 from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
+from partitioners.replicas import Replicas
 
 _VERSION = attrgetter("_version")
 PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class LayerFault(ValueError):
+    """A layer does what cannot be trained exactly; the message has no task's name yet."""
+
+
+class Registered(NamedTuple):
+    """A parameter or buffer of the layers."""
+
+    name: str  # "parameter 0.weight"
+    tensor: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,17 +259,38 @@ class ModelLayout:
         return self._source_names.get(id(tensor), [own])
 
     @cached_property
-    def originals(self) -> Layers:
-        """The layers, as they were when this was asked for first: before the host pool moves their parameters.
-
-        Raises LayerFault for those that cannot be copied.
-        """
+    def registered(self) -> list[Registered]:
+        """Parameters, then buffers, by their names."""
         names: dict[int, str] = {}
         for name, (number, _) in self._buffer_names.items():
             names.setdefault(number, f"buffer {name}")
-        parameters = [Registered(f"parameter {slot.name}", slot.parameter, slot.trainable) for slot in self.slots]
-        buffers = [Registered(names[number], buffer, True) for number, buffer in enumerate(self.buffers)]
-        return Layers(self.layers, self.names, [*parameters, *buffers], self.shown)
+        parameters = [Registered(f"parameter {slot.name}", slot.parameter) for slot in self.slots]
+        return [*parameters, *(Registered(names[number], buffer) for number, buffer in enumerate(self.buffers))]
+
+    @cached_property
+    def views(self) -> list[tuple[nn.Module, str]]:
+        """Attributes that are views of parameters or buffers, as they were before these were moved to the host pool.
+
+        Replicas begin without them: their module's forward or hook makes them. Raises LayerFault for layers that
+        replicas cannot stand for.
+        """
+        storages = {tensor.untyped_storage().data_ptr() for _, tensor in self.registered if _address(tensor)}
+        known = {id(tensor) for _, tensor in self.registered}
+        found = []
+        for name, layer in zip(self.names, self.layers, strict=True):
+            for path, module in layer.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    where = self.shown(f"{name}.{path}" if path else name)
+                    raise LayerFault(
+                        f"{where} is compiled by torch.jit, expected a module in Python, which can have other weights: "
+                        f"give the module from before torch.jit.script or trace, and script it after training"
+                    )
+                others = ((key, each) for key, each in vars(module).items() if isinstance(each, Tensor))
+                for attribute, tensor in others:
+                    is_own = id(tensor) in known or not _address(tensor)
+                    if not is_own and tensor.untyped_storage().data_ptr() in storages:
+                        found.append((module, attribute))
+        return found
 
     def persistent_buffers(self) -> dict[str, int]:
         """Buffers that a state dict of the model has, by name, and their numbers."""
@@ -370,6 +402,12 @@ def _named(layer: nn.Module, kind: str) -> Iterator[tuple[str, str, Any]]:
                 yield path, name, tensor
 
 
+def _address(tensor: Tensor) -> int:
+    """Return where a tensor's memory begins; 0 if it has none."""
+    is_plain = tensor.layout == torch.strided and not nn.parameter.is_lazy(tensor) and tensor.device.type != "meta"
+    return tensor.data_ptr() if is_plain and tensor.numel() else 0
+
+
 def writes(name: str) -> str:
     """Say that a layer writes to its parameter."""
     return (
@@ -379,7 +417,7 @@ def writes(name: str) -> str:
 
 
 class Structure:
-    """One device's copy of a task's layers: all of their Python, none of their tensors.
+    """One device's replicas of a task's layers: all of their Python, none of their tensors.
 
     Parameters and buffers are empty placeholders whose `.data` is pointed at a slab while a unit runs, so that two
     devices can run one shard at once, and whatever else in a layer refers to the same Parameter object (an LSTM's list
@@ -398,8 +436,12 @@ class Structure:
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters]
         self._trains = any(slot.trainable for slot in layout.slots)
         self.buffers = [self._placeholder(buffer.dtype).data for buffer in layout.buffers]
-        self._registered = layout.originals.registered
-        self.layers, self.stale = layout.originals.copy([*self.parameters, *self.buffers])
+        self._registered, views = layout.registered, layout.views
+        places = zip(self._registered, [*self.parameters, *self.buffers], strict=True)
+        self._replicas = Replicas(layout.layers, {id(each.tensor): place for each, place in places})
+        self.layers: list[nn.Module] = self._replicas.roots
+        for module, attribute in views:
+            del vars(self._replicas.of(module))[attribute]
         if self.narrow is not None:
             for layer in self.layers[: layout.num_layers]:
                 compute_norms_in_float32(layer, self.narrow)
@@ -409,8 +451,8 @@ class Structure:
             [(layer.get_submodule(b.path), b.attribute, b.number) for b in bindings]
             for layer, bindings in zip(self.layers, layout.buffer_bindings, strict=True)
         ]
-        places = {(id(module), name): index for each in self._buffer_places for module, name, index in each}
-        holders = Counter(places.values())
+        numbers = {(id(module), name): index for each in self._buffer_places for module, name, index in each}
+        holders = Counter(numbers.values())
         self._shared_places = [each for of in self._buffer_places for each in of if holders[each[2]] > 1]
 
     def _placeholder(self, dtype: torch.dtype) -> Tensor:
@@ -507,5 +549,3 @@ class Structure:
         for place in places:
             place.grad = None
             place.data = self._placeholder(place.dtype)
-        for module, attribute, stale in self.stale:  # made by this unit: another one cannot go on from it
-            vars(module)[attribute] = stale

@@ -180,7 +180,7 @@ class HostPool:
                 self.masters[slot.index].split.store(row_of(slot.parameter))
             else:
                 view.copy_(slot.parameter.data)
-            slot.parameter.data = view
+            slot.parameter.data, slot.parameter.grad = view, None
             freed.add(slot.num_bytes)
         return_free_memory()
         self.renew(self.layout.trainable_slots())

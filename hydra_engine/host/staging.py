@@ -7,18 +7,19 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hydra_engine.adaptive import StepMeasures, square_norms
 from hydra_engine.data import NO_BATCH, RandomState, Signature, place_in_dram, residue, same_bits
-from hydra_engine.host.bound_copy import kept_by
 from hydra_engine.host.layout import Shard, Slot
 from hydra_engine.schedule import part_ranges
 from partitioners.boundary import Boundary
+from partitioners.reach import reach
 
 Gradients: TypeAlias = "Mapping[int, Tensor | None]"  # by slot; None: it received none
 Values: TypeAlias = "Sequence[Tensor | None]"  # tensors that enter a shard, or their gradients; None: it received none
@@ -125,6 +126,39 @@ class StepParts:
             if slot not in self._wide:
                 self._wide[slot] = torch.empty_like(place, dtype=torch.float32)
             return self._wide[slot]
+
+
+def kept_by(tensor: Tensor, *roots: tuple[str, object]) -> str | None:
+    """Return the path to what shares memory with a tensor, in what these objects hold; None: nothing does."""
+    own = _memory(tensor)
+    if own is None:
+        return None
+    found = ((path, _memory(value)) for path, value, _ in reach(*roots))
+    return next((path for path, other in found if other is not None and _share_memory(own, other)), None)
+
+
+def _memory(value: Any) -> np.ndarray[Any, Any] | None:
+    """Return the memory of an array, or of a tensor as NumPy takes it, which reads none of it; None: it has none."""
+    if not isinstance(value, Tensor):
+        return value if isinstance(value, np.ndarray) else None
+    if value.layout != torch.strided or value.device.type != "cpu" or not value.numel() or not value.data_ptr():
+        return None
+    size = value.element_size()
+    interface = {
+        "version": 3,
+        "typestr": f"|V{size}",
+        "data": (value.data_ptr(), True),
+        "shape": tuple(value.shape),
+        "strides": tuple(stride * size for stride in value.stride()),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+def _share_memory(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    try:
+        return np.shares_memory(a, b, max_work=1_000_000)  # type: ignore[arg-type]  # any int
+    except np.exceptions.TooHardError:
+        return True
 
 
 class Given(NamedTuple):

@@ -22,8 +22,7 @@ from hydra_engine.data import (
     identical,
     residue,
 )
-from hydra_engine.host.bound_copy import LayerFault
-from hydra_engine.host.layout import ModelLayout, Shard
+from hydra_engine.host.layout import LayerFault, ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.measured import Measured, UnitBytes
 from hydra_engine.host.optimizer import TaskOptimizer
@@ -444,7 +443,7 @@ class TaskState:
             holders = [shard for shard in self.cut.shards if index in shard.buffers]
             if not self.is_split and len(holders) == 1:
                 continue
-            name = self.layout.originals.registered[len(self.layout.slots) + index].name
+            name = self.layout.registered[len(self.layout.slots) + index].name
             raise LayerFault(
                 f"{name} is changed in a backward (by a hook, or a checkpoint that runs a forward "
                 f"again), limit: steps of one micro-batch, and a buffer of one shard, since all forwards of a step run "
@@ -456,6 +455,20 @@ class TaskState:
         changed = self.observed.changed_buffers
         holders = Counter(index for shard in self.cut.shards for index in shard.buffers if index in changed)
         return max(holders.values(), default=0) > 1
+
+    def check_gradients(self) -> None:
+        """Refuse a step whose backward has reached the user's own parameters, past the replicas' attributes.
+
+        With early_release updates give them gradients meanwhile.
+        """
+        slots = [] if self.pool.early_release else self.layout.slots
+        name = next((slot.name for slot in slots if slot.trainable and slot.parameter.grad is not None), None)
+        if name is not None:
+            raise LayerFault(
+                f"{self.name}: parameter {name} of the model itself received a gradient in a step, expected none: "
+                f"layers compute with replicas, so a global, an object that copies itself, or the loss leads there; "
+                f"let layers use their attributes, hooks the module that they get, and the loss what forward returns"
+            )
 
     def check_draws(self) -> None:
         """Refuse draws that several micro-batches would take in another order than the plain loop.

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -43,8 +43,8 @@ from hydra_engine.data import (
 )
 from hydra_engine.devices import COMPUTE, DeviceSpec, OpenDevice, Promise
 from hydra_engine.errors import DeviceOutOfMemory
-from hydra_engine.host import LayerFault, Shard, Stale, TaskOptimizer, TaskState, writes
-from hydra_engine.planning.trial import GENERATORS, frozen
+from hydra_engine.host import LayerFault, Shard, TaskOptimizer, TaskState, writes
+from hydra_engine.planning.trial import frozen
 from hydra_engine.schedule import BACKWARD, FORWARD, Computed, Event, Failed, Stored, Unit
 from hydra_engine.tasks import Purpose
 from hydra_engine.trace import Trace
@@ -54,6 +54,7 @@ from partitioners.copies import copy_of_function
 from partitioners.measure import generator_key
 from partitioners.profile import noted
 from partitioners.reach import CLASS, CONTAINERS, GLOBALS, PLAIN, reach
+from partitioners.replicas import GENERATORS
 
 # By the attributes that lead there, and whether it is the copy's own: what is there.
 PlainState: TypeAlias = "dict[tuple[str, bool], list[str]]"
@@ -360,18 +361,8 @@ class _Rehearsal:
             else:
                 seconds[kind, shard] = outcome
             state.pool.gradients.take_back(state.cut.shards[shard])
-            self._check_gradients()
+        state.check_gradients()
         return seconds
-
-    def _check_gradients(self) -> None:
-        """Refuse what computes with a parameter of the user's model, whose gradient would go nowhere."""
-        found = next((slot for slot in self.state.layout.slots if slot.parameter.grad is not None), None)
-        if found is not None:
-            raise ValueError(
-                f"{self.state.name}: a layer or loss_fn computes with parameter {found.name} of the original model, "
-                f"which a closure or a functional call has kept, limit: a layer's own attributes, and what the forward "
-                f"returns; return the weight, or what is computed with it, from its layer"
-            )
 
     @contextmanager
     def _nobodys(self, seeds: _Seeds | None) -> Iterator[None]:
@@ -446,7 +437,8 @@ class _Checks:
         self._shared = {
             id(value)
             for _, value, _ in reach(*_rooted(layout.names, layout.layers, loss_fn))
-            if not isinstance(value, (Tensor, np.ndarray, nn.Module)) and hasattr(type(value), "__deepcopy__")
+            if isinstance(getattr(type(value), "__deepcopy__", None), FunctionType)
+            and not isinstance(value, (Tensor, nn.Module))
         }
         self._begun = self._plain_state()
 
@@ -510,8 +502,7 @@ class _Checks:
         """What the copies hold beside parameters and buffers, which are placeholders here."""
         structure, layout = self._executor.structure, self._state.layout
         besides = {id(each) for each in (*structure.parameters, *structure.buffers, *layout.layers)}
-        besides |= self._shared | {id(each.stale.what) for each in structure.stale}
-        made = {id(vars(module).get(attribute)) for module, attribute, _ in structure.stale}
+        besides |= self._shared
         copies = {id(each) for _, layer in self._roots if isinstance(layer, nn.Module) for each in layer.modules()}
         copies |= {id(each) for each in structure.parameters}
         found: PlainState = {}
@@ -523,7 +514,7 @@ class _Checks:
                     f"{self._state.name}: {path} is looked up by a layer's parameter or module or the id() of one, "
                     f"limit: what is the same for all copies of a layer; use a name, or an attribute of the layer"
                 )
-            if id(value) in made or isinstance(value, Stale) or self._onlooker.is_bound(value):
+            if self._onlooker.is_bound(value):
                 found[path, is_own] = [PASSING]
             elif (shown := _shown(value)) is not None:
                 found.setdefault((path, is_own), []).append(shown)

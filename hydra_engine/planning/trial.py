@@ -43,6 +43,7 @@ from hydra_engine.native import NarrowUpdate
 from hydra_engine.tasks import ModelTask
 from partitioners import MemoryMeter
 from partitioners.measure import given_generators
+from partitioners.replicas import GENERATORS
 
 NUM_TIMED_STEPS = 5
 
@@ -50,7 +51,6 @@ NUM_TIMED_STEPS = 5
 SCALES = (1.0, 1e4, 1e-3)
 MOST_ELEMENTS = 8  # in a dimension
 
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 # Of a tensor beside the parameters: larger ones are told apart by what autograd knows of their changes.
 MOST_COMPARED = 2**16
 

@@ -339,6 +339,7 @@ def commit(task: RunningTask, put: Callable[[Event], None], *, training_step: bo
         return TaskStopped(report.name, uncommitted=True)
     batch, staging = task.batch, state.staging
     state.check_draws()
+    state.check_gradients()
     main_moved = task.draws_from_main and not state.end_of_forward().same_in_torch(batch.main)
     if not state.observed.draws and main_moved:
         raise RuntimeError(

@@ -433,7 +433,6 @@ def _is_used_up(loader: object) -> bool:
 
 def check_parameters(model: nn.Module, precision: str, *, trains: bool) -> None:
     """Raise for a parameter or buffer that cannot be streamed, and one that cannot be trained as it is."""
-    seen: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter, precision)
         if trains and parameter.requires_grad and parameter.dtype == torch.float16:
@@ -442,15 +441,16 @@ def check_parameters(model: nn.Module, precision: str, *, trains: bool) -> None:
                 f"overflow in it, or vanish; convert the model with model.float(), and compute narrow with "
                 f"precision='float16' or 'bfloat16'"
             )
-        address = parameter.data_ptr()
-        if address and address in seen:
-            raise ValueError(
-                f"parameters {seen[address]} and {name} are two Parameter objects over the same memory; tie them "
-                f"by assigning the same object to both"
-            )
-        seen[address] = name
     for name, buffer in model.named_buffers():
         check_fit(f"buffer {name}", buffer)
+    seen: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        other, first = seen.setdefault(tensor.data_ptr(), (name, tensor))
+        if first is not tensor and tensor.numel():
+            raise ValueError(
+                f"{other} and {name} are two tensors over the same memory, expected memory of its own for each, since "
+                f"devices have copies; tie them by assigning the same object to both, or clone one"
+            )
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, precision: str) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from types import MethodType
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from partitioners.reach import IN_MODULES
+from partitioners.reach import CONTAINERS, IN_MODULES
+from partitioners.replicas import is_plain_object
 
 Contents: TypeAlias = "dict[Any, Any] | list[Any]"
 
@@ -69,7 +68,7 @@ class Attributes:
             if isinstance(value, nn.Module):
                 self._known.add(id(value))
                 todo.extend(self._of_module(value, layer))
-            elif isinstance(value, (dict, list, deque, set)):
+            elif isinstance(value, CONTAINERS):
                 self._add(value, layer, attribute)
                 inside = value.values() if isinstance(value, dict) else value
                 todo.extend((each, layer, attribute) for each in inside)
@@ -77,7 +76,7 @@ class Attributes:
                 todo.extend((each, layer, attribute) for each in value)
             elif isinstance(value, MethodType):  # of a hook
                 todo.append((value.__self__, layer, attribute))
-            elif _is_plain_object(value):
+            elif is_plain_object(value):
                 self._add(vars(value), layer, attribute)
                 todo.extend((each, layer, attribute) for each in vars(value).values())
                 self._known.add(id(value))
@@ -167,12 +166,3 @@ def _equal(now: Any, saved: Any) -> bool:
     if now is saved:
         return True
     return type(now) is type(saved) and isinstance(now, PLAIN) and now == saved
-
-
-def _is_plain_object(value: Any) -> bool:
-    """Return True if deepcopy copies the object's attributes one by one, so that nobody else has them."""
-    kind = type(value)
-    if not isinstance(getattr(value, "__dict__", None), dict) or isinstance(value, (type, torch.Generator)):
-        return False
-    ordinary = all(getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__"))
-    return ordinary and not callable(getattr(value, "__deepcopy__", None)) and kind.__module__ != "builtins"
