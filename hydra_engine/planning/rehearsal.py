@@ -168,6 +168,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
                 raise LayerFault(f"a layer {writes(self._slots[index].name)}")
 
 
+# More than 15 attributes: what it has seen of attributes, of the batch, of buffers and of parameters.
 class _Onlooker:
     """Looks on while units run: the executor's inspector."""
 
@@ -360,17 +361,18 @@ class _Rehearsal:
             else:
                 seconds[kind, shard] = outcome
             state.pool.gradients.take_back(state.cut.shards[shard])
-            self._check_gradients()
+            self._check_gradients(state.cut.shards[shard])
         return seconds
 
-    def _check_gradients(self) -> None:
+    def _check_gradients(self, shard: Shard) -> None:
         """Refuse what computes with a parameter of the user's model, whose gradient would go nowhere."""
         found = next((slot for slot in self.state.layout.slots if slot.parameter.grad is not None), None)
         if found is not None:
+            layers = map(self.state.layout.shown, self.state.layout.names[shard.first : shard.last])
             raise ValueError(
-                f"{self.state.name}: a layer or loss_fn computes with parameter {found.name} of the original model, "
-                f"which a closure or a functional call has kept, limit: a layer's own attributes, and what the forward "
-                f"returns; return the weight, or what is computed with it, from its layer"
+                f"{self.state.name}: {', '.join(layers)} or loss_fn computes with parameter {found.name} of the "
+                f"original model, which a closure or a functional call has kept, limit: a layer's own attributes, and "
+                f"what the forward returns; return the weight, or what is computed with it, from its layer"
             )
 
     @contextmanager
