@@ -36,7 +36,6 @@ from hydra_engine.data.streams import (
     capture,
     copied,
     drawn_by_others,
-    install,
     installed,
     seeded,
     stream_seed,

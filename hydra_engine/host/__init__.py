@@ -14,9 +14,8 @@ from hydra_engine.host.optimizer import (
     is_torchs,
     kept_groups,
     make_optimizer,
-    restore_optimizer,
     with_averages,
 )
 from hydra_engine.host.pool import NUM_LOANS, BestWeights, BorrowedPool, HostPool
 from hydra_engine.host.staging import WHOLE, BuffersChanged, NormGroups, StepParts, step_measures
-from hydra_engine.host.state import MOST_NAMED, AttributeChanges, Cut, Observed, Region, TaskState, layout_of
+from hydra_engine.host.state import AttributeChanges, Cut, Observed, Region, TaskState, layout_of

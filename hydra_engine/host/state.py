@@ -456,16 +456,18 @@ class TaskState:
         holders = Counter(index for shard in self.cut.shards for index in shard.buffers if index in changed)
         return max(holders.values(), default=0) > 1
 
-    def check_gradients(self) -> None:
-        """Refuse a step whose backward has reached the user's own parameters, past the replicas' attributes.
+    def check_gradients(self, shard: Shard | None = None) -> None:
+        """Refuse a step, or a unit, whose backward has reached the user's own parameters, past the replicas' attributes.
 
-        With early_release updates give them gradients meanwhile.
+        With early_release updates give them gradients while the step runs.
         """
+        layers = [] if shard is None else [*map(self.layout.shown, self.layout.names[shard.first : shard.last])]
         slots = [] if self.pool.early_release else self.layout.slots
         name = next((slot.name for slot in slots if slot.trainable and slot.parameter.grad is not None), None)
         if name is not None:
             raise LayerFault(
-                f"{self.name}: parameter {name} of the model itself received a gradient in a step, expected none: "
+                f"{self.name}: parameter {name} of the model itself received a gradient in "
+                f"{', '.join(layers) or 'a step'}, expected none: "
                 f"layers compute with replicas, so a global, an object that copies itself, or the loss leads there; "
                 f"let layers use their attributes, hooks the module that they get, and the loss what forward returns"
             )

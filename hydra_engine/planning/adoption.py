@@ -50,6 +50,7 @@ _OPTIONS = (
     "optimizer_device",
     "early_release",
     "may_veto",
+    "records",
     "compile",
 )
 

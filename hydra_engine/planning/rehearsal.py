@@ -169,6 +169,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
                 raise LayerFault(f"a layer {writes(self._slots[index].name)}")
 
 
+# More than 15 attributes: what it has seen of attributes, of the batch, of buffers and of parameters.
 class _Onlooker:
     """Looks on while units run: the executor's inspector."""
 
@@ -361,7 +362,7 @@ class _Rehearsal:
             else:
                 seconds[kind, shard] = outcome
             state.pool.gradients.take_back(state.cut.shards[shard])
-        state.check_gradients()
+            state.check_gradients(state.cut.shards[shard])
         return seconds
 
     @contextmanager
@@ -536,12 +537,16 @@ class _Checks:
             if not self._rehearsal.repeats_bits and (has_bits or "." in a + b):
                 continue  # kernels there may give other bits
             layer = max((name for name in names if path.startswith(f"{name}.")), key=len, default=LOSS)
-            how = "to another value" if has_bits else f"from {a} to {b}"
             attribute = path[len(layer) + 1 :].replace(f"{GLOBALS}.", "").replace(f"{CLASS}.", "")
+            name = f"{layer}.{attribute}"
+            if any(name == each or name.startswith((f"{each}.", f"{each}[")) for each in self._state.task.records):
+                continue
+            how = "to another value" if has_bits else f"from {a} to {b}"
             raise ValueError(
                 f"{self._state.name}: {self._state.layout.shown(layer)}: forward changes its attribute {attribute!r} "
                 f"{how} when it runs again on the same input, limit: what is the same after each such run; "
-                + (KEEP_OUTSIDE if layer == LOSS else KEEP_IN_BUFFERS)
+                f"{KEEP_OUTSIDE if layer == LOSS else KEEP_IN_BUFFERS}; if it is a record that nothing reads, name it: "
+                f"records=({name.partition('[')[0]!r},)"
             )
 
 

@@ -21,7 +21,6 @@ from hydra_engine.tasks.report import (
     Revision,
     TaskPlan,
     TaskReport,
-    drop_tracebacks,
     duration,
     table,
 )

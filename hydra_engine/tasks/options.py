@@ -115,6 +115,11 @@ TYPES: tuple[Rule, ...] = (
         _or_none(lambda value: isinstance(value, str) or callable(value)),
         "{!r} is not callable; give a name ('adamw'), a class (torch.optim.AdamW), or a function (params, lr=...)",
     ),
+    (
+        "records",
+        lambda value: isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value),
+        "{!r} is not a list of names; give those of attributes, such as ('loss_fn.history',)",
+    ),
     ("lr", _or_none(_is_rate), "{!r} is not a number; give a learning rate such as 1e-3"),
     ("epochs", _is_int, "{!r} is not an int; give a number of passes over the loader"),
     ("seed", _or_none(_is_int), "{!r} is not an int; give a number, or leave it out to have one drawn"),

@@ -143,6 +143,9 @@ class ModelTask:
             model's parameters and buffers, for a loader that reads them (gradients are not there).
         callback_timeout_s*: seconds in which a callback has to return from one call; the task then fails with
             `CallbackTimeout`, and the others go on. None: for ever.
+        records: attributes of layers or of the loss that forwards change and nothing reads, by which no result differs:
+            ("loss_fn.history", "blocks.1.norms"). An attribute that is not named is refused, if it changes again where
+            a batch runs again: each device's copy would have one of its own.
         compile: run each layer through `torch.compile`; results are those of the uncompiled task within rounding
             (docs/precision.md).
 
@@ -207,6 +210,7 @@ class ModelTask:
         loader_alone: bool = False,
         read_ahead: bool = True,
         callback_timeout_s: float | None = CALLBACK_TIMEOUT_S,
+        records: Sequence[str] = (),
         compile: bool = False,
     ) -> None:
         # Not lr: the optimizer computes with what it is given.
@@ -282,6 +286,7 @@ class ModelTask:
         self.callbacks = tuple(callbacks)
         self.loader_alone = loader_alone
         self.read_ahead = read_ahead
+        self.records = tuple(records)
         self.compile = compile
         self.scan_batches = scan_batches
 

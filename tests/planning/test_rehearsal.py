@@ -49,7 +49,7 @@ def orchestrator(*tasks, num_devices=1, memory="1MiB"):
 
 def assert_exact(build, loss_of=lambda model: F.cross_entropy, **options):
     """Trained as by the plain loop: in one shard, in one for each layer, and on two devices."""
-    validation = options.pop("validation", None)
+    validation, records = options.pop("validation", None), options.pop("records", ())
     torch.manual_seed(0)
     expected = build()
     result = reference.train(
@@ -58,7 +58,7 @@ def assert_exact(build, loss_of=lambda model: F.cross_entropy, **options):
     for shards, num_devices in (("one", 1), ("one", 2), ("each", 1), ("each", 2)):
         torch.manual_seed(0)
         model = build()
-        task = task_for(model, loss_of(model), shards, validation=validation, **options)
+        task = task_for(model, loss_of(model), shards, validation=validation, records=records, **options)
         report = orchestrator(task, num_devices=num_devices).train_models()
         report.raise_failures()
         assert report.tasks["net"].losses == result.losses
@@ -248,8 +248,15 @@ def test_loss_with_a_state_that_matters_is_refused_and_not_advanced(shape, kind)
 def test_loss_that_keeps_a_record_is_refused(shape):
     loss_fn = LOSSES[shape]("record")
     before = copy.deepcopy(state_of(loss_fn))
-    assert_refused("loss_fn.*(seen|calls)", model_with, lambda model: loss_fn)
+    assert_refused(r"loss_fn.*(seen|calls).*records=\('loss_fn\.", model_with, lambda model: loss_fn)
     assert state_of(loss_fn) == before
+
+
+def test_record_that_is_named_is_exact():
+    assert_exact(model_with, lambda model: Loss("record"), records=["loss_fn.seen"])
+    for kind, named in (("list", "history"), ("average", "average"), ("tensor", "calls")):
+        assert_exact(lambda kind=kind: model_with(Statistics(kind, [])), records=(f"2.{named}",))
+    assert_refused("'history", lambda: model_with(Statistics("list", [])), records=("2.hist", "2.historyy"))
 
 
 def late_closure():

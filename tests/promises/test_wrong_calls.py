@@ -230,6 +230,8 @@ OPTIONS = [
     ({"patience": 0, "keep_best": "loss"}, ValueError, "0"),
     ({"patience": 1.5, "keep_best": "loss"}, TypeError, "1.5"),
     ({"hparams": ["lr"]}, TypeError, "'lr'"),
+    ({"records": "loss_fn.history"}, TypeError, "loss_fn.history"),
+    ({"records": [1]}, TypeError, "1"),
     ({"hparams": {1: 2}}, TypeError, "1"),
     ({"hparams": {"lr": torch.ones(1)}}, TypeError, "JSON"),
     ({"hparams": {"lr": math.nan}}, TypeError, "JSON"),
