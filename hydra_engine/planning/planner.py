@@ -830,7 +830,7 @@ class Planner:
 
     def plan(self) -> TaskPlan:
         task, state, saved, device = self._task, self.state, self._planned.saved, self._target.device
-        Structure(state.layout, torch.device("cpu"))  # raises for layers that cannot be copied, before any is run
+        Structure(state.layout, torch.device("cpu"))  # raises for layers without replicas, before any is run
         structure, rehearsals = signature_of(state), self._planned.rehearsals
         num_samples = self._sample().num_samples
         state.place = device.torch_device
