@@ -308,7 +308,7 @@ class _Walk:
             value.device,
             value.requires_grad,
             None if slot is None else (slot.index, slot.offset, slot.link_dtype),
-            residue(value) if self._keeps_residues else 0,
+            residue(value) if self._keeps_residues and slot is None else 0,
         )
         place = value.untyped_storage().data_ptr()
         if slot is None and place:  # tensors that share memory do so in both

@@ -726,7 +726,7 @@ class PlannedTask:
         masters, rests = state.pool.split_bytes  # a cast and its remainder are the weight
         trained = layout.num_bytes[True] - masters + 2 * rests
         return {
-            "weights": trained + sum(layout.aligned(slot.residue + slot.num_bytes) for slot in frozen),
+            "weights": trained + sum(layout.aligned(slot.num_bytes) for slot in frozen),
             "casts": 0 if layout.narrow is None else casts - rests,
             "gradients": state.pool.gradients.num_bytes(state.cut.shards),
             "optimizer": sum(state.measured.state_bytes.values()),

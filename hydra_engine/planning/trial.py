@@ -228,7 +228,6 @@ class _Trial:
         _give(plain.parameters, gradients)
         mine = _numbers(plain.parameters)
         before, random_before = _beside(optimizer, mine), self._process_wide()
-        places = [parameter.data_ptr() for parameter in plain.parameters]
         try:
             plain.step(self._draws)
         except Exception as error:
@@ -242,13 +241,6 @@ class _Trial:
                 f"and the layers draw from; draw from a torch.Generator of the optimizer's own, and set "
                 f"optimizer_scope='task'"
             )
-        for slot, parameter, place in zip(self._slots, plain.parameters, places, strict=True):
-            if parameter.data_ptr() != place and slot.residue and slot.link_dtype == slot.dtype:
-                raise ValueError(
-                    f"{self._name}: optimizer: {kind} gives parameter {slot.name} other memory in its step, limit: an "
-                    f"address of {slot.residue} modulo 64, where its weights begin and where they stay, since kernels "
-                    f"choose by it; write into it (parameter.data.copy_(...)), or clone the weight before training"
-                )
         after = _beside(optimizer, mine)
         changed = [key for key in before | after if before.get(key) != after.get(key)]
         if refuses_kept and changed:
