@@ -29,7 +29,7 @@ from partitioners.copies import Copies, FakeCopies
 from partitioners.cost import ALIGNMENT_BYTES, LayerCost
 from partitioners.measure import STATED_RATES, Rates, Work, count, count_evaluation, run_once, timed
 from partitioners.meter import MemoryMeter
-from partitioners.precision import DTYPES, kept_parameters
+from partitioners.precision import DTYPES
 
 
 class GpuKernels(TorchFunctionMode):
@@ -310,20 +310,15 @@ class _Profiler:
         return fields, kind
 
     def _residue_bytes(self, layer: nn.Module, loss_fn: Any) -> int:
-        """Bytes that a slab needs on top because tensors do not begin at a multiple of 64 (views, mapped files).
+        """Bytes that buffers need on top because they do not begin at a multiple of 64 (views, mapped files).
 
-        On the CPU they keep their addresses modulo 64, by which kernels are chosen. Casts are new tensors.
+        On the CPU they keep their addresses modulo 64, by which kernels are chosen.
         """
         if self._place.type != "cpu":
             return 0
         found = 0
-        for part in (layer, loss_fn):
-            if not isinstance(part, nn.Module):
-                continue
-            is_cast = self._reals.dtype is not torch.float32 and part is layer
-            kept = kept_parameters(part) if is_cast else set()
-            parameters = [each for each in part.parameters() if not is_cast or id(each) in kept]
-            for tensor in (*parameters, *part.buffers()):
+        for part in (each for each in (layer, loss_fn) if isinstance(each, nn.Module)):
+            for tensor in part.buffers():
                 if tensor.layout != torch.strided:
                     continue
                 start, num_bytes = tensor.data_ptr() % ALIGNMENT_BYTES, tensor.numel() * tensor.element_size()

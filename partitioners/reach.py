@@ -11,10 +11,9 @@ import sysconfig
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from types import (
     BuiltinFunctionType,
-    CellType,
     CodeType,
     FunctionType,
     GeneratorType,
@@ -105,26 +104,6 @@ def reach(
         (copied if is_copied else shared).extend(_each(where, _copied_by(value), ends))
         if not copied_only:
             shared.extend(_each(where, _shared_by(value, plain=plain), ends))
-
-
-def following(hook: Any, copies: Mapping[int, Any]) -> tuple[Any, list[Any]]:
-    """Return a hook that closes over copies, by id, of what it closes over, and those; the same if there are none."""
-    if not isinstance(hook, FunctionType):  # copies of methods and partial functions are those of what they hold
-        return hook, []
-    cells, found = [], []
-    for cell in hook.__closure__ or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not assigned yet
-            value = None
-        made = copies.get(id(value), value)
-        cells.append(cell if made is value else CellType(made))
-        found += [] if made is value else [made]
-    if not found:
-        return hook, []
-    made = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, tuple(cells))
-    made.__kwdefaults__ = hook.__kwdefaults__
-    return made, found
 
 
 def _each(where: str, found: Iterator[tuple[str, object]], ends: tuple[type, ...]) -> Iterator[tuple[str, object]]:

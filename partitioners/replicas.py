@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from partitioners.reach import CONTAINERS, PLAIN
+from partitioners.reach import CONTAINERS, PLAIN, Shared
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 # What they lead to is the user's, unless an attribute leads there as well.
@@ -39,13 +39,13 @@ def is_plain_object(value: Any) -> bool:
     return kind is SimpleNamespace or (has_attributes and _is_ordinary(kind) and not isinstance(value, type))
 
 
-class Replicas:
+class Replicas(Shared):
     """Replicas of modules, and copies of what these own, each made once: what modules share, their replicas share."""
 
-    def __init__(self, roots: Iterable[nn.Module], tensors: Mapping[int, Tensor]) -> None:
-        """`tensors`: parameters, buffers and the like of the replicas, by the ids of the originals."""
-        self._made: dict[int, Any] = dict(tensors)  # by id of the original; kept, since weak references may lead there
-        self._bound: set[int] = set(tensors)  # ids of what has a stand-in, or leads to what has one
+    def __init__(self, roots: Iterable[nn.Module], stand_ins: Mapping[int, Any]) -> None:
+        """`stand_ins`: parameters, buffers and the like of the replicas, by the ids of the originals."""
+        self._made: dict[int, Any] = dict(stand_ins)  # by id; kept, since weak references may lead there
+        self._bound: set[int] = set(stand_ins)  # ids of what has a stand-in, or leads to what has one
         seen: dict[int, Any] = {}  # originals, so that no other object takes over an id
         holders: dict[int, list[int]] = defaultdict(list)
         roots = list(roots)
@@ -76,8 +76,8 @@ class Replicas:
             self._made[id(module)] = object.__new__(type(module))
         for module in modules:
             vars(self._made[id(module)]).update(self._parts(vars(module)))
-        for key, place in tensors.items():
-            if key in seen:  # what a user has set on a parameter
+        for key, place in stand_ins.items():
+            if isinstance(place, Tensor) and key in seen:  # what a user has set on a parameter
                 vars(place).update(self._parts(vars(seen[key])))
         self.roots = [self._made[id(root)] for root in roots]
 

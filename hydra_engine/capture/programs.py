@@ -132,7 +132,7 @@ class Programs(Shared):
     """Records a model's forward, once for each form of inputs, and finds the program for a batch. From any thread."""
 
     def __init__(self, model: nn.Module, whole: Collection[str] = ()) -> None:
-        """`whole`: paths of modules to keep as one call. Raises TypeError for a model that cannot be copied."""
+        """`whole`: paths of modules to keep as one call. Raises TypeError for a model of torch.jit."""
         self.model = model
         self._lock = threading.RLock()
         self._named = dict(model.named_modules())

@@ -94,7 +94,7 @@ def layers_of(model: nn.Module, inputs: Any, *, evaluates: bool = False, whole: 
     inputs: what its forward takes: a tensor, a tuple of positional or a dict of keyword arguments. Its tensors may lie
     on meta, and so may the model's. evaluates: the layers are for `eval()`, whatever the mode of the model is. whole:
     paths of modules that are not cut. Raises ValueError with the line of the model that stands in the way, TypeError
-    for a model that cannot be copied.
+    for a model of torch.jit.
     """
     programs = Programs(model, whole)
     flags = programs.flags(False if evaluates else None)

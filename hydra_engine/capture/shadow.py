@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from types import CellType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from partitioners.precision import compute_norms_in_float32, kept_parameters
-from partitioners.reach import PLAIN, following, reach
+from partitioners.reach import PLAIN, reach
+from partitioners.replicas import Replicas
 
 _A_CACHE = lru_cache(len)
 _CACHE = type(_A_CACHE)  # no public name
@@ -22,10 +24,10 @@ _NOT_OF_MODELS = ("torch", "hydra_engine", "partitioners")
 
 
 class Shadow:
-    """A copy of a model on meta, whose modules call a recorder, where there is one."""
+    """A replica of a model on meta, whose modules call a recorder, where there is one."""
 
     def __init__(self, model: nn.Module, narrow: torch.dtype | None = None) -> None:
-        """`narrow`: what its parameters are cast to for devices. Raises TypeError for what cannot be copied."""
+        """`narrow`: what its parameters are cast to for devices. Raises TypeError for a model of torch.jit."""
         for path, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise TypeError(
@@ -43,28 +45,27 @@ class Shadow:
         for buffer in model.buffers():
             memo.setdefault(id(buffer), on_meta(buffer))
         self._sources = {id(memo[id(each)]): each for each in (*model.parameters(), *model.buffers())}
-        try:
-            # What forwards have left in attributes may be in a graph, and cannot be copied.
-            for value in [each.value for each in reach(("", model), copied_only=True)]:
-                if isinstance(value, Tensor) and not value.is_leaf:
-                    memo.setdefault(id(value), on_meta(value))
-            self.model = copy.deepcopy(model, memo)
-        except Exception as error:
-            raise TypeError(
-                f"the model ({type(model).__name__}) cannot be copied ({type(error).__name__}: {error}); its layers "
-                f"are, for each device: make what hinders in the forward, or keep it outside of the model"
-            ) from error
+        for _, value, _ in list(reach(("", model), copied_only=True)):  # forwards may write to these
+            if isinstance(value, Tensor):  # what they have left in attributes may be in a graph
+                memo.setdefault(id(value), value.clone() if value.is_leaf else on_meta(value))
+            elif isinstance(value, np.ndarray):
+                memo[id(value)] = value.copy()
+        self._replicas = Replicas([model], memo)
+        (self.model,) = self._replicas.roots
         if narrow is not None:
             compute_norms_in_float32(self.model, narrow)
         # Runs a module of this copy, which `call` does: of (module, call, args, kwargs).
         self.recorder: Callable[[nn.Module, Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
         self._paths = dict(self.model.named_modules())
-        self._records: set[int] = set()  # lists, dicts and sets of the model that hooks close over
-        for module in self._paths.values():
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for key, hook in hooks.items():
-                    hooks[key], closed_over = following(hook, memo)
-                    self._records |= {id(each) for each in closed_over if isinstance(each, (list, dict, set))}
+        # Lists, dicts and sets of the model that hooks close over.
+        closed = (
+            cell.cell_contents
+            for module in self._paths.values()
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            for cell in getattr(hook, "__closure__", None) or ()
+            if cell != CellType()
+        )
+        self._records = {id(each) for each in closed if isinstance(each, (list, dict, set))}
         classes: dict[type, type] = {}
         for module in self._paths.values():
             own = type(module)

@@ -11,7 +11,7 @@ from torch import Tensor
 from hydra_engine.adaptive import Adaptation, choices_from_state
 from hydra_engine.checkpoints.checkpoint import Checkpoint
 from hydra_engine.checkpoints.snapshot import BEST, FROZEN, OPTIMIZER, STATE, WEIGHTS
-from hydra_engine.data import TaskPosition, copy_of, identical, residue, seeded
+from hydra_engine.data import TaskPosition, copy_of, identical, seeded
 from hydra_engine.errors import CheckpointError
 from hydra_engine.host import BestWeights, ModelLayout, TaskOptimizer, with_averages
 from hydra_engine.tasks import FAILED, FINISHED, Best, ModelTask, Retry, Revision, TaskReport
@@ -99,10 +99,6 @@ class SavedTask:
             parameter.copy_(of_loss[name])
         starts = self._state["buffer_residues"]
         layout.put_buffers([copy_of(value, start) for value, start in zip(buffers, starts, strict=True)])
-        for slot in layout.trainable_slots():
-            start = self._state["weight_residues"][slot.name]
-            if start != residue(slot.parameter):
-                slot.parameter.data = copy_of(slot.parameter.data, start)
 
     def put_optimizer(self, optimizer: TaskOptimizer) -> list[str]:
         """Let a task's optimizer and schedule go on as they stood; returns what the program gives otherwise.

@@ -161,7 +161,6 @@ class Snapshot:
             "buffers": self._buffers,  # by number; also those that no state dict has, and the loss's
             # Modulo 64: kernels choose by addresses, and where the model is built anew it may lie elsewhere.
             "buffer_residues": [residue(buffer) for buffer in self._buffers],
-            "weight_residues": {slot.name: residue(slot.parameter) for slot in self._state.layout.trainable_slots()},
             "loss_parameters": loss_parameters,
             "losses": losses_to_state(report.losses[: self.steps]),
             "validation_losses": losses_to_state(report.validation_losses[:num]),

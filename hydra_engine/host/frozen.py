@@ -155,23 +155,20 @@ class FrozenBlocks:
             planned = [slot for each in (layout, *self._layouts) for slot in _frozen(each)]
             crosses = any(slot.link_dtype == slot.dtype and self._group(slot.parameter) in new for slot in planned)
             masters_host = host if crosses else HostMemory()
-            storage = masters_host.new(
-                sum(layout.aligned(slot.residue + slot.num_bytes) for slot in new.values()), is_written=False
-            )
+            storage = masters_host.new(sum(layout.aligned(slot.num_bytes) for slot in new.values()), is_written=False)
             link = host.new(sum(layout.aligned(slot.link_bytes) for slot in uncast.values()), is_written=False)
             offset, freed = 0, Freed()
             for group, slot in new.items():  # one at a time: extra DRAM is that of one parameter
-                start = offset + slot.residue
                 block = FrozenBlock(
-                    serial=next(self._serials), slot=slot, storage=storage, host=masters_host, offset=start
+                    serial=next(self._serials), slot=slot, storage=storage, host=masters_host, offset=offset
                 )
-                block.links[slot.dtype] = (storage, start)
+                block.links[slot.dtype] = (storage, offset)
                 flat(block.weight).copy_(flat(slot.parameter.data))  # an expanded one takes no other copy
                 self._blocks[group] = block
                 block.bind(slot.parameter)
                 self._moved(slot.parameter)
                 freed.add(slot.num_bytes)
-                offset += layout.aligned(slot.residue + slot.num_bytes)
+                offset += layout.aligned(slot.num_bytes)
             found = {}
             for slot in _frozen(layout):
                 block = found[slot.index] = self._blocks[groups[slot.index]]

@@ -42,7 +42,7 @@ class Slot:
 
     At `offset` lies the parameter itself, the master that the optimizer steps; at `link_offset` of another buffer what
     devices are sent. Where the precision casts nothing, the two are one. Places of parameters follow each other at
-    multiples of the alignment; within its own a parameter begins at its user's address modulo 64 (`residue`).
+    multiples of the alignment, wherever the user's begin.
     """
 
     index: int
@@ -59,16 +59,6 @@ class Slot:
     link_offset: int
     link_bytes: int
     link_dtype: torch.dtype  # on devices, and of the gradient
-
-    @property
-    def residue(self) -> int:
-        """Bytes from the start of its place to the parameter."""
-        return self.offset % ALIGNMENT_BYTES
-
-    @property
-    def link_residue(self) -> int:
-        """Bytes from the start of its place to what devices are sent."""
-        return self.link_offset % ALIGNMENT_BYTES
 
     def gradient_view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
         """The gradient's tensor at byte `offset` of a host buffer."""
@@ -179,7 +169,7 @@ class ModelLayout:
     ) -> None:
         """`alignment_bytes`: that the place of every parameter is a multiple of, in DRAM and in slabs.
 
-        Only where that is the CPU's own do parameters keep their addresses modulo it: other devices have other rules.
+        Only where that is the CPU's own do buffers keep their addresses modulo it: other devices have other rules.
         source: the module in whose order, and by whose names, parameters are known; None: by those of the layers.
         shown: tells how the user knows a layer or a path in one, for messages.
         """
@@ -231,27 +221,25 @@ class ModelLayout:
     ) -> None:
         size = extent(parameter.shape, parameter.stride())
         num_bytes = size * parameter.element_size()
-        start = residue(parameter) if self.keeps_residues else 0
-        link_start = start if link_dtype == parameter.dtype else 0  # a cast is a new tensor
         slot = Slot(
             index=len(self.slots),
             name=name,
             parameter=parameter,
             trainable=is_trainable,
             owner=min(layer, self.num_layers - 1),
-            offset=self.num_bytes[is_trainable] + start,
+            offset=self.num_bytes[is_trainable],
             num_bytes=num_bytes,
             shape=tuple(parameter.shape),
             stride=parameter.stride(),
             gradient_stride=torch.empty_like(parameter, device="meta").stride(),
             dtype=parameter.dtype,
-            link_offset=self.link_bytes[is_trainable] + link_start,
+            link_offset=self.link_bytes[is_trainable],
             link_bytes=size * link_dtype.itemsize,
             link_dtype=link_dtype,
         )
         self.slots.append(slot)
-        self.num_bytes[is_trainable] += self.aligned(start + num_bytes)
-        self.link_bytes[is_trainable] += self.aligned(link_start + slot.link_bytes)
+        self.num_bytes[is_trainable] += self.aligned(num_bytes)
+        self.link_bytes[is_trainable] += self.aligned(slot.link_bytes)
 
     def _names(self, layer: int, path: str, attribute: str, tensor: Tensor) -> list[str]:
         """Names of an attribute as state dicts of the model have it."""
@@ -320,11 +308,6 @@ class ModelLayout:
                 else:  # a forward bound a tensor of another kind, or at another address
                     module._buffers[name] = self.buffers[index] = value
 
-    def moved(self) -> Slot | None:
-        """The first parameter whose address modulo 64 is another than it was, if it is kept."""
-        slots = self.slots if self.keeps_residues else []
-        return next((slot for slot in slots if residue(slot.parameter) != slot.residue), None)
-
     def aligned(self, num_bytes: int) -> int:
         return -(-num_bytes // self._alignment_bytes) * self._alignment_bytes
 
@@ -367,9 +350,9 @@ class ModelLayout:
             for index in held:
                 slot = self.slots[index]
                 if slot.trainable == kind and owners[index] != j:
-                    offsets[index] = target + slot.link_residue
+                    offsets[index] = target
                     pieces.append(SlabPiece(kind, slot.link_offset, offsets[index], slot.link_bytes))
-                    target += self.aligned(slot.link_residue + slot.link_bytes)
+                    target += self.aligned(slot.link_bytes)
             own_bytes = target if kind else own_bytes
         held_skips = [skip for skip in skips if skip.gets[-1] >= last]
         next_get = {skip.name: min(k for k in skip.gets if k >= last) for skip in held_skips}

@@ -93,7 +93,7 @@ class Gradients:
 
     def _own_place(self, slot: Slot) -> Tensor:
         """Place of a gradient for good, unless it is lent one. It begins where autograd's own would."""
-        return slot.gradient_view(self.storages[0], slot.link_offset - slot.link_residue)
+        return slot.gradient_view(self.storages[0], slot.link_offset)
 
     def of(self, slot: Slot) -> Tensor:
         gradient = self.places[slot.index]
@@ -258,11 +258,6 @@ class HostPool:
             if data.data_ptr() != place.data_ptr() or data.stride() != place.stride():
                 place.copy_(data)
                 slot.parameter.data = place
-                if self.layout.keeps_residues and slot.link_dtype == slot.dtype and residue(data) != slot.residue:
-                    raise ValueError(
-                        f"parameter {slot.name} was given other memory in a step, at an address of {residue(data)} "
-                        f"modulo 64, limit: {slot.residue}, where it was; write into it (parameter.data.copy_(...))"
-                    )
 
     def renew(self, slots: Iterable[Slot]) -> None:
         """Cast parameters anew for the devices, after an update; those that are split are by what stored them."""

@@ -20,7 +20,6 @@ from hydra_engine.data import (
     copy_in_dram,
     direct_limit,
     identical,
-    residue,
 )
 from hydra_engine.host.layout import LayerFault, ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
@@ -341,14 +340,7 @@ class TaskState:
         return frozenset((kind, j) for kind, j in self.cut.chains[True] if kind != BACKWARD and j in changed)
 
     def open(self, host: HostMemory | None = None) -> None:
-        """Take the model over from its user, into memory of `host`'s. Raises ValueError where it has moved."""
-        moved = self.layout.moved()
-        if moved is not None:
-            raise ValueError(
-                f"{self.name}: parameter {moved.name} begins at an address of {residue(moved.parameter)} modulo 64, "
-                f"planned: {moved.residue}, since it was given other memory meanwhile; write into it "
-                f"(parameter.data.copy_(...)), or make a new ModelOrchestrator"
-            )
+        """Take the model over from its user, into memory of `host`'s."""
         self.pool.open(self.cut.shards, host)
 
     def close(self) -> None:
@@ -457,7 +449,7 @@ class TaskState:
         return max(holders.values(), default=0) > 1
 
     def check_gradients(self, shard: Shard | None = None) -> None:
-        """Refuse a step, or a unit, whose backward has reached the user's own parameters, past the replicas' attributes.
+        """Refuse a step, or unit, whose backward has reached the user's own parameters, past the replicas' attributes.
 
         With early_release updates give them gradients while the step runs.
         """

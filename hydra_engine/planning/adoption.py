@@ -201,7 +201,7 @@ class _Walk:
             value.device,
             value.requires_grad,
             None if slot is None else (slot.index, slot.offset, slot.link_dtype),
-            residue(value) if self._keeps_residues else 0,
+            residue(value) if self._keeps_residues and slot is None else 0,
         )
         self._add_items(vars(value))
 

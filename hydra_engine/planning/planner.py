@@ -716,7 +716,7 @@ class PlannedTask:
         masters, rests = state.pool.split_bytes  # a cast and its remainder are the weight
         trained = layout.num_bytes[True] - masters + 2 * rests
         return {
-            "weights": trained + sum(layout.aligned(slot.residue + slot.num_bytes) for slot in frozen),
+            "weights": trained + sum(layout.aligned(slot.num_bytes) for slot in frozen),
             "casts": 0 if layout.narrow is None else casts - rests,
             "gradients": state.pool.gradients.num_bytes(state.cut.shards),
             "optimizer": sum(state.measured.state_bytes.values()),
@@ -820,7 +820,7 @@ class Planner:
 
     def plan(self) -> TaskPlan:
         task, state, saved, device = self._task, self.state, self._planned.saved, self._target.device
-        Structure(state.layout, torch.device("cpu"))  # raises for layers that cannot be copied, before any is run
+        Structure(state.layout, torch.device("cpu"))  # raises for layers without replicas, before any is run
         structure, rehearsals = signature_of(state), self._planned.rehearsals
         num_samples = self._sample().num_samples
         state.place = device.torch_device

@@ -160,7 +160,6 @@ class _Trial:
         optimizer, mine, engine = plain.optimizer, _numbers(plain.parameters), self._made()
         for index, gradients in enumerate(self._gradients):
             before, drawn = _beside(optimizer, mine), frozen(self._draws.state, {})
-            places = [parameter.data_ptr() for parameter in plain.parameters]
             self._step_plain(plain, gradients)
             if frozen(self._draws.state, {}) != drawn:
                 raise ValueError(
@@ -168,14 +167,6 @@ class _Trial:
                     f"loader and the layers draw from; draw from a torch.Generator of the optimizer's own, and set "
                     f"optimizer_scope='task'"
                 )
-            for slot, parameter, place in zip(self._slots, plain.parameters, places, strict=True):
-                if parameter.data_ptr() != place and slot.residue and slot.link_dtype == slot.dtype:
-                    raise ValueError(
-                        f"{self._name}: optimizer: {self._kind} gives parameter {slot.name} other memory in its step, "
-                        f"limit: an address of {slot.residue} modulo 64, where its weights begin and where they stay, "
-                        f"since kernels choose by it; write into it (parameter.data.copy_(...)), or clone the weight "
-                        f"before training"
-                    )
             after = _beside(optimizer, mine)
             changed = [key for key in before | after if before.get(key) != after.get(key)]
             if changed and by_shard:

@@ -100,7 +100,7 @@ class TestLayout:
         for kind in (True, False):
             end = 0
             for slot in (slot for slot in layout.slots if slot.trainable == kind):
-                assert slot.offset % 64 == slot.parameter.data_ptr() % 64
+                assert slot.offset % 64 == 0
                 assert slot.offset >= end, "slots overlap, or are out of order"
                 end = slot.offset + slot.num_bytes
             assert end <= layout.num_bytes[kind]

@@ -23,6 +23,7 @@ from hydra_engine.host.layout import LayerFault, ModelLayout, Structure
 from partitioners import Presharded
 from partitioners.reach import reach
 from tests import exact, reference, zoo
+from tests.promises.test_spread import spread
 from tests.refused import refused as refusal
 
 # In `make test` are the tests that carry `net`.
@@ -279,6 +280,20 @@ def test_replicas_of_two_devices_at_once_compute_what_the_module_does(name):
                 assert a is b or torch.equal(a, b)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("hook closes over the module", marks=pytest.mark.net),
+        "namespace that holds a layer",
+        "hook calls a layer",
+    ],
+)
+def test_steps_spread_over_replicas_are_exact(name):
+    with spread(2, in_sums=False):
+        assert_exact(KINDS[name], accumulation_steps=2)
+
+
+@pytest.mark.net
 def test_what_a_replica_changes_is_its_own():
     kept, taken = [torch.ones(2)], threading.Lock()
 

@@ -621,7 +621,7 @@ def test_loaded_values_are_those_of_from_pretrained(name, shard_size, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM"])
-def test_weights_in_a_mapped_file_are_trained_as_in_plain_pytorch(name, tmp_path):
+def test_weights_in_a_mapped_file_are_trained_as_aligned_ones_in_plain_pytorch(name, tmp_path):
     new_model(name).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "written")
     tensors = safetensors.load_file(tmp_path / "written")
@@ -630,11 +630,10 @@ def test_weights_in_a_mapped_file_are_trained_as_in_plain_pytorch(name, tmp_path
         safetensors.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt", "note": "x" * length})
         load = functools.partial(getattr(transformers, name).from_pretrained, tmp_path, dtype=torch.float32)
         model, plain = load().train(), load().train()
-        residues = [parameter.data_ptr() % 64 for parameter in plain.parameters()]
-        assert residues == [parameter.data_ptr() % 64 for parameter in model.parameters()]
+        seen.update(parameter.data_ptr() % 64 for parameter in model.parameters())
+        for parameter in plain.parameters():  # the engine's begin at multiples of 64
+            parameter.data = parameter.data.clone()
         train_both(model, name, plain)
-        assert residues == [parameter.data_ptr() % 64 for parameter in model.parameters()]
-        seen.update(residues)
     assert seen - {0}
 
 

@@ -1,5 +1,6 @@
-"""Operands keep their addresses modulo 64, by which the CPU's kernels choose: whatever the CPU, the bits are the same.
+"""Weights begin at multiples of 64; other operands keep their addresses modulo 64, by which the CPU's kernels choose.
 
+So whatever the CPU, the bits are those of a plain loop whose weights begin at multiples of 64, as torch allocates them.
 The layers, losses and optimizers here have results that depend on these addresses, by arithmetic of their own, so that
 nothing depends on the kernels of the machine that runs the tests.
 """
@@ -208,8 +209,15 @@ def orchestra_of(*tasks, num_devices=1, chaos=None, has_arena=False, **options):
     return orchestra
 
 
+def aligned(model):
+    """The model, with its weights at multiples of 64."""
+    for parameter in model.parameters():
+        parameter.data = copy_of(parameter.data, 0)
+    return model
+
+
 def assert_same(model, plain):
-    """Bits and addresses of all parameters and buffers."""
+    """Bits of all parameters and buffers, and addresses of buffers."""
     for (name, own), (_, other) in zip(
         [*model.named_parameters(), *model.named_buffers()],
         [*plain.named_parameters(), *plain.named_buffers()],
@@ -217,10 +225,11 @@ def assert_same(model, plain):
     ):
         assert torch.equal(own, other), name
         assert own.stride() == other.stride(), name
-        assert residue(own) == residue(other), f"{name}: at {residue(own)}, in plain PyTorch at {residue(other)}"
+        assert isinstance(own, nn.Parameter) or residue(own) == residue(other), name
 
 
 def train_plainly(plain):
+    aligned(plain)
     return reference.train(plain, Loss(), slices(), seed=SEED, lr=0.05, epochs=2, optimizer=SeesSGD)
 
 
@@ -232,7 +241,7 @@ def assert_trained_as(report, name, model, plain):
 
 def assert_trains_as_plain(make, *, num_devices=1, chaos=None, has_arena=False, loader=None, splitter=None, **options):
     """`make` builds the same model twice."""
-    model, plain, loss, plain_loss = make(), make(), Loss(), Loss()
+    model, plain, loss, plain_loss = make(), aligned(make()), Loss(), Loss()
     loader = slices() if loader is None else loader
     task = task_of(model, loader, loss, split=splitter, **options)
     report = orchestra_of(task, num_devices=num_devices, chaos=chaos, has_arena=has_arena).train_models()
@@ -296,7 +305,7 @@ class TestPlaces:
 
 class TestLayout:
     @pytest.mark.parametrize("start", [pytest.param(k, marks=[pytest.mark.net] * (k == 36)) for k in RESIDUES])
-    def test_every_parameter_has_its_own_residue_in_every_slab(self, start):
+    def test_every_parameter_begins_at_a_multiple_of_64_in_every_slab(self, start):
         model = build(start=start)
         model[9].weight = model[0].weight  # tied: borrowed by the upper shard
         model[2].weight.requires_grad_(False)
@@ -304,8 +313,7 @@ class TestLayout:
         for ends in ([10], [3, 10], list(range(1, 11))):
             for shard in layout.shards(ends):
                 assert shard.own_bytes % 64 == shard.slab_bytes % 64 == 0
-                for index, offset in shard.offsets.items():
-                    assert offset % 64 == layout.slots[index].parameter.data_ptr() % 64
+                assert {offset % 64 for offset in shard.offsets.values()} <= {0}
 
     def test_places_of_other_devices_are_at_multiples_of_their_own_alignment(self):
         layout = ModelLayout(list(build()), [str(k) for k in range(10)], None, alignment_bytes=512)
@@ -446,14 +454,13 @@ def test_narrow_precision_of_weights_at_other_addresses():
             module.weight = nn.Parameter(at(module.weight.detach(), 20 + 4 * k))
         return model
 
-    model, plain = make(), make()
+    model, plain = make(), aligned(make())
     loader = slices()
     task = task_of(model, loader, F.mse_loss, precision="bfloat16", optimizer=torch.optim.SGD)
     orchestra_of(task).train_models().raise_failures()
     reference.train(plain, F.mse_loss, loader, seed=SEED, lr=0.05, epochs=2, precision="bfloat16")
     for (name, own), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.equal(own, other), name
-        assert residue(own) == residue(other), name
 
 
 def test_tasks_that_share_frozen_blocks():
@@ -476,7 +483,7 @@ def test_tasks_that_share_frozen_blocks():
 
 @pytest.mark.parametrize("ends", EACH_IN_THE_NET)
 def test_evaluations_and_predictions(ends):
-    model, plain, loader = build(), build(), slices()
+    model, plain, loader = build(), aligned(build()), slices()
     assert_same(plain, model)
     task = task_of(model, ends=ends)
     orchestra = orchestra_of(task)
@@ -635,16 +642,6 @@ def test_values_that_skip_layers(ends):
     assert_trains_as_plain(skipping, ends=ends)
 
 
-@pytest.mark.net
-def test_a_parameter_that_is_moved_after_it_was_planned_is_refused():
-    model = build()
-    orchestra = orchestra_of(task_of(model))
-    orchestra.generate()
-    model[6].weight.data = at(model[6].weight.data, 44)
-    with pytest.raises(ValueError, match=r"a: parameter 6\.weight begins at an address of 44 modulo 64, planned: 0"):
-        orchestra.train_models()
-
-
 def test_tasks_with_parameters_of_their_own_on_one_frozen_memory():
     def pair():
         torch.manual_seed(4)
@@ -677,11 +674,16 @@ class Elsewhere(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("scope", [pytest.param("shard", marks=pytest.mark.net), "task"])
-def test_an_optimizer_that_moves_weights_to_other_addresses_is_refused(scope):
-    torch.manual_seed(SEED)
-    model = nn.Sequential(Sees(36), Sees(8))
+def test_an_optimizer_that_gives_weights_other_memory_is_exact(scope):
+    def make():
+        torch.manual_seed(SEED)
+        return nn.Sequential(Sees(36), Sees(8))
+
     loader = [(torch.randn(3, SIZE), torch.randn(3, SIZE)) for _ in range(3)]
-    task = ModelTask(model, F.mse_loss, loader, 0.01, name="moves", optimizer=Elsewhere, optimizer_scope=scope)
-    orchestra = orchestra_of(task)
-    with pytest.raises(ValueError, match=r"moves: optimizer: Elsewhere gives parameter 0.weight other memory .* 36"):
-        orchestra.generate()
+    model, plain = make(), aligned(make())
+    task = ModelTask(model, F.mse_loss, loader, 0.01, seed=SEED, optimizer=Elsewhere, optimizer_scope=scope)
+    report = orchestra_of(task).train_models()
+    report.raise_failures()
+    expected = reference.train(plain, F.mse_loss, loader, seed=SEED, lr=0.01, optimizer=Elsewhere)
+    assert report.tasks["task-0"].losses == expected.losses
+    assert_same(model, plain)

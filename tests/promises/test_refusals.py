@@ -171,10 +171,17 @@ def test_a_modules_own_forward_becomes_layers_that_train_as_it_does(name):
     exact.assert_as_expected(exact.run([run]), "task-0", net, exact.Expected(expected.losses, [], zoo.state(plain)))
 
 
-def test_forward_that_is_a_closure_over_the_model():
-    net = Net(None)
-    net.forward = lambda x: net.d(F.relu(net.b(net.a(x))))
-    assert_refused(net, says="closure global")
+def test_forward_that_is_a_closure_over_the_model_trains_as_it_does():
+    def made():
+        torch.manual_seed(3)
+        net = Net(None)
+        net.forward = lambda x: net.d(F.relu(net.b(net.a(x))))
+        return net
+
+    plain, net = made(), made()
+    expected = reference.train(plain, F.cross_entropy, samples(), seed=1, lr=0.1)
+    run = exact.run([task(net, seed=1)])
+    exact.assert_as_expected(run, "task-0", net, exact.Expected(expected.losses, [], zoo.state(plain)))
 
 
 def test_branch_on_a_value_that_the_model_computes_where_one_layer_does_not_fit():
