@@ -246,9 +246,9 @@ class ModelLayout:
         own = ".".join(filter(None, (self.names[layer], path, attribute)))
         return self._source_names.get(id(tensor), [own])
 
-    @cached_property
+    @property
     def registered(self) -> list[Registered]:
-        """Parameters, then buffers, by their names."""
+        """Parameters, then buffers as the user's modules have them now, by their names."""
         names: dict[int, str] = {}
         for name, (number, _) in self._buffer_names.items():
             names.setdefault(number, f"buffer {name}")

@@ -271,6 +271,14 @@ class TestStructure:
         heads = {tensor.untyped_storage()._cdata for tensor in (*structure.parameters, *structure.buffers)}
         assert len(heads) == len({tensor.dtype for tensor in (*structure.parameters, *structure.buffers)})
 
+    def test_has_placeholders_for_buffers_that_were_replaced_since(self):
+        norm = nn.BatchNorm1d(3)
+        layout = layout_of([norm])
+        layout.put_buffers([torch.ones(4), *layout.buffers[1:]])
+        structure = Structure(layout, CPU)
+        assert norm.running_mean.tolist() == [1] * 4
+        assert structure.layers[0].running_mean is structure.buffers[0]
+
     def test_a_change_in_place_is_a_change_of_one(self, case):
         layers, layout, shards = case
         structure = bound(layers, layout)
