@@ -109,9 +109,9 @@ def train(
                 grad_scaler.step(optimizer)
                 grad_scaler.update()
                 is_skipped = grad_scaler.get_scale() < before
-            on_step()
             if scheduler and not is_skipped and lr_scheduler_interval == "step":
                 scheduler.step()
+            on_step()
             if len(result.losses) == max_steps:
                 return result
         if scheduler and lr_scheduler_interval == "epoch":

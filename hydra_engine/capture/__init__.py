@@ -2,7 +2,7 @@
 
 from hydra_engine.capture.outputs import UsesNotCarried, carried
 from hydra_engine.capture.programs import Uncut, called_with, check_call
-from hydra_engine.capture.segment import Segment, are_as_recorded, kept_message, layers_for, layers_of
+from hydra_engine.capture.segment import Segment, are_as_recorded, kept_message, layers_for, layers_of, record_anew
 from hydra_engine.capture.shadow import state_of
 from hydra_engine.capture.tape import saved_hooks, settings
 from hydra_engine.capture.whole import draw_apart_in
@@ -19,6 +19,7 @@ __all__ = [
     "kept_message",
     "layers_for",
     "layers_of",
+    "record_anew",
     "saved_hooks",
     "settings",
     "state_of",

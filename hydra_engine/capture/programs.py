@@ -165,6 +165,14 @@ class Programs(Shared):
         """Return False if an attribute of the model, which a forward may read, was changed since it was recorded."""
         return _state(self.model) == self._state
 
+    def record_anew(self) -> None:
+        """Forget what was recorded, since an attribute was changed: forwards are recorded again, and cut as before."""
+        if not self.are_of_now():
+            self._state = _state(self.model)
+            for recorded in (self._known, self._left, self._roots):
+                recorded.clear()
+            self._sizes = BySize()
+
     def flags(self, forced: bool | None) -> tuple[bool, ...]:
         """Return which modules are in training mode; `forced`: all, or none."""
         flags = tuple([module.training for module in self._named.values()])

@@ -157,6 +157,13 @@ def are_as_recorded(layers: Iterable[nn.Module | None]) -> bool:
     return found is not None and found.are_of_now()
 
 
+def record_anew(layers: Iterable[nn.Module | None]) -> None:
+    """Have the forward recorded again, if an attribute of the layers' model was changed since."""
+    found = next((layer.place.programs for layer in layers if isinstance(layer, Segment)), None)
+    if found is not None:
+        found.record_anew()
+
+
 def kept_message(layers: Iterable[nn.Module | None]) -> str:
     """Say which module is one layer and most of the model, and why; "": there is none."""
     found = next((layer.place.programs for layer in layers if isinstance(layer, Segment)), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,18 @@ from hydra_engine.checkpoints.snapshot import BEST, FROZEN, OPTIMIZER, STATE, WE
 from hydra_engine.data import TaskPosition, copy_of, identical, seeded
 from hydra_engine.errors import CheckpointError
 from hydra_engine.host import BestWeights, ModelLayout, TaskOptimizer, with_averages
-from hydra_engine.tasks import FAILED, FINISHED, Best, ModelTask, Retry, Revision, TaskReport
+from hydra_engine.tasks import (
+    FAILED,
+    FINISHED,
+    Best,
+    Callback,
+    ModelTask,
+    Retry,
+    Revision,
+    TaskReport,
+    is_called,
+    restore_attributes,
+)
 
 LOST = "lost"  # how a task ended whose unit brought a device down
 _REMEDY = "resume with the model and the loss_fn that were saved"
@@ -141,6 +152,34 @@ class SavedTask:
     def put_adaptation(self, adaptation: Adaptation) -> None:
         """Let a task's choices follow from what was measured before."""
         adaptation.load_state_dict(self._state["adaptive"]["measured"])
+
+    @property
+    def is_changed(self) -> bool:
+        """True if callbacks had changed the model."""
+        return bool((self._state.get("called") or {}).get("is_changed"))
+
+    def put_callbacks(self, callbacks: Sequence[Callback], *roots: object) -> None:
+        """Let callbacks and what they have changed of modules, `roots`, be as they were saved."""
+        called = self._state.get("called")
+        if called is None:
+            return
+        restore_attributes(called["attributes"], *roots)
+        saved, kinds = called["callbacks"], [type(each).__qualname__ for each in callbacks]
+        if any(state for _, state in saved) and [kind for kind, _ in saved] != kinds:
+            raise ValueError(
+                f"{self._name}: callbacks: {', '.join(kinds)}, expected {', '.join(kind for kind, _ in saved)}, whose "
+                f"state was saved; resume with those, in the same order"
+            )
+        for callback, (_, state) in zip(callbacks, saved, strict=False):
+            if state:
+                callback.load_state_dict(state)
+        may_change = (each for each in callbacks if each.reads_model)
+        forgets = [type(each).__name__ for each in may_change if not is_called([each], "state_dict")]
+        if self.is_changed and forgets:
+            self.messages.append(
+                f"{self._name}: a callback has changed the model, and {', '.join(forgets)} has no state_dict(): the "
+                f"weights are those that were saved, and what it keeps itself begins anew"
+            )
 
     def put_best(self, weights: BestWeights) -> None:
         """Let a task go on with its best weights, if some were saved."""

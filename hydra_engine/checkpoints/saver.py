@@ -96,7 +96,7 @@ class Saver:
         self._tasks: dict[str, dict[str, Any]] = {} if newest is None else dict(newest.data["tasks"])
         self._turns: dict[str, _LastSave] = {}
         self._round = _Round()  # the last one
-        self._has_frozen: set[str] = set()  # tasks whose frozen weights this run has written, or found to be
+        self._has_frozen: dict[str, int] = {}  # versions of frozen weights that this run has written, by task
         self._paused: set[str] = set()  # tasks that go on some other time
         self._errors_told: set[tuple[str, str]] = set()  # task, and why it could not be saved
         self._thread = ThreadPoolExecutor(1, "hydra-saver")
@@ -128,6 +128,12 @@ class Saver:
             is_owed = self._is_owed and not self._num_waiting
             self._is_owed &= not is_owed
             return is_owed
+
+    def owe(self) -> bool:
+        """Return True if a round may begin now; else one begins once what is asked for is written."""
+        with self._lock:
+            self._is_owed |= self._num_waiting > 0
+            return not self._num_waiting
 
     def has(self, task: str, steps: int) -> bool:
         """Return True if a task is saved, or being saved, as it is after these steps."""
@@ -309,7 +315,7 @@ class Saver:
             it.error = error
             return False
         self._tasks = tasks
-        self._has_frozen |= {each.name for each in whole}
+        self._has_frozen |= {each.name: each.frozen_version for each in whole}
         write_s = time.perf_counter() - start_s - it.waited_s
         with self._lock:  # a report in between must not have one without the other
             self.count(num_saved=1, num_bytes=saved.num_bytes, write_s=write_s)
@@ -319,7 +325,7 @@ class Saver:
         return True
 
     def _add(self, new: NewCheckpoint, snapshot: Snapshot) -> None:
-        known = {FROZEN} if snapshot.name in self._has_frozen else set[str]()
+        known = {FROZEN} if self._has_frozen.get(snapshot.name) == snapshot.frozen_version else set[str]()
         unchanged = self._directory.newest_files(snapshot.name) & known
         files = {name: each for name, each in snapshot.files.items() if name not in unchanged}
         new.add(snapshot.name, files, unchanged, lasting={FROZEN})

@@ -62,7 +62,10 @@ class Snapshot:
         over: str | None = None,
         best: BestWeights | None = None,
         adaptation: Adaptation | None = None,
+        called: Callable[[], dict[str, Any]] | None = None,
+        frozen_version: int = 0,
     ) -> None:
+        """`called`: returns what callbacks keep. frozen_version: grows as they write to frozen weights."""
         self.name = report.name
         self.steps = report.steps
         self.over = over
@@ -78,6 +81,8 @@ class Snapshot:
         if best is not None and best.best.step is not None:
             self._best_weights, self._best_buffers = best.tensors(), list(best.buffers)
         self._adaptation = adaptation
+        self._called = called
+        self.frozen_version = frozen_version
         self._captured = threading.Event()
         self._by_slot: dict[int, list[MovingTensor]] = {}
         self._count = count
@@ -139,7 +144,8 @@ class Snapshot:
             if slot.trainable:
                 weights[name] = self._moving(slot.index, slot.parameter.data)
             else:
-                (other if is_of_loss else frozen)[name] = slot.parameter.data
+                data = slot.parameter.data  # a copy of it, where callbacks write there
+                (other if is_of_loss else frozen)[name] = data.clone() if self.frozen_version else data
         weights |= {name: self._buffers[number] for name, number in layout.persistent_buffers().items()}
         return weights, frozen, other
 
@@ -173,6 +179,7 @@ class Snapshot:
             "best": None if self._best is None else {**vars(self._best), "buffers": self._best_buffers},
             "stopped_early": report.stopped_early and self.over is not None,
             "adaptive": adaptive,
+            "called": None if self._called is None else self._called(),
             "revisions": [dict(vars(each)) for each in list(report.revisions)],
             "retries": [dict(vars(each)) for each in list(report.retries)],
         }

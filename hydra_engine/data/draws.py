@@ -11,9 +11,10 @@ from __future__ import annotations
 import inspect
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any, TypeAlias
@@ -36,11 +37,11 @@ from hydra_engine.data.streams import (
     install,
     installed,
     is_elsewhere,
+    put_back_outside_torch,
     seeded,
-    stream_seed,
     with_generator,
 )
-from hydra_engine.system import Beside, Hold
+from hydra_engine.system import Hold, TakenAway
 
 # torch's own functions read the global generator here, and only C code knows it otherwise.
 _TORCH_RANDOM: Any = torch.random
@@ -51,10 +52,10 @@ _KEY = "TESTING_ONLY_GenericMode"
 
 _DEPTH = 3  # of attributes, from a loader to a thread
 
-# Opening an iterator and reading its first batch.
+# Opening an iterator and reading its first batch; the first calls of a callback's method.
 NUM_WATCHED = 2
-# Calls of a task's callbacks that are looked at, whether the task draws or not.
-NUM_NOTED = 10
+# A callback's first calls keep others from `random` and `numpy.random` no longer than this.
+FIRST_CALLS_S = 0.5
 NUM_OUTSIDE_TORCH = 2  # generators: of `random` and `numpy.random`
 
 _OWN = "let the callback draw from a generator of its own (random.Random(), numpy.random.default_rng())"
@@ -209,77 +210,89 @@ def _threads_of(roots: Iterable[Any]) -> list[str]:
 
 
 @contextmanager
-def beside_loaders(drawn: set[str] | None = None) -> Iterator[Beside]:
-    """Run user code of no stream while loaders are read; drawn: gets which of `random`, `numpy.random` it used."""
-    with GLOBAL_GENERATORS.beside() as turn, _standing_in(_Own(_outside())), ExitStack() as stack:
-        if drawn is not None:
-            stack.enter_context(_noting(drawn, set(), turn))
-        yield turn
+def beside_loaders(*, is_call: bool = False) -> Iterator[None]:
+    """Run user code of no stream while loaders are read; is_call: it may take long, and nobody waits for its end."""
+    with GLOBAL_GENERATORS.beside(is_call=is_call), _standing_in(_Own(_outside())):
+        yield
 
 
 class CallbackDraws:
-    """Sends what a task's callbacks draw from torch to a generator of their own: loaders are read meanwhile.
+    """Sends what a task's callbacks draw to the task's stream, as in the plain loop.
 
-    What they draw from `random` and `numpy.random` moves the process's generators, and no task's: who draws from its
-    task's states there, a loader or a layer, has its turns apart. In the plain loop it would move the task's, too, and
-    is an error where the task draws from them. In company nobody can tell who drew, and the end of the run says so.
-    Of a task that draws nothing the first calls are looked at, since looking takes longer than many a call.
+    Draws from torch are sent there one by one. For `random` and `numpy.random` a call has the task's states installed,
+    and no other user code beside it: the first calls, for moments, and all calls once one was seen to draw there. A
+    later draw finds the process's states, which are the task's where nobody has drawn; else the end of the run says so.
     """
 
-    def __init__(self, name: str, seed: int, drawn: set[str], of_task: Callable[[], set[str]]) -> None:
-        """`name`, `seed`: the task's. drawn: what they drew from before, of_task: what the task does."""
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._seed = seed
-        self._drawn = drawn
-        self._maybe_drawn: set[str] = set()
-        self._has_disturbed = False  # others that draw, which did not wait for the end of a call
-        self._last: Beside | None = None  # the last call in which somebody drew; who is disturbed may end after it
-        self._of_task = of_task
-        self._num_calls = 0
-        self._own: _Own | None = None
+        self._drawn: set[str] = set()
+        self._doubts: set[str] = set()
+        self._num_calls: Counter[str] = Counter()  # by what is called
 
     @property
     def message(self) -> str | None:
         """Doubts about them, for the end of a run."""
-        mine = sorted((self._drawn | self._maybe_drawn) & self._of_task())
-        if not mine and not self._note_disturbed():
+        if not self._doubts:
             return None
         return (
             f"{self._name}: its callbacks, or another thread meanwhile, may have drawn from "
-            f"{' and '.join(mine) or 'generators'} that its loader and its layers, or those of other tasks, draw from; "
-            f"if they did, results are not those of plain PyTorch; {_OWN}"
+            f"{' and '.join(sorted(self._doubts))}, which is no part of the task's stream there; if they did, results "
+            f"are not those of plain PyTorch; {_OWN}"
         )
 
     @contextmanager
-    def calling(self) -> Iterator[None]:
-        """Run the body, which calls the callbacks."""
-        if self._own is None:
-            self._own = _Own(_outside()._replace(torch=seeded(stream_seed(self._seed, -1, 0))))
-        self._num_calls += 1
-        is_noted = self._num_calls <= NUM_NOTED or self._of_task()
-        moved: set[str] = set()
-        with GLOBAL_GENERATORS.beside(is_call=True) as turn, _standing_in(self._own), ExitStack() as stack:
-            if is_noted:
-                moved = stack.enter_context(_noting(self._drawn, self._maybe_drawn, turn))
+    def calling(self, stream: Stream, what: str = "", *, is_last: bool = False) -> Iterator[None]:
+        """Run the body, which calls the callbacks; what: is called. is_last: the task draws nothing after it."""
+        self._num_calls[what] += 1
+        own = _Own(stream.state)
+        try:
+            if not is_last and (self._drawn or self._num_calls[what] <= NUM_WATCHED):
+                with self._alone(stream), _standing_in(own):
+                    yield
+            else:
+                with self._beside(stream), _standing_in(own):
+                    yield
+        finally:
+            stream.state = stream.state._replace(torch=own.generator.get_state())
+
+    @contextmanager
+    def _alone(self, stream: Stream) -> Iterator[None]:
+        before, raised = stream.state, None
+        timer = threading.Timer(FIRST_CALLS_S, GLOBAL_GENERATORS.take_from, [threading.get_ident()])
+        timer.daemon = True
+        try:
+            with installed(stream):
+                if not self._drawn:  # it may wait for another task
+                    timer.start()
+                _HERE.timer = timer
+                try:
+                    yield
+                except BaseException as error:
+                    raised = error
+                timer.cancel()
+        except TakenAway:
+            stream.state = before
+        finally:
+            timer.cancel()
+            _HERE.timer = None
+        self._drawn |= before.moved_outside_torch(stream.state)
+        if raised is not None:
+            raise raised
+
+    @contextmanager
+    def _beside(self, stream: Stream) -> Iterator[None]:
+        with GLOBAL_GENERATORS.beside(is_call=True) as turn:
+            before = _outside()
             yield
-        if moved:
-            self._note_disturbed()
-            self._last = turn
-
-    def _note_disturbed(self) -> bool:
-        self._has_disturbed |= self._last is not None and self._last.is_in_doubt
-        return self._has_disturbed
-
-
-@contextmanager
-def _noting(drawn: set[str], maybe_drawn: set[str], turn: Beside) -> Iterator[set[str]]:
-    """Add what the body draws from, of `random` and `numpy.random`, or in company may have; gives what was drawn."""
-    before, moved = _outside(), set[str]()
-    try:
-        yield moved
-    finally:
-        moved |= before.moved_outside_torch(_outside())
-        (maybe_drawn if turn.had_company else drawn).update(moved)
+            after = _outside()
+        moved = before.moved_outside_torch(after)
+        if moved and (turn.had_company or turn.is_in_doubt or not before.same_outside_torch(stream.state)):
+            self._doubts |= moved
+        elif moved:  # they were the task's
+            self._drawn |= moved
+            stream.state = stream.state._replace(python=after.python, numpy=after.numpy)
+            put_back_outside_torch(before)
 
 
 @contextmanager
@@ -288,6 +301,9 @@ def drawing_as_usual() -> Iterator[None]:
     if _HERE.stand_in is None:
         yield
         return
+    if _HERE.timer is not None:  # the callback has them alone
+        _HERE.timer.cancel()
+        GLOBAL_GENERATORS.take_from(threading.get_ident())
     with _standing_in(None), _disable_current_modes():  # of who watches the callback
         modes: list[Any] = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
         try:
@@ -400,9 +416,10 @@ _StandIn: TypeAlias = "_Own | LayerDraws | _Watch | None"
 
 
 class _Here(threading.local):
-    """The stand-in of this thread."""
+    """The stand-in of this thread, and what ends its turn alone while it calls a callback."""
 
     stand_in: _StandIn = None
+    timer: threading.Timer | None = None
 
 
 _HERE = _Here()

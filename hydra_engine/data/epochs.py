@@ -23,7 +23,7 @@ from hydra_engine.data.position import (
     restore_between,
 )
 from hydra_engine.data.streams import RandomState, Stream
-from hydra_engine.schedule import EpochAhead
+from hydra_engine.schedule import EpochAhead, EvaluationOver
 from hydra_engine.system import begin_workers
 from hydra_engine.tasks import EMPTY_VALIDATION, ModelTask, Purpose
 
@@ -176,8 +176,8 @@ class Epochs:
         assert self._first is not None, "positions are not kept"
         return self._first
 
-    def next(self) -> Item | EpochAhead | None:
-        """Read the next batch; or say once that an epoch is about to begin; None at the end."""
+    def next(self) -> Item | EpochAhead | EvaluationOver | None:
+        """Read the next batch; or say that an epoch is about to begin, or an evaluation is over; None at the end."""
         return next(self._items, None)
 
     def apart(self) -> Generator[Any, None, None]:
@@ -240,7 +240,7 @@ class Epochs:
         if num_given:  # layers may have drawn in between
             self.stream.state = random
 
-    def _sequence(self, start: TaskPosition | None) -> Generator[Item | EpochAhead, None, None]:
+    def _sequence(self, start: TaskPosition | None) -> Generator[Item | EpochAhead | EvaluationOver, None, None]:
         """Epochs and evaluations; a generator, so that it can change threads."""
         interval = self._task.validation_interval
         num_steps, first_epoch = (0, 0) if start is None else (start.num_steps, start.epoch)
@@ -322,7 +322,7 @@ class Epochs:
             choice=None if self.lead is None else self.lead.choice,
         )
 
-    def _evaluation(self, epoch: int) -> Generator[Item, None, None]:
+    def _evaluation(self, epoch: int) -> Generator[Item | EvaluationOver, None, None]:
         """Give one evaluation's batches, in an epoch maybe; torch's stream goes on as if nothing had been drawn."""
         if self._task.validation is None:
             return
@@ -334,3 +334,4 @@ class Epochs:
             raise ValueError(f"{self._name}: {EMPTY_VALIDATION}")
         self.stream.state = self.stream.state._replace(torch=outside.torch, device=outside.device)
         self._num_evaluations += 1
+        yield EvaluationOver(self._name, epoch + (self._task.validation_interval == "epoch"))

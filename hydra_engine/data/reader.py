@@ -23,7 +23,7 @@ from hydra_engine.data.epochs import Epochs
 from hydra_engine.data.position import TaskPosition
 from hydra_engine.data.streams import RandomState, Stream, seeded
 from hydra_engine.errors import LoaderTimeout
-from hydra_engine.schedule import BatchReady, DataEnded, DataFailed, EpochAhead, Event
+from hydra_engine.schedule import BatchReady, DataEnded, DataFailed, EpochAhead, EvaluationOver, Event
 from hydra_engine.system import TakenAway
 from hydra_engine.tasks import ModelTask, Purpose
 
@@ -44,13 +44,14 @@ class Reader:
         *,
         keeps_positions: bool = False,
         start: TaskPosition | None = None,
-        begin_epoch: Callable[[int], None] | None = None,
+        begin_epoch: Callable[[int, Stream], None] | None = None,
         max_devices: int = 1,
         adaptation: Adaptation | None = None,
     ) -> None:
         """`keeps_positions`: batches say where the task stands. `start`: it goes on from there.
 
-        begin_epoch: called before an epoch's iterator is opened for the sample; for later ones, `EpochAhead` is said.
+        begin_epoch: called before an epoch's iterator is opened for the sample; for later ones `EpochAhead` is said,
+        and after evaluations `EvaluationOver`. None: the task has no callbacks.
         max_devices: that batches are split for, with `max_device_batch`. adaptation: chooses batches that adapt.
         """
         self._task = task
@@ -95,6 +96,11 @@ class Reader:
         return self._epochs.beginning
 
     @property
+    def stream(self) -> Stream:
+        """The task's random stream, while the reader is at rest: what draws between two reads moves it."""
+        return self._epochs.stream
+
+    @property
     def is_empty(self) -> bool:
         return self._peek() is None
 
@@ -129,9 +135,11 @@ class Reader:
         return self._pending
 
     def _read_first(self) -> Item | None:
-        while isinstance(ahead := self._epochs.next(), EpochAhead):
+        while isinstance(ahead := self._epochs.next(), (EpochAhead, EvaluationOver)):
+            if isinstance(ahead, EvaluationOver):
+                continue
             if self._begin_epoch is not None:
-                self._begin_epoch(ahead.epoch)
+                self._begin_epoch(ahead.epoch, self._epochs.stream)
             if self._task.scan_batches and self._largest is None:  # before an iterator is opened
                 self._largest = self._scan()
         return ahead
@@ -243,14 +251,14 @@ class Reader:
             if not self._calls.answer(partial(self._hand_over, report, answer, batch)):
                 return
 
-    def _next(self, main: RandomState | None) -> tuple[Event | EpochAhead, Batch | None]:
-        """Read the next batch, and say so; or say that an epoch or the end comes first."""
+    def _next(self, main: RandomState | None) -> tuple[Event | EpochAhead | EvaluationOver, Batch | None]:
+        """Read the next batch, and say so; or say that callbacks or the end come first."""
         if self._pending is None:
             self._epochs.go_to(main)
         item, self._pending = self._pending or self._epochs.next(), None
-        if isinstance(item, EpochAhead) and self._begin_epoch is None:  # nobody asked to be told
+        while isinstance(item, (EpochAhead, EvaluationOver)) and self._begin_epoch is None:  # there are no callbacks
             item = self._epochs.next()
-        if isinstance(item, EpochAhead):
+        if isinstance(item, (EpochAhead, EvaluationOver)):
             return item, None
         if not isinstance(item, Item):
             return DataEnded(self._name), None
@@ -264,7 +272,7 @@ class Reader:
             raise
         return BatchReady(self._name, batch.step, batch.training), batch
 
-    def _hand_over(self, report: Callable[[Any], None], answer: Event | EpochAhead, batch: Batch | None) -> None:
+    def _hand_over(self, report: Callable[[Any], None], answer: Any, batch: Batch | None) -> None:
         if batch is not None:
             self._ready.put(batch)
         report(answer)

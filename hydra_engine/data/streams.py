@@ -129,6 +129,17 @@ def install(state: RandomState) -> None:
     np.random.set_state(state.numpy)
 
 
+def put_back_outside_torch(state: RandomState) -> None:
+    """Make these the process-wide states of `random` and `numpy.random`, unless a thread has its own installed."""
+
+    def put_back(hold: Hold | None) -> None:
+        if hold is None or hold.outside is None:
+            random.setstate(state.python)
+            np.random.set_state(state.numpy)
+
+    GLOBAL_GENERATORS.look(put_back)
+
+
 def seeded(seed: int) -> Tensor:
     """Return the state of a fresh torch generator with this seed."""
     return torch.Generator().manual_seed(seed).get_state()

@@ -32,6 +32,7 @@ class FrozenBlock:
     links: dict[torch.dtype, tuple[torch.UntypedStorage, int]] = field(default_factory=dict)  # and where in it
     parameters: list[nn.Parameter] = field(default_factory=list)  # bound to it
     num_users: int = 0
+    num_writes: int = 0  # that callbacks may have made without a word to autograd
     _bound_versions: int = 0
 
     @property
@@ -45,7 +46,15 @@ class FrozenBlock:
     @property
     def version(self) -> int:
         """Grows when it is written to: nobody here does, but a callback may."""
-        return sum(parameter._version for parameter in self.parameters) - self._bound_versions
+        return self.num_writes + sum(parameter._version for parameter in self.parameters) - self._bound_versions
+
+    def cast_anew(self) -> None:
+        """Take over what was written to it: devices load it again."""
+        self.num_writes += 1
+        for dtype, (storage, offset) in self.links.items():
+            if dtype != self.slot.dtype:
+                link = self.slot.view(storage, offset, dtype)
+                flat(link).copy_(flat(self.weight))
 
     def bind(self, parameter: nn.Parameter) -> None:
         """Point a parameter at it."""

@@ -166,12 +166,14 @@ class ModelLayout:
         alignment_bytes: int = ALIGNMENT_BYTES,
         source: nn.Module | None = None,
         shown: Callable[[str], str] = str,
+        trained: Collection[int] = (),
     ) -> None:
         """`alignment_bytes`: that the place of every parameter is a multiple of, in DRAM and in slabs.
 
         Only where that is the CPU's own do buffers keep their addresses modulo it: other devices have other rules.
         source: the module in whose order, and by whose names, parameters are known; None: by those of the layers.
-        shown: tells how the user knows a layer or a path in one, for messages.
+        shown: tells how the user knows a layer or a path in one, for messages. trained: ids of parameters that train
+        at some time, also where they are frozen now.
         """
         self._alignment_bytes = alignment_bytes
         self.shown = Labels(shown)
@@ -202,7 +204,7 @@ class ModelLayout:
                 if id(parameter) not in numbers:
                     numbers[id(parameter)] = len(self.slots)
                     link_dtype = self.narrow if self.narrow and id(parameter) not in kept else parameter.dtype
-                    is_trainable = trains and parameter.requires_grad
+                    is_trainable = trains and (parameter.requires_grad or id(parameter) in trained)
                     self._place(k, self._names(k, path, name, parameter)[0], parameter, is_trainable, link_dtype)
             for path, name, buffer in _named(layer, "_buffers"):
                 if id(buffer) not in buffer_numbers:

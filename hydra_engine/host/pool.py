@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
-from hydra_engine.data import copy_of, place_in_dram, residue
+from hydra_engine.data import copy_of, flat, place_in_dram, residue
 from hydra_engine.host.blocked import new_private
 from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.layout import ModelLayout, Shard, SlabPiece, Slot
@@ -258,6 +258,41 @@ class HostPool:
             if data.data_ptr() != place.data_ptr() or data.stride() != place.stride():
                 place.copy_(data)
                 slot.parameter.data = place
+
+    def take_over(self, touched: Collection[int], versions: Sequence[int]) -> None:
+        """Take over weights as their user has left them between two steps.
+
+        touched: slots that may have been written to, where writes are followed. versions: of all slots, before that.
+        """
+        renewed = []
+        for slot, version in zip(self.layout.slots, versions, strict=True):
+            block, parameter = self._blocks.get(slot.index), slot.parameter
+            storage, start = (self._weights, slot.offset) if block is None else (block.storage, block.offset)
+            is_moved = parameter.data_ptr() != storage.data_ptr() + start or parameter.stride() != slot.stride
+            is_written = parameter._version != version
+            if slot.index in self.masters:
+                continue
+            if is_moved:
+                place, data = slot.view(storage, start), parameter.data
+                whole = flat if data.stride() == slot.stride else torch.Tensor.detach  # an expanded one takes no other
+                whole(place).copy_(whole(data))
+                parameter.data = place
+            if block is None and (is_moved or is_written or slot.index in touched):
+                renewed.append(slot)
+            elif block is not None and (is_moved or is_written or slot.index in touched):
+                own = sum(each is block for each in self._blocks.values())
+                if block.num_users > own and (is_moved or is_written):
+                    raise ValueError(
+                        f"wrote to parameter {slot.name!r}, which is frozen and another task's, too; give this task a "
+                        f"copy of its own (copy.deepcopy)"
+                    )
+                block.cast_anew()
+        self.renew(renewed)
+
+    @property
+    def frozen_version(self) -> int:
+        """Grows as callbacks write to frozen weights."""
+        return sum(block.version for block in self._blocks.values())
 
     def renew(self, slots: Iterable[Slot]) -> None:
         """Cast parameters anew for the devices, after an update; those that are split are by what stored them."""

@@ -129,8 +129,11 @@ class Region(NamedTuple):
     num_bytes: int
 
 
-def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES) -> ModelLayout:
-    """Lay out the task's parameters and buffers, each in a place at a multiple of `alignment_bytes`."""
+def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES, trained: Collection[int] = ()) -> ModelLayout:
+    """Lay out the task's parameters and buffers, each in a place at a multiple of `alignment_bytes`.
+
+    trained: ids of parameters that train at some time, also while a callback has frozen them.
+    """
     names, layers = zip(*task.model._modules.items(), strict=True)
     loss = task.loss_fn if isinstance(task.loss_fn, nn.Module) else None
     trains = task.purpose is Purpose.TRAIN
@@ -144,6 +147,7 @@ def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES) -> ModelL
         alignment_bytes=alignment_bytes,
         source=source,
         shown=task.model.shown,
+        trained=trained,
     )
 
 

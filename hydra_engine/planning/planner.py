@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hydra_engine.adaptive import Adaptation
 from hydra_engine.capture import Uncut, UsesNotCarried, check_call
 from hydra_engine.checkpoints import SavedTask
-from hydra_engine.data import ALIGNMENT_BYTES, Batch, Beginning, Reader, Stream, beside_loaders, capture, installed
+from hydra_engine.data import ALIGNMENT_BYTES, Batch, Beginning, CallbackDraws, Reader, Stream, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
 from hydra_engine.errors import DeviceFailed, DeviceLost, HostOutOfMemory, PauseTask, ShardDoesNotFit, StopTask
 from hydra_engine.host import (
@@ -54,7 +54,7 @@ from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s, update_work_bytes
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
 from hydra_engine.system import HostThreads, dram
-from hydra_engine.tasks import FINISHED, ModelTask, ModelWatch, Purpose, TaskPlan, TaskReport, begin_epochs, is_adaptive
+from hydra_engine.tasks import FINISHED, ModelTask, Purpose, TaskPlan, TaskReport, is_adaptive, plain_attributes
 from partitioners import (
     STATED_RATES,
     Budget,
@@ -404,7 +404,14 @@ class PlannedTask:
         self.is_paused = False  # it is saved and at rest: another one of its name may go on from there
         self.pause_wanted = False  # once it has joined others
         self.has_left = False  # its memory is given back: it is trained, or will not be
-        self.callbacks_drew: set[str] = set()  # which of `random` and `numpy.random` they drew from
+        self.callback_draws = CallbackDraws(name)
+        # What callbacks may change: as the program has made it.
+        source = task.model.__dict__["source"]
+        self.roots = (task.model if source is None else source, task.loss_fn)
+        self.attributes = plain_attributes(*self.roots) if task.callbacks else {}
+        self._trained = frozenset(id(each) for each in task.model.parameters() if each.requires_grad)
+        if saved is not None:
+            saved.put_callbacks(task.callbacks, *self.roots)
         # About what they drew, weights that lose what they learn, and settings that do not count.
         self.doubts: list[str] = [] if saved is None else [*saved.messages]
         self.adaptation: Adaptation | None = None
@@ -424,14 +431,14 @@ class PlannedTask:
         self._beginning = beginning
         start = None if beginning is None else beginning.position
         # Not a method: the two would hold each other.
-        begin_epoch = partial(_begin_epoch, task, self.report, self._stopping, self.callbacks_drew)
+        begin_epoch = partial(_begin_epoch, task, self.report, self._stopping, self.callback_draws)
         self.reader = Reader(
             task,
             name,
             adaptation=self.adaptation,
             keeps_positions=keeps_positions,
             start=start if saved is None else saved.position,
-            begin_epoch=begin_epoch if begin_epochs(task.callbacks) else None,
+            begin_epoch=begin_epoch if task.callbacks else None,
             max_devices=max_devices,
         )
         self.rehearsals = Rehearsals() if rehearsals is None else rehearsals
@@ -449,7 +456,7 @@ class PlannedTask:
             self.doubts.append(f"{name}: {task.model.kept_message}")
         if task.model.one_layer_because:
             self._tell_one_layer()
-        self.layout = layout_of(task, alignment_bytes)
+        self.layout = layout_of(task, alignment_bytes, self._trained)
         if task.moments != "float32":
             self.doubts.append(
                 f"{name}: moments={task.moments!r} rounds at each step: its results are not plain PyTorch's"
@@ -484,7 +491,7 @@ class PlannedTask:
         """Begin anew with other layers, of the same parameters."""
         before = self.state
         self.frozen.forget(self.layout)
-        self.layout = layout_of(self.task, self._alignment_bytes)
+        self.layout = layout_of(self.task, self._alignment_bytes, self._trained)
         self.frozen.plan(self.layout)
         self.state = self._new_state()
         self.state.measured.state_bytes, self.state.pool.splits = before.measured.state_bytes, before.pool.splits
@@ -1211,20 +1218,22 @@ def _naming(name: str, purpose: Purpose) -> Iterator[None]:
 
 
 def _begin_epoch(
-    task: ModelTask, report: TaskReport, stopping: list[StopTask | PauseTask], drawn: set[str], epoch: int
+    task: ModelTask,
+    report: TaskReport,
+    stopping: list[StopTask | PauseTask],
+    draws: CallbackDraws,
+    epoch: int,
+    stream: Stream,
 ) -> None:
-    """Tell callbacks of an epoch whose first batch is the sample, unless one has ended the task."""
+    """Call callbacks for an epoch whose first batch is the sample, unless one has ended the task."""
     if stopping:
         return
-    watch = ModelWatch(task.model, task.model.__dict__["source"], task.loss_fn)
     try:
-        with beside_loaders(drawn):
+        with draws.calling(stream, "on_epoch_begin"):
             for callback in task.callbacks:
                 callback.on_epoch_begin(report, epoch)
     except (StopTask, PauseTask) as stop:
         stopping.append(stop)
-    else:  # what it does to the model later on would come too late, so that it is refused at once
-        watch.check(f"{report.name}: its callback, in on_epoch_begin,")
 
 
 def ways_together(planned: Sequence[PlannedTask]) -> dict[int, Way]:

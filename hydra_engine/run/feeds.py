@@ -11,7 +11,6 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from hydra_engine.adaptive import Adaptation, AdaScale, rule_for
-from hydra_engine.data import CallbackDraws
 from hydra_engine.devices import DeviceSpec, OpenDevice, Promise, host_memory
 from hydra_engine.elastic import Quotas
 from hydra_engine.errors import DeviceLost, LoaderTimeout
@@ -37,12 +36,14 @@ from hydra_engine.run.signals import Overdue
 from hydra_engine.run.workers import RunOver, Workers
 from hydra_engine.schedule import (
     BatchReady,
+    Capture,
     DataEnded,
     DataFailed,
     DeviceAdded,
     DeviceReturned,
     DeviceWanted,
     EpochAhead,
+    EvaluationOver,
     Failed,
     Finish,
     Lend,
@@ -65,11 +66,12 @@ T = TypeVar("T", BatchReady, DataEnded, DataFailed)
 class Feeds:
     """The department of readers, and of deadlines for user code."""
 
-    def __init__(self, common: Common) -> None:
+    def __init__(self, common: Common, saves: Saves) -> None:
         self._common = common
+        self._saves = saves
 
     def instructions(self) -> dict[type, Callable[..., None]]:
-        return {Read: self._asked}
+        return {Read: self._asked, Capture: self._captured}
 
     # -- batches
 
@@ -103,20 +105,36 @@ class Feeds:
     def _asked(self, instruction: Read) -> None:
         task = self._common.tasks[instruction.task]
         task.feed.num_devices = instruction.num_devices
-        self._read(task)
+        is_under_way = task.step is not None and task.batch.training and not task.step.is_committed
+        if task.notifier.waits and is_under_way:
+            task.feed.asked = Asked.LATER
+        else:
+            self._read_once_told(task)
+
+    def _read_once_told(self, task: RunningTask) -> None:
+        """Read the next batch, once the task's callbacks have returned: one may have ended the task."""
+        task.feed.asked = Asked.READING
+        self._common.when_told(task, partial(self._read, task))
 
     def _read(self, task: RunningTask) -> None:
         feed, step, state = task.feed, task.step, task.state
+        if task.notifier.waits and (task.is_ending or task.end.is_stopped or self._common.is_interrupted):
+            feed.asked = Asked.NOTHING
+            return
         # Layers that draw from the main stream decide where the next read begins; those that do not leave it alone.
         main = None
-        if step is not None and state.observed.draws and task.draws_from_main:
-            if step.is_new_shape and feed.asked is not Asked.LATER and task.planned.task.read_ahead:
+        if step is not None and self._moves_reader(task) and not (task.notifier.waits and task.batch.training):
+            if step.is_new_shape and not step.is_committed and task.planned.task.read_ahead:
                 feed.asked = Asked.LATER  # in more micro-batches, its layers would leave the stream alone
                 return
             main = state.end_of_forward()
             step.layers_moved_reader = True
         feed.asked, feed.read_from = Asked.READING, main
         self.request(task)
+
+    @staticmethod
+    def _moves_reader(task: RunningTask) -> bool:
+        return task.state.observed.draws and task.draws_from_main
 
     def request(self, task: RunningTask) -> None:
         """Ask the loader for the next batch, or once more for one that it has failed to give."""
@@ -129,17 +147,31 @@ class Feeds:
     def step_committed(self, event: StepCommitted) -> StepCommitted:
         """Tell a step to the callbacks, which see the weights that its updates leave; read what waited for it."""
         task = self._common.tasks[event.task]
-        if task.feed.asked is Asked.LATER:
-            self._read(task)
         assert task.step is not None
         task.step.is_committed = True
         if event.training:
             task.is_updated = not task.updates
             task.figures.log_step()
+            if task.notifier.waits and self._moves_reader(task):  # callbacks draw where layers have left the stream
+                task.planned.reader.stream.state = task.state.end_of_forward()
+            if task.notifier.waits and task.notifier.reads_model and not task.is_updated:
+                task.committed_s = self._common.trace.now_s()
             task.notifier.step(is_updated=task.is_updated)
+        if task.feed.asked is Asked.LATER and not (event.training and task.notifier.reads_model):
+            self._read_once_told(task)
         self._look_ahead(task)
-        self._begin_epoch(task)
+        self._read_on(task)
         return event
+
+    def _captured(self, instruction: Capture) -> None:
+        """All updates of a task's last step are through: callbacks may have its model, and then it may be saved."""
+        task = self._common.tasks[instruction.task]
+        if task.committed_s is not None:
+            task.updates_s += self._common.trace.now_s() - task.committed_s
+            task.committed_s = None
+        self._saves.capture(task)
+        if task.feed.asked is Asked.LATER and task.step is not None and task.step.is_committed:
+            self._read_once_told(task)
 
     def _look_ahead(self, task: RunningTask) -> None:
         """Once a batch is committed and the next one is known, it is known what is over with the first.
@@ -152,30 +184,46 @@ class Feeds:
             if following.training:  # else a validation of before a resume may be under way again
                 self._common.end_early(task)
 
-    def epoch_ahead(self, event: EpochAhead) -> None:
-        """An epoch's iterator waits for callbacks."""
+    def callbacks_ahead(self, event: EpochAhead | EvaluationOver) -> None:
+        """The reader waits for callbacks: an epoch is about to begin, or an evaluation is over."""
         task = self._common.tasks[event.task]
         self.reader_answered(task.planned)
         task.feed.answered()
-        task.feed.epoch_ahead = event.epoch
-        self._begin_epoch(task)
+        task.feed.ahead = event
+        self._read_on(task)
 
-    def _begin_epoch(self, task: RunningTask) -> None:
-        """Tell that an epoch begins whose iterator waits for that, once all before it is committed and told."""
-        epoch = task.feed.epoch_ahead
-        if epoch is None or not (task.step is None or task.step.is_committed):
+    def _read_on(self, task: RunningTask) -> None:
+        """Call the callbacks that the reader waits for, once all before is committed, and let it read on."""
+        ahead = task.feed.ahead
+        if ahead is None or not (task.step is None or task.step.is_committed):
             return
-        task.feed.epoch_ahead = None
-        if not (task.is_ending or self._common.is_interrupted):
+        task.feed.ahead = None
+        if task.is_ending or self._common.is_interrupted or not self._reach_epoch(task, ahead.epoch):
+            return
+        if isinstance(ahead, EvaluationOver):
+            task.figures.end_evaluation()
+        else:
             task.end_epoch()
-            task.reach_epoch(epoch)
+            task.reach_epoch(ahead.epoch)
             if task.step is not None:
                 self._common.end_early(task)
             if task.end.is_early:
                 return
             if not task.end.is_paused:
-                task.notifier.epoch_begin(epoch)
-            self._common.when_told(task, partial(self._open_epoch, task))
+                task.notifier.epoch_begin(ahead.epoch)
+        self._common.when_told(task, partial(self._open_epoch, task))
+
+    def _reach_epoch(self, task: RunningTask, epoch: int) -> bool:
+        """Move a schedule of interval "epoch", which callbacks come after; False: it has raised."""
+        if task.optimizer is None:
+            return True
+        try:
+            task.optimizer.secure(())  # a snapshot may be reading groups and schedule
+            task.optimizer.reach_epoch(epoch)
+        except BaseException as error:
+            self._common.due.append(Failed(task.name, error, f"its lr_scheduler, before epoch {epoch}"))
+            return False
+        return True
 
     def _open_epoch(self, task: RunningTask) -> None:
         if not (task.is_ending or task.end.ending is not None or self._common.is_interrupted):
@@ -441,7 +489,7 @@ class Joining:
                 if planned.saved is not None:
                     planned.saved.put_best(task.figures.best)
         self._workers.admit(state)  # copies layers, which is user code too
-        task.watch(optimizer)
+        task.lend(self._workers.refresh)
         return optimizer, num_steps
 
     def _adapt(self, task: RunningTask, adaptation: Adaptation, optimizer: TaskOptimizer) -> None:
@@ -565,7 +613,8 @@ class Joining:
             self._common.events.put,
             timeout_s=planned.task.callback_timeout_s,
             num_threads=self._common.host.intra_op_threads,
-            draws=CallbackDraws(planned.name, planned.report.seed, planned.callbacks_drew, lambda: planned.drawn),
+            draws=planned.callback_draws,
+            stream=planned.reader.stream,
         )
         retries = Retries(planned.task.max_retries, planned.report)
         task = RunningTask(planned, notifier, end, retries, Figures(planned, notifier, self._common.loggers))

@@ -41,6 +41,8 @@ from hydra_engine.schedule import (
 from hydra_engine.system import return_free_memory, warn
 from hydra_engine.tasks import AGAIN, Purpose
 
+# Of a lone task's time may go by in waiting for updates before a message says so.
+MOST_WAITED = 0.05
 # Freed memory goes back to the system so often: what is needed again has to be taken again, page by page.
 TRIM_INTERVAL_S = 30.0
 
@@ -182,14 +184,6 @@ class HostWork:
 
     def _commit(self, instruction: Commit) -> None:
         task = self._common.tasks[instruction.task]
-        if not task.notifier.is_told:
-            task.held_commit = instruction
-            self._saves.commit_held(task)
-        self._common.when_told(task, partial(self._committing, task, instruction))
-
-    def _committing(self, task: RunningTask, instruction: Commit) -> None:
-        task.held_commit = None
-        self._saves.save_waiting(task)
         job = partial(self._committed, task, instruction)
         self._submit_in_order(task, instruction, "its commit", partial(self._timed, "commit", task.name, job))
 
@@ -281,9 +275,11 @@ class HostWork:
         try:
             try:
                 self._workers.dismiss(task.state)
-                task.notifier.look_away()
+                task.notifier.end_lending()
                 doubts = task.state.observed.attributes.doubts(task.state.layout.shown)
-                doubts = [*doubts, *_of_validation(task)]
+                is_alone = len(self._common.tasks) == 1 and not self._common.forgotten
+                share = task.updates_s / max(self._common.trace.now_s(), 1e-9)
+                doubts = [*doubts, *_of_validation(task), *(_of_updates(task, share) if is_alone else ())]
                 task.planned.doubts += [*task.notifier.messages, *(f"{task.name}: {doubt}" for doubt in doubts)]
                 with self._common.opening:  # its set-up may be at it
                     if task.figures.best is not None and not task.end.is_paused:  # which goes on from its last step
@@ -512,6 +508,17 @@ def _updated(task: RunningTask, optimizer: TaskOptimizer, shard: Shard, record: 
             raise
         return False
     return True
+
+
+def _of_updates(task: RunningTask, share: float) -> list[str]:
+    """Say what waiting for updates has cost a task that was alone, as a share of the run's time."""
+    if share <= MOST_WAITED:
+        return []
+    kinds = " and ".join(type(each).__name__ for each in task.planned.task.callbacks if each.reads_model)
+    return [
+        f"its next batches waited for updates in {share:.0%} of its time, before {kinds} had the model; one that "
+        f"does not read or change it may say so: reads_model = False"
+    ]
 
 
 def _of_validation(task: RunningTask) -> list[str]:

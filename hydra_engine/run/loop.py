@@ -45,6 +45,7 @@ from hydra_engine.schedule import (
     DataFailed,
     DeviceAdded,
     EpochAhead,
+    EvaluationOver,
     Failed,
     Policy,
     Scheduler,
@@ -89,7 +90,7 @@ class EngineRun:
         self.workers = Workers(common, pool, site.devices, common.events.help, trains=quotas is not None)
         self._saves = Saves(common, saver, rescue)
         self._host_work = HostWork(common, self.workers, self._saves)
-        self._feeds = Feeds(common)
+        self._feeds = Feeds(common, self._saves)
         self.joining = Joining(common, self.workers, self._feeds, self._host_work, self._saves, quotas)
         self._recovery = Recovery(common, self.workers, self._feeds, self._saves)
         self._scheduler = Scheduler(
@@ -106,7 +107,8 @@ class EngineRun:
             Overdue: (self.joining.overdue,),
             Arrived: (self.joining.arrived,),
             StopRequested: (self.joining.stop_requested,),
-            EpochAhead: (self._feeds.epoch_ahead,),
+            EpochAhead: (self._feeds.callbacks_ahead,),
+            EvaluationOver: (self._feeds.callbacks_ahead,),
             BatchReady: (self._feeds.batch_ready,),
             DataEnded: (self._feeds.has_answered,),
             DataFailed: (self._recovery.data_failed,),
@@ -121,7 +123,6 @@ class EngineRun:
         self._actions: dict[type, Callable[..., None]] = {
             **self.workers.instructions(),
             **self.joining.instructions(),
-            **self._saves.instructions(),
             **self._host_work.instructions(),
             **self._feeds.instructions(),
         }

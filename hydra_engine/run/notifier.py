@@ -1,21 +1,28 @@
-"""Calls a task's callbacks: in a thread of the task's own, one call at a time, in the order of what happened."""
+"""Calls a task's callbacks, in a thread of the task's own, one call at a time, and takes over what they change."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
-from hydra_engine.data import GLOBAL_GENERATORS, CallbackDraws
+from hydra_engine.data import GLOBAL_GENERATORS, CallbackDraws, Stream, capture, copy_of, identical
 from hydra_engine.errors import CallbackTimeout, PauseTask, StopTask
+from hydra_engine.host import Slot, TaskState
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.schedule import Event, Failed, TaskStopped
-from hydra_engine.tasks import Callback, ModelWatch, TaskReport
+from hydra_engine.tasks import Callback, ModelWatch, TaskReport, is_called
+from partitioners.boundary import extent_bytes
 
 # After Ctrl-C, SIGTERM or a lost device, no call is waited for any longer: what sends SIGTERM often kills after 30 s.
 INTERRUPTED_S = 10.0
@@ -27,6 +34,139 @@ class _Call(NamedTuple):
     hook: str  # the method's name
     arguments: tuple[Any, ...] = ()
     always: bool = False  # also once the task is stopped
+
+
+_VERSION = attrgetter("_version")
+
+
+class UsersModel:
+    """A task's model between two steps, when it is its user's: has the last step's values, and may be changed.
+
+    While a call has it, nothing of the task is under way. Devices load trainable weights anew with each step. They have
+    copies of modules, which are made anew where a call has changed one, and keep frozen weights: where there are some,
+    or weights are cast or split, the functions of torch that a call makes show which of them it touches.
+    """
+
+    def __init__(
+        self, state: TaskState, secure: Callable[[Iterable[int] | None], None], refresh: Callable[[TaskState], None]
+    ) -> None:
+        """`secure`: waits until parameters, by slot, may change. refresh: has devices copy modules anew."""
+        self._state, self._secure, self._refresh = state, secure, refresh
+        model, layout = state.task.model, state.layout
+        self._watch = ModelWatch(model.__dict__["source"], model, state.task.loss_fn)
+        self._parameters = [slot.parameter for slot in layout.slots]
+        self._trainable = [slot.index for slot in layout.trainable_slots()]
+        self._buffers = [
+            (layer.get_submodule(path), name, index)
+            for layer, bindings in zip(layout.layers, layout.buffer_bindings, strict=True)
+            for path, name, index in bindings
+        ]
+        self._shown: list[Tensor] = []  # values of buffers that the user's modules have
+        self._is_followed = layout.narrow is not None or len(self._trainable) < len(layout.slots)
+        self.is_changed = False  # by a call, ever
+        self.is_over = False  # what calls do from now on is nobody's
+
+    @contextmanager
+    def lent(self, who: str) -> Iterator[None]:
+        """Run the body, which calls `who`. Raises ValueError where that has changed what no run can take."""
+        self._secure(self._trainable)
+        self._show_buffers()
+        versions = list(map(_VERSION, self._parameters))
+        touched = _Touched(self._state, self._secure) if self._is_followed else None
+        try:
+            with nullcontext() if touched is None else touched:
+                yield
+        except BaseException:
+            with suppress(ValueError):  # it has ended the task
+                self._take_over(touched, versions)
+            raise
+        try:
+            self._take_over(touched, versions)
+        except ValueError as error:
+            raise ValueError(f"{who} {error}") from error
+
+    def _show_buffers(self) -> None:
+        values = self._state.pool.buffers
+        changed = {k for k, value in enumerate(values) if k >= len(self._shown) or value is not self._shown[k]}
+        if changed:
+            self._state.layout.put_buffers(values, changed)
+            self._shown[:] = values
+
+    def _take_over(self, touched: _Touched | None, versions: Sequence[int]) -> None:
+        slots = () if touched is None else touched.end()
+        if self.is_over:
+            return
+        state, has_buffers = self._state, self._take_buffers()
+        is_other = self._watch.has_changed()
+        state.pool.take_over(slots, versions)
+        state.num_commits += 1  # what devices hold of trained shards is of no more use
+        self.is_changed |= is_other or has_buffers or versions != list(map(_VERSION, self._parameters))
+        if is_other:
+            thawed = next((s for s in state.layout.slots if s.parameter.requires_grad and not s.trainable), None)
+            if thawed is not None:
+                raise ValueError(
+                    f"set requires_grad of parameter {thawed.name!r}, which was frozen as the task was made; let it "
+                    f"require gradients then, and freeze it in on_epoch_begin for the first epoch"
+                )
+            state.task.model.record_anew()
+            self._refresh(state)
+
+    def _take_buffers(self) -> bool:
+        """Take over buffers of the user's modules that are others than those of the last step."""
+        layout, values, is_changed = self._state.layout, self._state.pool.buffers, False
+        for module, name, index in self._buffers:
+            own, value = layout.buffers[index], module._buffers.get(name)
+            if value is not None and value is not own and (value.shape, value.dtype) == (own.shape, own.dtype):
+                module._buffers[name] = own  # which devices' copies are made around
+                own.copy_(value)
+            if not identical(own, values[index]):
+                values[index] = self._shown[index] = copy_of(own)
+                is_changed = True
+        return is_changed
+
+
+class _Touched(TorchFunctionMode):
+    """Notes the parameters that functions of torch's take, before they read or write them; shows those that are split.
+
+    What a function may return is of the same memory, and found by its address.
+    """
+
+    def __init__(self, state: TaskState, secure: Callable[[Iterable[int] | None], None]) -> None:
+        super().__init__()
+        self._slots, self._masters, self._secure = state.layout.slots, state.pool.masters, secure
+        places = ((slot.parameter.data_ptr(), extent_bytes(slot.parameter), slot) for slot in self._slots)
+        self._spans: list[tuple[int, int, Slot]] = sorted(places, key=lambda span: span[0])
+        self._found: dict[int, None] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # What is traced to be compiled is not looked at: dynamo would trace this, too.
+        for each in () if torch.compiler.is_compiling() else pytree.arg_tree_leaves(*args, **(kwargs or {})):
+            if isinstance(each, Tensor) and each.layout == torch.strided and each.device.type == "cpu":
+                self._touch(each)
+        return func(*args, **(kwargs or {}))
+
+    def _touch(self, tensor: Tensor) -> None:
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return  # of a class that may have no memory, as fake tensors have none
+        place = tensor.data_ptr()
+        k = bisect(self._spans, place, key=lambda span: span[0]) - 1
+        while k >= 0 and place < self._spans[k][0] + self._spans[k][1]:
+            index = self._spans[k][2].index
+            if index not in self._found:
+                self._found[index] = None
+                self._secure([index])
+                if index in self._masters:
+                    self._masters[index].show()
+            k -= 1  # an empty one, or another name of the same memory
+
+    def end(self) -> list[int]:
+        """Take over split weights that were shown, and hide them; return the slots that were touched."""
+        for master in (self._masters[index] for index in self._found if index in self._masters):
+            master.keep()
+            master.hide()
+        return list(self._found)
 
 
 class Notifier:
@@ -46,16 +186,20 @@ class Notifier:
         timeout_s: float | None = None,
         num_threads: int = 1,
         draws: CallbackDraws | None = None,
+        stream: Stream | None = None,
     ) -> None:
         """`timeout_s`: of one call of one callback; None: for ever. `num_threads`: intra-op, of the thread.
 
-        draws: watches the calls' random draws; None: beside a loader and layers that draw nothing.
+        stream: the task's, which the calls' random draws move; None: as of a task whose loader and layers draw nothing.
         """
         self.timeout_s = timeout_s if callbacks else None  # of a call; None also where there is nobody to call
+        self.waits = is_called(callbacks, "on_step")  # the next batch is read once its calls have returned
+        self.reads_model = any(each.reads_model for each in callbacks)
         self._callbacks = callbacks
         self._report = report
         self._end = end
-        self._draws = draws or CallbackDraws(report.name, report.seed, set(), set)
+        self._draws = draws or CallbackDraws(report.name)
+        self._stream = stream or Stream(capture())
         self._put = put
         self._num_threads = num_threads
         self._lock = threading.Lock()  # of all below
@@ -66,25 +210,24 @@ class Notifier:
         self._thread: threading.Thread | None = None
         self._now: tuple[str, float] | None = None  # what is being called, and since when, by time.monotonic()
         self._is_left = False  # the thread, to itself
-        self._watch: tuple[ModelWatch, Callable[[], None]] | None = None
+        self.model: UsersModel | None = None  # while the task trains, if calls read it
+        self.after_step: Callable[[], None] = lambda: None  # called once the calls of a step have returned
 
-    def watch(self, model: ModelWatch, prepare: Callable[[], None]) -> None:
-        """From now on, call `prepare` before each call, and fail the task where it changes the model."""
-        self._watch = (model, prepare)
-
-    def look_away(self) -> None:
-        """The model is its user's again, and its weights' memory is given back."""
-        if self._watch is not None:
-            self._watch[0].follow(())
-            self._watch = None
+    def end_lending(self) -> None:
+        """The model is its user's for good: nothing refers to the task any more."""
+        self.model, self.after_step = None, lambda: None
 
     def epoch_begin(self, epoch: int) -> None:
         """An epoch's iterator is about to be opened."""
         self._submit(_Call("on_epoch_begin", (epoch,)))
 
     def step(self, *, is_updated: bool = True) -> None:
-        """A step was committed. Where updates go on, it is told at `let_go`, and what happens meanwhile after it."""
-        self._submit(_Call("on_step"), holds=not is_updated)
+        """A step was committed. Where updates go on, calls that read the model come at `let_go`."""
+        if not is_updated and self.reads_model:
+            with self._lock:
+                self._held = self._held or []
+        if self.waits:
+            self._submit(_Call("on_step"))
 
     def validation(self) -> None:
         """A validation is over."""
@@ -99,7 +242,7 @@ class Notifier:
         self._submit(_Call("on_task_pause" if is_paused else "on_task_end", always=True))
 
     def let_go(self) -> None:
-        """The updates of the last step are through: tell what waited for them."""
+        """The updates of the last step are through: call what waited for them."""
         with self._lock:
             held, self._held = self._held or [], None
             for each in held:
@@ -168,6 +311,8 @@ class Notifier:
     def _leave(self) -> None:
         assert self._thread is not None
         self._is_left = True
+        if self.model is not None:
+            self.model.is_over = True
         GLOBAL_GENERATORS.take_from(self._thread.ident)
 
     @property
@@ -187,12 +332,10 @@ class Notifier:
             self._leave()
             return self._now[0]
 
-    def _submit(self, call: _Call, *, holds: bool = False) -> None:
+    def _submit(self, call: _Call) -> None:
         with self._lock:
             if not self._callbacks or self._is_left:
                 return
-            if holds and self._held is None:
-                self._held = []
             self._num_untold += 1
             self._enter(call)
 
@@ -220,20 +363,17 @@ class Notifier:
     def _tell(self, call: _Call) -> None:
         if self._end.is_stopped and not (self._end.is_early or call.always):
             return  # its user, a callback or a failure has ended the task at once: they are told its end alone
-        name, watch = self._report.name, self._watch
         try:
-            with self._draws.calling():
-                if watch is not None:
-                    watch[1]()
-                with nullcontext() if watch is None else watch[0].calling():
-                    for callback in self._callbacks:
-                        if not self._begins(f"{type(callback).__name__}.{call.hook}"):
-                            return
-                        getattr(callback, call.hook)(self._report, *call.arguments)
-                kinds = " or ".join(type(callback).__name__ for callback in self._callbacks)
-                who = f"{name}: its callback {kinds}, in {call.hook},"
-                if watch is not None and not self._is_left:
-                    watch[0].check(who)
+            kinds = " or ".join(type(callback).__name__ for callback in self._callbacks)
+            who = f"{self._report.name}: its callback {kinds}, in {call.hook},"
+            lent = nullcontext() if self.model is None else self.model.lent(who)
+            with self._draws.calling(self._stream, call.hook, is_last=call.always), lent:
+                for callback in self._callbacks:
+                    if not self._begins(f"{type(callback).__name__}.{call.hook}"):
+                        return
+                    getattr(callback, call.hook)(self._report, *call.arguments)
+            if call.hook == "on_step" and not self._is_left:
+                self.after_step()
         except BaseException as error:  # SystemExit, too: it is this task's, and not the run's
             self._stop(error)
         finally:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -17,16 +16,16 @@ from torch import Tensor
 
 from hydra_engine.adaptive import LaneSeconds
 from hydra_engine.checkpoints import Snapshot
-from hydra_engine.data import Batch, RandomState, TaskPosition
+from hydra_engine.data import Batch, RandomState, TaskPosition, copied
 from hydra_engine.display import Doing, TaskProgress
 from hydra_engine.errors import DeviceFailed, DeviceLost, LoaderTimeout, PauseTask, StopTask
 from hydra_engine.host import BestWeights, StepParts, StepRecord, TaskOptimizer, TaskState
 from hydra_engine.loggers import RunLoggers, TaskStart
 from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd, readable
-from hydra_engine.run.notifier import Notifier
+from hydra_engine.run.notifier import Notifier, UsersModel
 from hydra_engine.run.signals import Deadlines, Inbox
-from hydra_engine.schedule import EVALUATE, FORWARD, Commit, Event, TaskStopped, TaskUnits, Unit
+from hydra_engine.schedule import EVALUATE, FORWARD, EpochAhead, EvaluationOver, Event, TaskStopped, TaskUnits, Unit
 from hydra_engine.system import HostThreads
 from hydra_engine.tasks import (
     AGAIN,
@@ -35,7 +34,6 @@ from hydra_engine.tasks import (
     Best,
     Evaluation,
     EvaluationMeans,
-    ModelWatch,
     Purpose,
     Retry,
     Revision,
@@ -45,6 +43,7 @@ from hydra_engine.tasks import (
     batch_size,
     joined,
     joined_outputs,
+    plain_attributes,
 )
 from hydra_engine.trace import Trace
 from partitioners.precision import cast
@@ -92,7 +91,7 @@ class Asked(Enum):
     """Stations of the next batch."""
 
     NOTHING = auto()  # none is asked for, or it is there
-    LATER = auto()  # it is asked for once the step in progress is committed
+    LATER = auto()  # it is asked for once the step in progress is committed, and its callbacks have returned
     READING = auto()  # the reader is at it
 
 
@@ -104,7 +103,7 @@ class Feed:
     asked: Asked = Asked.NOTHING
     read_from: RandomState | None = None  # where the layers had left the stream, for the batch that was asked for last
     num_devices: int = 1  # that the next step is spread over, as things stood when its batch was asked for
-    epoch_ahead: int | None = None  # whose iterator is opened once its callbacks have returned
+    ahead: EpochAhead | EvaluationOver | None = None  # the reader reads on once callbacks have returned
     next_batch: Batch | None = None  # read, not begun
     is_out: bool = True  # the reader sets the task up, or has a request that it has not answered
     then: Callable[[], None] | None = None  # to be called once it has
@@ -310,15 +309,6 @@ class Figures:
             self._notifier.epoch(batch.epoch)
 
 
-def _show_buffers(state: TaskState, shown: list[Tensor]) -> None:
-    """Give a user's model the buffers that the last step left, for its callbacks; `shown`: those that it has."""
-    values = state.pool.buffers
-    changed = {k for k, value in enumerate(values) if k >= len(shown) or value is not shown[k]}
-    if changed:
-        state.layout.put_buffers(values, changed)
-        shown[:] = values
-
-
 # -- step times, of adaptive tasks
 
 # Others that work for a smaller share of an interval than this do not count.
@@ -408,12 +398,13 @@ class RunningTask:
     feed: Feed = field(default_factory=Feed)
     step: StepInProgress | None = None  # replaced as the next batch begins
     may_spread: bool = True  # steps over several devices; False once a part of one did not fit
-    held_commit: Commit | None = None  # it waits for callbacks: until then nothing of the task changes
     record: StepRecord | None = None  # of the last training step
     last_commit: LastCommit | None = None  # where positions are kept
     snapshot: Snapshot | None = None  # the last that was taken; done with once it is written
     save_waits: bool = False  # for its callbacks; until then nothing of the task is committed
     is_updated: bool = True  # the last step that was committed is in all weights
+    committed_s: float | None = None  # when that was, where callbacks wait for its updates
+    updates_s: float = 0.0  # that they have waited
     epoch: int = 0  # that its training has reached; of a task whose best is kept by its training loss
     epoch_is_over: bool = False  # the one before that, which waits for `is_updated`
     # A heap of its commit and updates that wait for a thread of the host; from any thread.
@@ -463,17 +454,27 @@ class RunningTask:
         assert self.step is not None
         return self.step.batch
 
-    def watch(self, optimizer: TaskOptimizer | None) -> None:
-        """From now on see what callbacks do to the model: devices have their copies of it."""
-        task, pool = self.planned.task, self.state.pool
-        if task.callbacks:
-            watch = ModelWatch(task.model, task.model.__dict__["source"], task.loss_fn)
-            is_steady = not pool.early_release  # else weights change at any time
-            stays = is_steady or self.state.steps_on_device or (optimizer is not None and optimizer.steps_in_place)
-            weights = [slot.parameter for slot in self.state.layout.trainable_slots()]
-            hidden = {id(self.state.layout.slots[k].parameter): each for k, each in pool.masters.items()}
-            watch.follow(weights, is_steady=is_steady, stays=stays, hidden=hidden)
-            self.notifier.watch(watch, partial(_show_buffers, self.state, []))
+    def lend(self, refresh: Callable[[TaskState], None]) -> None:
+        """Let callbacks have the model, and note where they leave the task; `refresh`: as of UsersModel."""
+        if self.notifier.reads_model:
+            self.notifier.model = UsersModel(self.state, self.secure, refresh)
+        self.notifier.after_step = self._note_called
+
+    def called(self) -> dict[str, Any]:
+        """Return what callbacks keep, and have changed of modules, for a checkpoint. They are not called meanwhile."""
+        now, before, saved = plain_attributes(*self.planned.roots), self.planned.attributes, self.planned.saved
+        is_changed = self.notifier.model is not None and self.notifier.model.is_changed
+        return {
+            "callbacks": [[type(each).__qualname__, copied(each.state_dict())] for each in self.planned.task.callbacks],
+            "attributes": [[*key, each] for key, each in now.items() if key not in before or before[key] != each],
+            "is_changed": is_changed or (saved is not None and saved.is_changed),
+        }
+
+    def _note_called(self) -> None:
+        """The last commit is as the calls of its step have left it."""
+        if self.last_commit is not None:
+            position = self.last_commit.position.with_random(self.planned.reader.stream.state)
+            self.last_commit = LastCommit(position, list(self.state.pool.buffers))
 
     def secure(self, slots: Iterable[int] | None = None) -> None:
         """Wait until a checkpoint that is being written can do without these parameters as they are; None: all."""
@@ -531,7 +532,9 @@ class RunningTask:
         elif self.life is Life.ENDING:
             now = Doing.ENDING
         else:
-            now = Doing.CALLBACKS if self.held_commit is not None else doing(self.name)
+            now = doing(self.name)
+            if now is Doing.BATCH and not self.notifier.is_told:
+                now = Doing.CALLBACKS
         if now is Doing.COMPUTING and self.step is not None and not self.batch.training:
             now = Doing.VALIDATING
         # Of a task that adapts, how many steps it takes depends on what is chosen.

@@ -9,11 +9,11 @@ from typing import NamedTuple
 from hydra_engine.checkpoints import Saver, Snapshot
 from hydra_engine.errors import DeviceLost
 from hydra_engine.run.running_task import Common, Life, RunningTask, Waited
-from hydra_engine.schedule import Capture, CaptureWanted, StepCommitted, StopRequested
+from hydra_engine.schedule import CaptureWanted, StepCommitted, StopRequested
 from hydra_engine.system import warn
 from hydra_engine.tasks import CheckpointReport
 
-# A save waits so long for the callbacks of its step; one that blocks keeps nobody from saving.
+# A round waits so long for a task's callbacks, and goes on without; the task is saved once they have returned.
 CALLBACKS_S = 1.0
 SAVE = "save"
 
@@ -36,9 +36,6 @@ class Saves:
     def _use(self, saver: Saver) -> None:
         self._saver = saver
         saver.when_free = partial(self._common.events.put, SaverFree())  # not a method: the two would hold each other
-
-    def instructions(self) -> dict[type, Callable[..., None]]:
-        return {Capture: self._capture}
 
     @property
     def report(self) -> CheckpointReport | None:
@@ -80,12 +77,6 @@ class Saves:
         if self._saver is not None and task.name in self._saver.wanted:
             self._saver.give(task.name, None)()
 
-    def commit_held(self, task: RunningTask) -> None:
-        """A task's commit waits for its callbacks, which may take as long as they like: no round waits with it."""
-        assert task.held_commit is not None
-        if task.held_commit.training and task.state.pool.early_release:  # some shards are updated already
-            self.pass_over(task)
-
     def end(
         self, task: RunningTask, over: str | None, *, is_settled: bool, then: Callable[[BaseException | None], None]
     ) -> None:
@@ -124,15 +115,10 @@ class Saves:
         if not tasks:
             return
         saver.begin([task.name for task in tasks])
-        for task in tasks:
-            if task.held_commit is None:
-                self._common.due.append(CaptureWanted(task.name))
-            else:  # nothing of it changes until that begins, which the scheduler takes for begun
-                self.commit_held(task)
-                self._save_once_told(task)
+        self._common.due.extend(CaptureWanted(task.name) for task in tasks)
 
-    def _capture(self, instruction: Capture) -> None:
-        task = self._common.tasks[instruction.task]
+    def capture(self, task: RunningTask) -> None:
+        """Save a task whose updates are through, if the round under way waits for it, once callbacks have returned."""
         task.is_updated = True
         if task.epoch_is_over:
             task.judge_epoch()
@@ -141,27 +127,31 @@ class Saves:
         self._save_once_told(task)
 
     def _save_once_told(self, task: RunningTask) -> None:
-        """Save a task that is settled with what callbacks set at its step, an lr say, unless they take too long."""
-        # Where the next step updates weights before its commit, the task is settled now, and maybe not then.
-        if task.notifier.is_told or task.updates_in_step:
+        """Save a task that is settled with what callbacks leave at its step."""
+        # Where calls read no model, the next step may update weights before its commit: the task is settled now.
+        if task.notifier.is_told or (task.updates_in_step and not task.notifier.reads_model):
             self._save(task)
         elif self._saver is not None and task.name in self._saver.wanted:
-            task.save_waits = True
             self._common.await_((SAVE, task.planned), CALLBACKS_S)
-            self._common.when_told(task, partial(self.save_waiting, task))
+            if not task.save_waits:
+                task.save_waits = True
+                self._common.when_told(task, partial(self._save_waiting, task))
 
-    def save_waiting(self, task: RunningTask) -> None:
-        """Save a task now if its save waits; before anything of it is committed."""
-        if task.save_waits:
-            task.save_waits = False
-            self._common.deadlines.drop((SAVE, task.planned))
+    def _save_waiting(self, task: RunningTask) -> None:
+        """Callbacks have returned: save a task now, in a round of its own if the one that it was wanted for went on."""
+        task.save_waits = False
+        self._common.deadlines.drop((SAVE, task.planned))
+        saver = self._saver
+        if saver is not None and task.name in saver.wanted:
             self._save(task)
+        elif saver is not None and not task.is_ending and saver.owe():
+            self._begin(saver)
 
     def overdue(self, due: Sequence[Waited]) -> None:
-        """Save what waits for callbacks that take too long."""
+        """Go on without tasks whose callbacks take too long."""
         for task in self._common.tasks.values():
             if (SAVE, task.planned) in due:
-                self.save_waiting(task)
+                self.pass_over(task)
 
     def _save(self, task: RunningTask) -> None:
         """Save a task that is settled, if the round under way waits for it."""
@@ -191,6 +181,8 @@ class Saves:
             over=over,
             best=task.figures.best,
             adaptation=task.planned.adaptation,
+            called=task.called if task.planned.task.callbacks else None,
+            frozen_version=task.state.pool.frozen_version,
         )
 
 

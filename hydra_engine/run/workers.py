@@ -210,6 +210,11 @@ class Workers:
         for worker in workers:
             worker.admit(state)
 
+    def refresh(self, state: TaskState) -> None:
+        """Have every device copy a task's layers anew, which a callback has changed, and which nothing runs."""
+        for worker in self.all:
+            worker.admit(state)
+
     def dismiss(self, state: TaskState) -> None:
         """Forget a task, once nothing of it is on its way: a claim that was revoked may still be loading."""
         with self._changing:

@@ -64,6 +64,13 @@ class EpochAhead(NamedTuple):
     epoch: int
 
 
+class EvaluationOver(NamedTuple):
+    """The reader has given an evaluation's last batch, and reads on when it is asked again: callbacks come before."""
+
+    task: str
+    epoch: int  # that the schedule has reached
+
+
 class DataEnded(NamedTuple):
     """The reader has seen the last epoch to its end."""
 

@@ -12,7 +12,7 @@ import torch
 from hydra_engine.errors import CallbackTimeout, PauseTask, StopTask
 from hydra_engine.sweep.objective import Objective
 from hydra_engine.sweep.study import Trials, load_optuna
-from hydra_engine.tasks import Callback, ModelTask, TaskReport, begin_epochs
+from hydra_engine.tasks import Callback, ModelTask, TaskReport, is_called
 
 Put: TypeAlias = "Callable[[LiveTrial, TaskReport | None], None]"
 
@@ -82,9 +82,12 @@ def _followed(callback: Callback, live: LiveTrial, trials: Trials) -> Callback:
 
         return call
 
-    # Where it has nothing to do before an epoch, batches may be read ahead over its beginning.
-    names = [name for name in HOOKS if name != "on_epoch_begin" or begin_epochs([callback])]
+    # Batches may be read ahead where a callback has nothing to do after a step.
+    names = [name for name in HOOKS if name.startswith("on_task") or is_called([callback], name)]
     followed: Callback = type(type(callback).__name__, (Callback,), {name: hook(name) for name in names})()
+    followed.reads_model = callback.reads_model
+    for name in ("state_dict", "load_state_dict"):
+        setattr(followed, name, getattr(callback, name))
     return followed
 
 
@@ -97,6 +100,7 @@ class _Last(Callback):
     trials: Trials
     objective: Objective
     has_begun: bool = False
+    reads_model: bool = False
 
     def __post_init__(self) -> None:
         self.reported = self.trials.reported(self.live.trial)

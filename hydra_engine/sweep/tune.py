@@ -29,6 +29,8 @@ _NAME = "trial"
 class _Pause(Callback):
     """Pauses a task at the first step after a validation: only then is it known that there is one."""
 
+    reads_model = False
+
     def __init__(self) -> None:
         self._is_due = False
 

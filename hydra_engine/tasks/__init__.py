@@ -1,10 +1,10 @@
 """The things that a user gives and gets: tasks, callbacks, reports."""
 
 from hydra_engine.tasks.best import TRAINING_LOSS, VALIDATION_LOSS, Best
-from hydra_engine.tasks.callback import Callback, begin_epochs
+from hydra_engine.tasks.callback import Callback, is_called
 from hydra_engine.tasks.evaluation import EvaluationMeans, EvaluationTask, joined, joined_outputs, uneven
 from hydra_engine.tasks.model import Model, OneLayer, switch_off_checkpointing, uncompiled
-from hydra_engine.tasks.model_watch import ModelWatch
+from hydra_engine.tasks.model_watch import ModelWatch, plain_attributes, restore_attributes
 from hydra_engine.tasks.options import EMPTY_VALIDATION, check_optimizer_needs_no_closure, is_adaptive
 from hydra_engine.tasks.report import (
     AGAIN,

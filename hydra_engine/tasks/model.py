@@ -20,6 +20,7 @@ from hydra_engine.capture import (
     kept_message,
     layers_for,
     layers_of,
+    record_anew,
 )
 from partitioners.profile import NamesLayers
 
@@ -226,6 +227,10 @@ class Model(nn.Sequential, NamesLayers):
     def is_outdated(self) -> bool:
         """True if layers were made of a forward that may read what was changed since: an attribute, say."""
         return self.is_converted and not self.is_pending and not are_as_recorded(self._modules.values())
+
+    def record_anew(self) -> None:
+        """Have the forward recorded again, if what it may read was changed."""
+        record_anew(self._modules.values())
 
     @property
     def kept_message(self) -> str:

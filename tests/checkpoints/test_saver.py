@@ -50,13 +50,14 @@ class Stalls:
     """A loader that gives four batches, and no more before it is let go on."""
 
     def __init__(self):
-        self.batches, self.goes_on = list(shuffled()), threading.Event()
+        self.batches, self.goes_on, self.then = list(shuffled()), threading.Event(), lambda: None
 
     def __len__(self):
         return len(self.batches)
 
     def __iter__(self):
         yield from self.batches[:4]
+        self.then()
         assert self.goes_on.wait(PATIENCE_S)
         yield from self.batches[4:]
 
@@ -71,14 +72,16 @@ def test_a_step_that_the_disk_refused_is_saved_as_the_run_is_interrupted(tmp_pat
         def on_step(self, report):
             if report.steps == 3:
                 disk.refuses.add(what)
-            if report.steps == 4:
-                assert failed.wait(PATIENCE_S)
-                disk.refuses.clear()
-                os.kill(os.getpid(), signal.SIGTERM)
 
         def on_task_end(self, report):
             loader.goes_on.set()
 
+    def interrupt():
+        assert failed.wait(PATIENCE_S)
+        disk.refuses.clear()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    loader.then = interrupt
     with pytest.raises(SystemExit):
         orchestra_of([task_of("stalls", callbacks=[Interrupts()])], tmp_path, every=4).train_models()
     assert load_newest(tmp_path).data["tasks"]["task"]["steps"] == 4

@@ -4,7 +4,7 @@ import queue
 import random
 import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -273,34 +273,6 @@ def test_one_draw_that_may_have_been_anybodys_is_told():
     report = train(*tasks)
     assert sum(text.startswith("once: its loader") for text in report.messages) == 1
     assert_as_plain(report, tasks[1], plain(Loader(), seed=2))
-
-
-class Draws(Callback):
-    """Draws in the middle of a read that waits for it."""
-
-    def __init__(self):
-        self.begun, self.drawn = threading.Event(), threading.Event()
-
-    def on_step(self, report):
-        if report.steps == 3:
-            assert self.begun.wait(PATIENCE_S)
-            random.random()
-            self.drawn.set()
-
-
-def test_callback_that_draws_fails_nobody_and_is_told():
-    callback = Draws()
-
-    def meet(k):
-        if k == 4:
-            callback.begun.set()
-            assert callback.drawn.wait(PATIENCE_S)
-
-    each = task("a", Loader(meet), callbacks=[callback], loader_timeout_s=PATIENCE_S)
-    report = train(each)
-    assert_as_plain(report, each, plain(Loader()))
-    assert len(report.messages) == 1
-    assert report.messages[0].startswith("a: its loader may have drawn what is others': somebody drew from `random`")
 
 
 class Tells(Callback):
@@ -595,13 +567,10 @@ def test_generator_that_its_own_thread_moves_is_noticed(at):
 
 class DrawsAtEachStep(Callback):
     def __init__(self, draw):
-        self.draw, self.drawn, self.is_over = draw, [], False
+        self.draw, self.drawn = draw, []
 
     def on_step(self, report):
         self.drawn.append(self.draw())
-
-    def on_task_end(self, report):
-        self.is_over = True
 
 
 class Noisy(nn.Module):
@@ -609,122 +578,91 @@ class Noisy(nn.Module):
         return x + np.random.standard_normal() if self.training else x
 
 
-# By name: the draw of a callback, and the noise of loaders that it meets.
+def weights():
+    return [*nn.Linear(1, 2).weight.flatten().tolist(), torch.rand(()).item()]
+
+
 CALLBACK_DRAWS = {
-    "random": (random.random, from_random),
-    "a seed": (lambda: random.seed(3), from_random),
-    "numpy": (lambda: np.random.rand(3), from_numpy),
-    "numpy's seed": (lambda: np.random.seed(3), from_numpy),
+    "random": random.random,
+    "a seed": lambda: random.seed(3),
+    "numpy": lambda: np.random.rand(3).tolist(),
+    "torch": weights,
+    "torch's seed": lambda: torch.manual_seed(3).initial_seed(),
 }
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("others", [0, 1])
-@pytest.mark.parametrize("noise", [None, from_random, from_numpy])
+@pytest.mark.parametrize("others", [0, pytest.param(1, marks=pytest.mark.rest)])
+@pytest.mark.parametrize("noise", [pytest.param(None, marks=pytest.mark.rest), from_random])
 @pytest.mark.parametrize("what", CALLBACK_DRAWS)
-def test_what_a_callback_draws_as_its_loader_does_is_told(what, noise, others):
-    draw, met = CALLBACK_DRAWS[what]
+def test_what_a_callback_draws_is_of_the_tasks_stream(what, noise, others):
+    """As in the plain loop; other tasks', which draw the same, have streams of their own."""
+    draw, drawn = CALLBACK_DRAWS[what], []
     noise = noise or (lambda k: torch.randn(4, 3))
-    each = task("a", Loader(noise=noise), callbacks=[DrawsAtEachStep(draw)])
-    beside = [task(f"other-{k}", Loader(noise=noise), seed=2) for k in range(others)]
-    report = train(each, *beside)
-    if noise is met:
-        [message] = [text for text in report.messages if text.startswith("a: ")]
-        names(message, says="its callbacks random")
-    else:
-        assert_as_plain(report, each, plain(Loader(noise=noise), on_step=draw))
-        assert not any("its callbacks" in text for text in report.messages)
-    for other in beside:
-        assert_as_plain(report, other, plain(Loader(noise=noise), seed=2))
+    calls = [DrawsAtEachStep(draw) for _ in range(1 + others)]
+    tasks = [task(f"t{k}", Loader(noise=noise), seed=k, dropout=0.5, callbacks=[calls[k]]) for k in range(1 + others)]
+    report = train(*tasks)
+    for k, each in enumerate(tasks):
+        drawn.clear()
+        step = lambda: drawn.append(draw())  # noqa: E731
+        assert_as_plain(report, each, plain(Loader(noise=noise), seed=k, dropout=0.5, on_step=step))
+        assert calls[k].drawn == drawn
+    assert not report.messages
 
 
-def test_what_a_callback_draws_as_a_layer_does_is_told():
-    layers = nn.Sequential(*model(1), Noisy())
-    each = ModelTask(layers, nn.MSELoss(), Loader(), 0.05, 2, callbacks=[DrawsAtEachStep(np.random.rand)], seed=1)
-    # A draw that meets a read of the loader leaves this in doubt, too.
-    [message] = [text for text in train(each).messages if "its callbacks" in text]
-    names(message, task="task-0", says="its callbacks `numpy.random`")
+def test_what_a_callback_draws_as_a_layer_does_is_of_the_tasks_stream():
+    def layers():
+        return nn.Sequential(*model(1), Noisy())
+
+    each, calls = layers(), DrawsAtEachStep(np.random.rand)
+    trained = ModelTask(each, nn.MSELoss(), Loader(), 0.05, 2, name="a", callbacks=[calls], seed=1)
+    report, expected = train(trained), layers()
+    with left_alone():
+        result = reference.train(expected, nn.MSELoss(), Loader(), seed=1, lr=0.05, epochs=2, on_step=np.random.rand)
+    assert_as_plain(report, trained, (result, expected))
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_what_is_drawn_as_an_epoch_begins_is_told(epochs):
+def test_what_is_drawn_as_an_epoch_begins_is_of_the_tasks_stream():
     class Seeds(Callback):
         def on_epoch_begin(self, report, epoch):
             random.seed(epoch)
 
-    each = task("a", Loader(noise=from_random), epochs=epochs, callbacks=[Seeds()])
-    [message] = train(each).messages
-    names(message, task="a", says="its callbacks `random`")
+    class Seeded(Loader):
+        def __iter__(self):
+            random.seed(self.num_read // NUM_BATCHES)
+            return super().__iter__()
+
+    each = task("a", Loader(noise=from_random), callbacks=[Seeds()])
+    assert_as_plain(train(each), each, plain(Seeded(noise=from_random)))
 
 
-@pytest.mark.rest
-def test_a_long_call_that_draws_beside_others_that_do_is_told(monkeypatch):
-    """A loader that is read alone did not wait for its end."""
-    monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", 0.01)
-    draws, alone, stream = CallbackDraws("a", 0, set(), set), LoaderDraws("b", alone=True), Stream(state_of(5))
-    for _ in range(2):
-        with draws.calling():
-            random.random()
-            assert draws.message is None
-    with ExitStack() as until_after_the_call, draws.calling():
-        random.random()
-        until_after_the_call.enter_context(held(alone.reading(stream), random.random))
-    names(draws.message, task="a", says="its callbacks generators")
+def test_a_first_call_that_takes_long_is_alone_for_moments(monkeypatch):
+    monkeypatch.setattr("hydra_engine.data.draws.FIRST_CALLS_S", 0.01)
+    draws, stream = CallbackDraws("a"), Stream(state_of(5))
+    with draws.calling(stream, "on_step"), held(installed(Stream(state_of(6)))):
+        pass
+    assert stream.state.same_as(state_of(5))
 
 
 def test_what_somebody_drew_in_company_of_a_call_is_told():
-    draws = CallbackDraws("a", 0, set(), lambda: {"`random`"})
-    with beside_loaders() as turn:
-        in_thread(lambda: draw_in(draws)).join(PATIENCE_S)
-    assert turn.had_company
+    draws, stream = CallbackDraws("a"), Stream(state_of(5))
+    for _ in range(2):
+        with draws.calling(stream, "on_step"):
+            pass
+    with held(beside_loaders()), draws.calling(stream, "on_step"):
+        random.random()
     names(draws.message, task="a", says="its callbacks `random`")
 
 
-def draw_in(draws):
-    with draws.calling():
-        random.random()
-
-
-def weights():
-    torch.manual_seed(1)  # as who makes a model to be added
-    return [*nn.Linear(1, 2).weight.flatten().tolist(), torch.rand(()).item()]
-
-
-@pytest.mark.rest
-def test_what_a_callback_draws_from_torch_is_no_loaders(monkeypatch):
-    """Also while that is read alone; and no other callback's."""
-    monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", 0.01)
-    draws = [DrawsAtEachStep(draw) for draw in (weights, weights, lambda: torch.rand(()).item())]
-
-    loaders, num_met = [Loader(num_batches=60) for _ in draws], []
-
-    def wait(k):
-        """In the middle of a read, for a draw of the first one, which comes if its next batch has been asked for.
-
-        That batch's read may end after the one before this, which then casts a doubt on it: from there on its loader is
-        read alone, too, and would wait for the end of this read.
-        """
-        number = len(draws[0].drawn)
-        if k > 1 and loaders[0].num_read > number:
-            until(lambda: len(draws[0].drawn) > number or draws[0].is_over)
-            num_met.append(len(draws[0].drawn) - number)
-
-    noise = lambda k: torch.rand(4, 3) + random.random()  # noqa: E731
-    mine = task("mine", Loader(wait, noise))
-    others = [task(f"other-{k}", loaders[k], callbacks=[each]) for k, each in enumerate(draws)]
-    before = torch.get_rng_state()
-    report = train(mine, *others)
-    assert any(num_met)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert_as_plain(report, mine, plain(Loader(noise=noise)))
-    with torch.random.fork_rng():
-        expected = weights()
-    assert all(found == expected for each in draws[:2] for found in each.drawn)
-    again = DrawsAtEachStep(draws[2].draw)
-    train(task("other-2", Loader(num_batches=60), callbacks=[again]))
-    assert draws[2].drawn == again.drawn  # of the task's seed
-    assert len(set(again.drawn)) == len(again.drawn)
+def test_a_call_that_begins_to_draw_alone_moves_the_tasks_stream():
+    draws, stream = CallbackDraws("a"), Stream(capture())
+    before, expected = random.getstate(), [random.random() for _ in range(2)]
+    random.setstate(before)
+    found = []
+    for k in range(5):
+        with draws.calling(stream, "on_step"):
+            found += [random.random()] if k > 2 else []
+        assert random.getstate() == before
+    assert (found, draws.message) == (expected, None)
 
 
 # Loaders that read in a thread of their own

@@ -357,15 +357,15 @@ def test_a_loader_that_has_not_returned_is_waited_for():
 
     def end(report):
         assert asked.wait(WAIT_S)
-        raise StopTask
+        orchestra.stop_task("slow")
 
     def wait(report):
         assert held.gone.wait(WAIT_S)
 
-    callbacks = (At(1, end), At("end", forget))
+    callbacks = (At("end", forget),)
     slow = ModelTask(model_of(0), F.cross_entropy, Slow(), 1e-2, name="slow", callbacks=callbacks)
     held.see("task", slow)
-    second = task("second", At(2, wait))
+    second = task("second", At(1, end), At(2, wait))
     orchestra = orchestra_of(slow, second)
     del slow
     report = orchestra.train_models()
