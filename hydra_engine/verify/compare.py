@@ -44,6 +44,7 @@ _RULES = {
         "'task' says so), a backward draws random numbers, or something else writes to a parameter"
     ),
     "buffers": "rule 2: a buffer is changed elsewhere than in its layer's forward",
+    "random": "rule 1 or 12: something draws in a backward, or seeds torch's generator where the engine does not look",
     "flags": "rule 3: something changes modes or requires_grad elsewhere than in a callback",
     "validation": "rule 1: what a layer or the loss returns in eval() depends on more than inputs, weights and buffers",
     "averages": "rule 3: weights are changed elsewhere than by the optimizer",
@@ -58,7 +59,7 @@ class Difference(NamedTuple):
     """Where a training first departs from plain PyTorch's."""
 
     step: int  # training steps that were made; 0: before the first
-    what: str  # "loss", "weights", "buffers", "flags", "validation", "averages", "batch", "refused"
+    what: str  # an attribute of `Step`, or "batch", "validation", "averages", "refused"
     text: str
 
     @property
@@ -288,8 +289,6 @@ class _Trials:
         task.validation_interval = "epoch"
         task.precision, task.moments, task.split_weights, task.grad_scaler = "float32", "float32", None, None
         task.keep_best = task.patience = task.max_device_batch = task.nonfinite = None
-        # Else updates of the next step are in weights that a callback sees.
-        task.early_release, task.optimizer_device = False, "host"
         task.compile = False
         if self._micro_batches is not None or task.accumulation_steps == "auto":
             task.accumulation_steps = self._micro_batches or 1
@@ -305,8 +304,6 @@ class _Trials:
         for name in ("keep_best", "patience", "max_device_batch", "nonfinite"):
             if getattr(task, name) is not None:
                 yield f"{task.name}: without {name}, which a few steps do not show"
-        if task.early_release or task.optimizer_device != "host":
-            yield f"{task.name}: with updates between steps, so that the weights of each step can be looked at"
         if task.compile:
             yield f"{task.name}: without compile, whose results are those of plain PyTorch within rounding"
 
@@ -355,6 +352,8 @@ def difference(plain: Record, other: Record) -> Difference | None:
             names = _differing(getattr(mine, what), getattr(theirs, what))
             if names:
                 return Difference(k, what, f"after step {k}: {_listed(names)}")
+        if mine.random != theirs.random:
+            return Difference(k, "random", f"after step {k}: torch's random stream stands elsewhere")
         past = k // BATCHES
         pairs = zip(plain.validation_losses[:past], other.validation_losses[:past], strict=False)
         for number, (expected, found) in enumerate(pairs, 1):

@@ -28,6 +28,7 @@ class Step:
     weights: Mapping[str, Digest]  # by the user's name
     buffers: Mapping[str, Digest]
     flags: Mapping[str, bool]  # "training" of modules, "requires_grad" of parameters
+    random: Digest  # state of torch's generator, as callbacks see it; b"": not looked at
 
 
 @dataclass(kw_only=True)
@@ -63,6 +64,7 @@ class Recorder(Callback):
 
     def __init__(self, task: ModelTask, record: Record, pause_after: int | None = None) -> None:
         self._model, self._record, self._pause_after = task.model, record, pause_after
+        self._is_whole = task.accumulation_steps == 1  # else micro-batches have streams of their own
 
     def on_step(self, report: TaskReport) -> None:
         model = self._model
@@ -74,6 +76,7 @@ class Recorder(Callback):
             weights={name: digest(each) for name, each in model.named_parameters()},
             buffers={name: digest(each) for name, each in model.named_buffers()},
             flags=flags,
+            random=digest(torch.get_rng_state()) if self._is_whole else b"",
         )
         self._record.steps.append(step)
         if report.steps == self._pause_after:
