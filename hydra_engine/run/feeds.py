@@ -645,4 +645,4 @@ class Joining:
         )
         self._host_work.widen(task)  # over devices that came since it was planned
         if task.end.ending is not None:  # meanwhile
-            self._common.due.append(TaskStopped(planned.name, is_paused=task.end.is_paused))
+            self._common.events.put(TaskStopped(planned.name, is_paused=task.end.is_paused))  # once it is known
