@@ -109,6 +109,8 @@ def _loss(func: Any) -> Callable[..., Tensor]:
 _CORRECTED: dict[Any, Callable[..., Any]] = {_RNN: _rnn, _RNN_BACKWARD: _rnn_backward} | {f: _loss(f) for f in _LOSSES}
 
 
+# On fake tensors they end the process.
+_ABORTING = {torch.ops.aten._nested_tensor_from_tensor_list.default, torch.ops.aten._nested_tensor_from_mask.default}
 _DEVICE = torch.ops.prim.device.default  # fake tensors ask for it all the time
 _ATTENTION_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _ATTENTION = {getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in _ATTENTION_KERNELS}
@@ -373,6 +375,8 @@ class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subcla
         kwargs = kwargs or {}
         if self.is_paused or func is _DEVICE:
             return func(*args, **kwargs)
+        if func in _ABORTING and any(isinstance(each, FakeTensor) for each in pytree.tree_leaves(args)):
+            raise TypeError(f"{func}: nested tensors are not counted without values")
         draws = draws_random(func, args, kwargs)
         if self.is_in_backward:
             # Grad mode in backward means a checkpointed layer runs its forward again. It winds the process-wide
