@@ -109,8 +109,6 @@ def _loss(func: Any) -> Callable[..., Tensor]:
 _CORRECTED: dict[Any, Callable[..., Any]] = {_RNN: _rnn, _RNN_BACKWARD: _rnn_backward} | {f: _loss(f) for f in _LOSSES}
 
 
-# On fake tensors they end the process.
-_ABORTING = {torch.ops.aten._nested_tensor_from_tensor_list.default, torch.ops.aten._nested_tensor_from_mask.default}
 _DEVICE = torch.ops.prim.device.default  # fake tensors ask for it all the time
 _ATTENTION_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _ATTENTION = {getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in _ATTENTION_KERNELS}
@@ -375,8 +373,6 @@ class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subcla
         kwargs = kwargs or {}
         if self.is_paused or func is _DEVICE:
             return func(*args, **kwargs)
-        if func in _ABORTING and any(isinstance(each, FakeTensor) for each in pytree.tree_leaves(args)):
-            raise TypeError(f"{func}: nested tensors are not counted without values")
         draws = draws_random(func, args, kwargs)
         if self.is_in_backward:
             # Grad mode in backward means a checkpointed layer runs its forward again. It winds the process-wide
@@ -397,7 +393,7 @@ class _Watch(MemoryMeter):  # type: ignore[no-untyped-call]  # its __init_subcla
 
 def _described(argument: Any) -> Any:
     """Return an argument of an operation, of a tensor what is known without its values."""
-    if isinstance(argument, Tensor):
+    if isinstance(argument, Tensor) and argument.layout == torch.strided and not argument.is_nested:
         return argument.shape, argument.stride(), argument.dtype
     return argument if isinstance(argument, (*PLAIN, torch.dtype, torch.layout, torch.device)) else id(argument)
 
