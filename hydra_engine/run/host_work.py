@@ -43,6 +43,7 @@ from hydra_engine.tasks import AGAIN, Purpose
 
 # Of a lone task's time may go by in waiting for updates before a message says so.
 MOST_WAITED = 0.05
+LEAST_WAITED_S = 1.0  # in all, to be worth a message
 # Freed memory goes back to the system so often: what is needed again has to be taken again, page by page.
 TRIM_INTERVAL_S = 30.0
 
@@ -278,7 +279,7 @@ class HostWork:
                 task.notifier.end_lending()
                 doubts = task.state.observed.attributes.doubts(task.state.layout.shown)
                 is_alone = len(self._common.tasks) == 1 and not self._common.forgotten
-                share = task.updates_s / max(self._common.trace.now_s(), 1e-9)
+                share = task.updates_s / self._common.trace.now_s() if task.updates_s >= LEAST_WAITED_S else 0.0
                 doubts = [*doubts, *_of_validation(task), *(_of_updates(task, share) if is_alone else ())]
                 task.planned.doubts += [*task.notifier.messages, *(f"{task.name}: {doubt}" for doubt in doubts)]
                 with self._common.opening:  # its set-up may be at it

@@ -467,9 +467,6 @@ def test_arrays_that_differ_where_numpy_prints_nothing_have_forwards_of_their_ow
 class Auxiliary(Three):
     """Leaves a part of the loss in an attribute."""
 
-    def more(self):
-        self.auxiliary = torch.tensor(0.0)
-
     def inner(self, h):
         self.auxiliary = h.square().mean()
         return h
@@ -483,7 +480,8 @@ def test_a_loss_that_the_forward_leaves_in_an_attribute_is_refused():
         return F.mse_loss(output, target) + model.auxiliary
 
     with pytest.raises(
-        ValueError, match=r"loss_fn reads .*, auxiliary of the model \(Auxiliary\), .*: return that too"
+        ValueError,
+        match=r"loss_fn reads .*, auxiliary of the model \(Auxiliary\), .*: return that too",  # by its error
     ):
         train(module, functools.partial(loss_fn, module))
 
