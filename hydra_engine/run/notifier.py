@@ -169,6 +169,7 @@ class _Touched(TorchFunctionMode):
         return list(self._found)
 
 
+# More than 15 attributes: whom it calls, with what, and how far it has come, which one lock guards.
 class Notifier:
     """Tells one task's callbacks what happened, until one of them ends the task; the task's end is told all the same.
 
@@ -176,6 +177,7 @@ class Notifier:
     nothing more is told, and what waited for it goes on. What a callback raises goes to `put` as an event.
     """
 
+    # More than seven parameters: it is where a task's callbacks meet all that is theirs, and each is of another owner.
     def __init__(
         self,
         callbacks: Sequence[Callback],

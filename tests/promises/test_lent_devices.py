@@ -47,8 +47,9 @@ def batches(num=STEPS, size=5):
 
 
 def model_of(seed, width=8, extra=None):
-    torch.manual_seed(seed + 1)
-    layers = [nn.Linear(8, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Tanh(), nn.Linear(width, 3)]
+    with torch.random.fork_rng(devices=[]):  # of the task whose callback makes it
+        torch.manual_seed(seed + 1)
+        layers = [nn.Linear(8, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Tanh(), nn.Linear(width, 3)]
     return nn.Sequential(*layers[:3], *([] if extra is None else [extra]), *layers[3:])
 
 

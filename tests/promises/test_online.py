@@ -51,8 +51,9 @@ def batches(num=STEPS):
 
 
 def task(name, *callbacks, seed=0, **options):
-    torch.manual_seed(seed + 1)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
+    with torch.random.fork_rng(devices=[]):  # of the task whose callback makes it
+        torch.manual_seed(seed + 1)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
     options = {"partitioner": Presharded([1, 3, 4]), "seed": seed, **options}
     return ModelTask(model, F.cross_entropy, batches(), 1e-2, EPOCHS, name=name, callbacks=callbacks, **options)
 
@@ -224,8 +225,9 @@ def test_task_that_cannot_be_planned_leaves_the_others_alone():
         def forward(self, x):
             raise ZeroDivisionError
 
+    model = nn.Sequential(nn.Linear(8, 3), Fails())
+
     def add():
-        model = nn.Sequential(nn.Linear(8, 3), Fails())
         orchestra.add_task(ModelTask(model, F.cross_entropy, batches(), 1e-2, name="second"))
 
     first = task("first", at := At(2, add))

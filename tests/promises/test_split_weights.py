@@ -16,7 +16,6 @@ from partitioners import Presharded
 from tests import exact, zoo
 from tests.covering import covering
 from tests.promises.test_precision import both
-from tests.refused import refused
 
 SPLIT = {"precision": "bfloat16", "own": {"split_weights": True}}
 
@@ -197,9 +196,10 @@ def by_numpy(weight):
 @pytest.mark.parametrize(
     "write", [by_numpy, lambda weight: weight.data.mul_(2), lambda weight: weight.detach().zero_()]
 )
-def test_a_callback_that_writes_to_weights_is_refused(write):
-    with refused(layer="3.weight"):
-        trained(True, partial(Writes, write=write))
+def test_what_a_callback_writes_to_weights_is_taken_over(write):
+    found = [trained(is_split, partial(Writes, write=write)) for is_split in (True, False)]
+    assert_same(*found)
+    assert found[0][1].tasks["task-0"].losses != trained(True)[1].tasks["task-0"].losses
 
 
 def test_another_thread_reads_zeros():
