@@ -16,6 +16,7 @@ from partitioners import Presharded
 from tests import exact, zoo
 from tests.covering import covering
 from tests.promises.test_precision import both
+from tests.refused import refused
 
 SPLIT = {"precision": "bfloat16", "own": {"split_weights": True}}
 
