@@ -149,9 +149,9 @@ def make_states(
 def moments_ahead(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None
 ) -> dict[nn.Parameter, dict[str, Tensor]]:
-    """Make the moments of `make_states` before it is called, in memory that was written to; it gives them to states.
+    """Create the moments that `make_states` needs later, and write zeros to them.
 
-    The system finds a page at the first write to it, which for states takes longer than the step they are of.
+    The system allocates a page at the first write to it, which takes longer than the update itself.
     """
     apart = part_of(optimizer, optimizer.param_groups)
     apart.state = defaultdict(dict)

@@ -213,8 +213,7 @@ class TaskOptimizer:
         self._released: StepRecord | None = None  # of the step in progress, with early release
         self._committed = StepRecord()  # of the step before
         self._averages = Averages(task.ema_decay, self._slots)
-        self._narrows_moments = task.moments == "bfloat16"
-        self._moments = MOMENTS if self._narrows_moments else None
+        self._moments = MOMENTS if task.moments == "bfloat16" else None  # their dtype; None: the parameter's own
         self._freed = Freed()
         self._ahead: dict[tuple[int, ...], Future[MomentsAhead]] | None = None  # by the slots of a shard
         # Called before parameters, by slot, their averages or states change; None: any. It may wait.
@@ -440,7 +439,7 @@ class TaskOptimizer:
         return None if future is None or future.cancel() else future.result()
 
     def drop_ahead(self) -> None:
-        """Let go of what was made ahead and no update took: the cut has changed, or the task is over."""
+        """Discard the moments that no update has used: the cut has changed, or the task is over."""
         for future in (self._ahead or {}).values():
             future.cancel()
         self._ahead = {}
@@ -478,7 +477,7 @@ class TaskOptimizer:
         step = partial(_call_step, part, is_watched=not self._is_torchs)
         if casts:
             with pool.shown(without):
-                step_narrow(part, updates, factors, step, narrows_moments=self._narrows_moments)
+                step_narrow(part, updates, factors, step, narrows_moments=self._moments is not None)
             return
         updates = step_natively(part, updates, factors)
         if updates or without:  # nothing to widen: one step for all is the fewest calls
@@ -560,7 +559,7 @@ class TaskOptimizer:
             restore_optimizer(self.optimizer, state["optimizer"])
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(schedule["scheduler"])
-        for slot in self._slots if self._is_torchs and not self._narrows_moments else ():
+        for slot in self._slots if self._is_torchs and self._moments is None else ():
             states = self.optimizer.state.get(slot.parameter, {})
             for key, value in states.items():
                 if is_moment(value, slot.parameter):  # which may have been saved in bfloat16

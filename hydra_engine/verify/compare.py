@@ -1,4 +1,4 @@
-"""The comparison: one training in plain PyTorch, several by the engine, each of tasks that are made anew."""
+"""Trains tasks once in plain PyTorch and three times by the engine, and compares the results step by step."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def verify(
 
     Raises TypeError or ValueError for arguments, and what `make_tasks` raises. What the engine refuses is a difference.
     """
-    checked(steps=steps, devices=devices, **({} if micro_batches is None else {"micro_batches": micro_batches}))
+    _check_counts(steps=steps, devices=devices, **({} if micro_batches is None else {"micro_batches": micro_batches}))
     EmulatedDevice(memory)  # refuses a wrong size before any work
     trials = _Trials(make_tasks, -(-steps // BATCHES), memory, devices, micro_batches)
     plain = trials.plainly()
@@ -380,7 +380,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_SHOWN]) + more
 
 
-def checked(**numbers: int) -> None:
+def _check_counts(**numbers: int) -> None:
     """Raise TypeError or ValueError for an argument that is no number from 1 on."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int):
