@@ -334,4 +334,6 @@ class Epochs:
             raise ValueError(f"{self._name}: {EMPTY_VALIDATION}")
         self.stream.state = self.stream.state._replace(torch=outside.torch, device=outside.device)
         self._num_evaluations += 1
-        yield EvaluationOver(self._name, epoch + (self._task.validation_interval == "epoch"))
+        reached = epoch + (self._task.validation_interval == "epoch")
+        if reached < self._task.epochs:  # else its callbacks are called when the task is over
+            yield EvaluationOver(self._name, reached)

@@ -335,7 +335,7 @@ def test_a_stopped_task_stays_stopped(tmp_path):
     exact.assert_same_state(zoo.state(again.model), zoo.state(first.model))
 
 
-def test_a_callback_that_fails_at_the_last_step_is_saved_as_a_failure(tmp_path, monkeypatch):
+def test_a_callback_that_fails_at_the_last_epochs_end_is_saved_as_a_failure(tmp_path, monkeypatch):
     """Also where the task's end is saved before the thread that decides has heard of the failure."""
     ending, saved = threading.Event(), threading.Event()
     finish, note, save_end = HostWork.finish, Recovery.note, Saver.save_end
@@ -356,7 +356,7 @@ def test_a_callback_that_fails_at_the_last_step_is_saved_as_a_failure(tmp_path, 
         saved.set()
 
     class Fails(Callback):
-        def on_step(self, report):
+        def on_epoch(self, report, epoch):
             if report.steps == NUM_STEPS:
                 assert ending.wait(PATIENCE_S)
                 raise Boom
