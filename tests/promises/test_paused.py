@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset
 from hydra_engine import Callback, CheckpointError, PauseTask
 from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.run.loop import EngineRun
-from hydra_engine.run.recovery import Recovery
 from hydra_engine.schedule.graph import validate
 from hydra_engine.schedule.units import training_chain
 from hydra_engine.system.files import Disk
