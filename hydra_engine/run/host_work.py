@@ -223,8 +223,15 @@ class HostWork:
         self._common.when_told(task, partial(self._submit, task, "its end", finished))
 
     def _finished(self, task: RunningTask, *, is_settled: bool) -> None:
-        # The last epoch's end is told while weights are where they were.
-        let_go = partial(task.notifier.when_told, partial(self._common.later, partial(self._begin_end, task)))
+        # The last epoch's end is told while weights are where they were, and saved with what its calls leave.
+        save = partial(self._submit, task, "its end", partial(self._save_end, task, is_settled=is_settled))
+        try:
+            self._conclude(task)
+        finally:
+            task.notifier.when_told(partial(self._common.later, save))
+
+    def _save_end(self, task: RunningTask, *, is_settled: bool) -> None:
+        let_go = partial(self._common.later, partial(self._begin_end, task))
 
         def saved(error: BaseException | None) -> None:
             failed = _not_paused(task.name, error, is_saver=self._saves.report is not None)
@@ -232,10 +239,8 @@ class HostWork:
                 task.end.fail(Failed(task.name, failed, "its pause"))
             let_go()
 
-        try:
-            self._conclude(task)
-        finally:
-            self._saves.end(task, self._how_it_ended(task), is_settled=is_settled, then=saved)
+        task.end.write(task.report)  # callbacks may have failed since
+        self._saves.end(task, self._how_it_ended(task), is_settled=is_settled, then=saved)
 
     def _conclude(self, task: RunningTask) -> None:
         """Find out what became of a task, and say so."""
