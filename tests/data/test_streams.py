@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine import stream_seed
-from hydra_engine.data.draws import LayerDraws, register_draws
+from hydra_engine.data.draws import Redirected, register_draws
 from hydra_engine.data.streams import (
     GLOBAL_GENERATORS,
     RandomState,
@@ -114,7 +114,7 @@ def own(seed):
 
 
 def by_key(start):
-    return LayerDraws(TaskGenerator(start))
+    return Redirected(TaskGenerator(start))
 
 
 # What sends draws to a task's generator: a mode of all operations, or of those alone that may draw.
@@ -291,7 +291,7 @@ def test_what_does_not_draw_passes_no_mode():
             seen.append(func)
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    with LayerDraws(Sees(own(7))):
+    with Redirected(Sees(own(7))):
         torch.rand(2) @ torch.ones(2)
     assert seen == [torch.ops.aten.rand.default]
 
