@@ -675,10 +675,11 @@ class DrawsAsItLogs(Logger):
     ],
     ids=["a chain", "a forward of its own"],
 )
-def test_threads_and_a_logger_that_draw_fail_no_task_and_change_none(build, options):
+@pytest.mark.parametrize("accumulation_steps", [1, pytest.param(2, marks=pytest.mark.rest)])
+def test_threads_and_a_logger_that_draw_fail_no_task_and_change_none(build, options, accumulation_steps):
     torch.manual_seed(1)
     batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(6)]
-    nets = []
+    options, nets = options | {"accumulation_steps": accumulation_steps}, []
     for _ in range(3):
         torch.manual_seed(1)
         nets.append(build())
