@@ -468,20 +468,6 @@ class TaskState:
                 f"let layers use their attributes, hooks the module that they get, and the loss what forward returns"
             )
 
-    def check_draws(self) -> None:
-        """Refuse draws that several micro-batches would take in another order than the plain loop.
-
-        Where no shard is locked, what moved those generators is another thread.
-        """
-        if self.is_split and self.cut.locked:
-            option, remedy = self.split_by
-            for m, start in enumerate(self.staging.given.start):
-                if not self.staging.random[len(self.cut.shards), m].same_outside_torch(start):
-                    raise ValueError(
-                        f"{self.name}: a layer draws from `random` or `numpy.random` with {option}; draw from torch, "
-                        f"whose stream each micro-batch has its own of, or {remedy}"
-                    )
-
 
 def _repeated(stored: Tensor, again: Tensor) -> bool:
     """Return True if two runs of a forward gave the same. Kernels of a device may add in another order each time."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hydra_engine.adaptive import Adaptation
 from hydra_engine.capture import Uncut, UsesNotCarried, check_call
 from hydra_engine.checkpoints import SavedTask
-from hydra_engine.data import ALIGNMENT_BYTES, Batch, Beginning, CallbackDraws, Reader, Stream, capture, installed
+from hydra_engine.data import ALIGNMENT_BYTES, Batch, Beginning, Reader, Stream, UserDraws, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
 from hydra_engine.errors import DeviceFailed, DeviceLost, HostOutOfMemory, PauseTask, ShardDoesNotFit, StopTask
 from hydra_engine.host import (
@@ -404,7 +404,7 @@ class PlannedTask:
         self.is_paused = False  # it is saved and at rest: another one of its name may go on from there
         self.pause_wanted = False  # once it has joined others
         self.has_left = False  # its memory is given back: it is trained, or will not be
-        self.callback_draws = CallbackDraws(name)
+        self.callback_draws = UserDraws(name)
         # What callbacks may change: as the program has made it.
         source = task.model.__dict__["source"]
         self.roots = (task.model if source is None else source, task.loss_fn)
@@ -1221,7 +1221,7 @@ def _begin_epoch(
     task: ModelTask,
     report: TaskReport,
     stopping: list[StopTask | PauseTask],
-    draws: CallbackDraws,
+    draws: UserDraws,
     epoch: int,
     stream: Stream,
 ) -> None:
@@ -1229,7 +1229,7 @@ def _begin_epoch(
     if stopping:
         return
     try:
-        with draws.calling(stream, "on_epoch_begin"):
+        with draws.drawing(stream, "on_epoch_begin", is_call=True):
             for callback in task.callbacks:
                 callback.on_epoch_begin(report, epoch)
     except (StopTask, PauseTask) as stop:

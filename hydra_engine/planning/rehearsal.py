@@ -115,7 +115,6 @@ def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: O
         state.observed.changed_buffers = frozenset(state.staging.buffers)
         state.measured.staging_bytes = state.staging.num_bytes
         state.check_buffers()
-        state.check_draws()
         state.observed.draws = not state.end_of_forward().same_as(batch.main) and not state.is_split
         state.observed.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
         checks.check_settled(batch)

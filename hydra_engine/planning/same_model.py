@@ -17,7 +17,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hydra_engine.capture import called_with, carried, saved_hooks, settings, state_of
-from hydra_engine.data import RandomState, Stream, capture, copy_of, drawn_by_others, identical, installed, seeded
+from hydra_engine.data import (
+    RandomState,
+    Redirected,
+    Stream,
+    TaskGenerator,
+    capture,
+    copy_of,
+    identical,
+    installed,
+    seeded,
+)
 from hydra_engine.host import LayerFault, ModelLayout, Structure
 from hydra_engine.tasks import Model
 from partitioners.profile import noted
@@ -338,13 +348,16 @@ def check_converted(
             _put_back([source, *model._modules.values()]) as attributes,
             torch.set_grad_enabled(with_graph),
             installed(Stream(state)),
+            Redirected(own_draws := TaskGenerator(state.torch)),  # another thread may draw, too
         ):
             found = forward(args, kwargs)
-            results = pytree.tree_leaves(found)
-            if loss is None:
-                return results, capture()
-            results, drawn = [*results, *pytree.tree_leaves(loss(found))], capture()
-            if forward is own and (read := _read_of(source, attributes, partial(loss, found), state)):
+            results = [*pytree.tree_leaves(found), *(() if loss is None else pytree.tree_leaves(loss(found)))]
+            drawn = capture()._replace(torch=own_draws.state)
+            if (
+                loss is not None
+                and forward is own
+                and (read := _read_of(source, attributes, partial(loss, found), state))
+            ):
                 raise LayerFault(
                     f"loss_fn reads what the model's own forward leaves in an attribute, {' and '.join(read)}, and "
                     f"layers leave it in copies of the model: return that too, and let loss_fn take it from the output"
@@ -367,8 +380,6 @@ def check_converted(
         lambda with_graph: (run(own, with_graph), run(layers, with_graph)), training=training
     )
     if not torch.equal(drawn.torch, redrawn.torch):
-        if others := drawn_by_others():
-            return others  # who drew what, nobody can tell
         raise LayerFault(
             f"the layers that the model's own forward was made into draw other random numbers than the forward "
             f"itself ({mode} mode); let it draw with torch's functions from torch's generator, and not seed that"
@@ -426,7 +437,7 @@ def _read_of(
             for module, name, before in without:
                 vars(module).pop(name)
                 vars(module).update({name: before[name]} if name in before else {})
-            with torch.no_grad(), installed(Stream(state)):
+            with torch.no_grad(), installed(Stream(state)), Redirected(TaskGenerator(state.torch)):
                 return repr(pytree.tree_map_only(Tensor, Tensor.tolist, loss()))
         except Exception:
             return None

@@ -658,7 +658,7 @@ class ModelOrchestrator:
                 messages += [text for each in trained for text in (*each.reader.messages, *each.doubts)]
                 messages += [] if run is None else [*run.workers.messages, *run.messages]
                 messages += tasks.unclaimed(found, messages)
-                self.report = tasks.joined(report, messages)
+                self.report = tasks.joined(report, list(dict.fromkeys(messages)))
         failed = [task for task in self.report.tasks.values() if task.status == FAILED]
         if len(failed) == len(self.report.tasks):
             self.report.raise_failures()
