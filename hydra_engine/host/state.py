@@ -347,9 +347,9 @@ class TaskState:
         """Take the model over from its user, into memory of `host`'s."""
         self.pool.open(self.cut.shards, host)
 
-    def close(self) -> None:
-        """Give the model back to its user, and let go of the step in progress."""
-        self.pool.close()
+    def close(self, *, keeps: bool = False) -> None:
+        """Give the model back to its user, and let go of the step in progress. keeps: as `HostPool.close`'s."""
+        self.pool.close(keeps=keeps)
         self.staging = StepStaging()
 
     def cut_at(self, boundaries: Sequence[int], skips: Sequence[Skip] | None = None) -> None:
