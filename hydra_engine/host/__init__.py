@@ -4,7 +4,7 @@ from hydra_engine.host.blocked import has_step_hooks, is_moment, part_of, step_n
 from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.hooks import check_no_hooks, has_hooks
 from hydra_engine.host.layout import LayerFault, ModelLayout, Shard, Slot, Structure, writes
-from hydra_engine.host.measured import Measured, UnitBytes
+from hydra_engine.host.measured import KnownUnits, Measured, UnitBytes
 from hydra_engine.host.optimizer import (
     TORCHS,
     DeviceUpdate,

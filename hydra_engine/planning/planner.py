@@ -939,7 +939,8 @@ class Planner:
         target, saved, is_auto = self._target, self._planned.saved, self._task.accumulation_steps == "auto"
         batches = [self._sample(), *([self._read(training=False)] if self._validates else [])]
         return (
-            *(type(target.device), target.device.torch_device, target.device.has_arena, target.budget),
+            *(type(target.device), target.device.torch_device, target.device.ceilings_name),
+            *(target.device.has_arena, target.budget),
             *(target.num_threads, tuple(each.memory_bytes for each in target.spread_devices), self.state.max_devices),
             target.together,
             self.state.pool.splits,
