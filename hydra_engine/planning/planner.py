@@ -34,6 +34,7 @@ from hydra_engine.host import (
     TaskState,
     check_no_hooks,
     has_hooks,
+    kept_pools,
     layout_of,
 )
 from hydra_engine.planning.adoption import Rehearsals, Rehearsed, signature_of
@@ -671,7 +672,8 @@ class PlannedTask:
             num_micro_batches = max(num_micro_batches, len(devices))
             self.speedups = self.adaptation.speedups(len(devices))  # of a task that goes on
         self.spreading, self.num_micro_batches = Spreading(), num_micro_batches
-        beside_bytes = 0 if self.state.pool.is_open else self.training_bytes
+        pool = self.state.pool
+        beside_bytes = 0 if pool.is_open else self.training_bytes - pool.kept_bytes
         self.spreading = self.estimate.spreading(devices, num_micro_batches, beside_bytes, self._limit)
         self._most_devices = len(devices)
 
@@ -809,6 +811,7 @@ class PlannedTask:
     def leave(self) -> None:
         """It is trained, or will not be: nobody counts on what it has in DRAM any more."""
         self.has_left = True
+        self.state.pool.let_go()
         self._limit.leave(self)
 
 
@@ -936,7 +939,8 @@ class Planner:
         target, saved, is_auto = self._target, self._planned.saved, self._task.accumulation_steps == "auto"
         batches = [self._sample(), *([self._read(training=False)] if self._validates else [])]
         return (
-            *(type(target.device), target.device.torch_device, target.device.has_arena, target.budget),
+            *(type(target.device), target.device.torch_device, target.device.ceilings_name),
+            *(target.device.has_arena, target.budget),
             *(target.num_threads, tuple(each.memory_bytes for each in target.spread_devices), self.state.max_devices),
             target.together,
             self.state.pool.splits,
@@ -1282,8 +1286,13 @@ def check_dram(planned: list[PlannedTask]) -> None:
         against = _against_split(each) if each.task.split_weights else None
         if against is not None:
             raise ValueError(f"{each.name}: split_weights: {against}; leave it out")
+    own = {each.state.pool for each in planned}
     needed = sum(each.training_bytes for each in planned)
-    available = dram.available_dram_bytes()
+    available = dram.available_dram_bytes() + sum(pool.kept_bytes for pool in own)
+    if needed > available:
+        for other in set(kept_pools()) - own:  # of those that may never train
+            other.let_go()
+        available = dram.available_dram_bytes() + sum(pool.kept_bytes for pool in own)
     if needed > available:
         _split_weights(planned)
         needed = sum(each.training_bytes for each in planned)
