@@ -136,6 +136,8 @@ class FakeCuda:
         try:
             yield self
         finally:
+            if self._holders or self.registered or any(card.allocated_bytes for card in self.cards):
+                gc.collect()  # what lies in cycles goes while there is somebody to unlock it
             patch.undo()
             device._streams.cache_clear()
             device._library_bytes.cache_clear()
@@ -143,8 +145,6 @@ class FakeCuda:
 
     def check_all_left_as_found(self):
         """What holds once everything that used it is closed."""
-        if self._holders or self.registered or any(card.allocated_bytes for card in self.cards):
-            gc.collect()
         assert not self.misuses, self.misuses
         assert not self._holders, "copies that nobody has waited for"
         if all(card.lost is None for card in self.cards):  # or the process is about to end

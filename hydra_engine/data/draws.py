@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hydra_engine.capture import draw_apart_in
 from hydra_engine.data.streams import (
     GLOBAL_GENERATORS,
+    MOST_S,
     TORCH,
     RandomState,
     Stream,
@@ -98,7 +99,9 @@ class UserDraws:
     def _apart(self, stream: Stream, is_call: bool) -> Iterator[None]:
         before, thread, outside = stream.state, threading.get_ident(), None
         try:
-            with GLOBAL_GENERATORS.turn(stream, may_end=is_call) as turn:
+            # Another task's loader may hang in its turn, which is no matter to a callback that draws nothing.
+            patience_s = MOST_S if is_call and not self.drawn else None
+            with GLOBAL_GENERATORS.turn(stream, may_end=is_call, patience_s=patience_s) as turn:
                 outside = turn.outside
                 yield
         finally:

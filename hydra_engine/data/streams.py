@@ -8,6 +8,7 @@ without a lock; how, and a loader's, as `hydra_engine/data/draws.py` says.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import random
 import threading
@@ -163,30 +164,41 @@ class GlobalGenerators:
         return not self._turns
 
     @contextmanager
-    def turn(self, stream: Stream | None = None, *, may_end: bool = False) -> Iterator[Turn]:
-        """Have them for the body, which moves the stream; may_end: after `MOST_S`, if another thread waits."""
+    def turn(
+        self, stream: Stream | None = None, *, may_end: bool = False, patience_s: float | None = None
+    ) -> Iterator[Turn]:
+        """Have them for the body, which moves the stream.
+
+        may_end: after `MOST_S`, if another thread waits. patience_s: after which the body runs without them.
+        """
         turn = Turn(stream, may_end=may_end)
         try:  # an exception out of a signal handler finds the turn noted, or not begun
             with self._changed:
-                self._wait()
-                turn.since_s, self._num_turns = time.monotonic(), self._num_turns + 1
-                turn.outside = None if stream is None else capture()
-                self._turns.append(turn)
-                if stream is not None:
-                    install(stream.state)
+                if self._wait(patience_s):
+                    turn.since_s, self._num_turns = time.monotonic(), self._num_turns + 1
+                    turn.outside = None if stream is None else capture()
+                    self._turns.append(turn)
+                    if stream is not None:
+                        install(stream.state)
             yield turn
         finally:
             with self._changed:
                 if turn in self._turns:
                     self._end(turn)
 
-    def _wait(self) -> None:
+    def _wait(self, patience_s: float | None) -> bool:
+        until_s = math.inf if patience_s is None else time.monotonic() + patience_s
         while self._turns and self._turns[0].thread != threading.get_ident():
-            turn, left_s = self._turns[0], None
-            if turn.may_end and (left_s := turn.since_s + MOST_S - time.monotonic()) <= 0:
+            turn, now_s = self._turns[0], time.monotonic()
+            ends_s = turn.since_s + MOST_S if turn.may_end else math.inf
+            if ends_s <= now_s:
                 self.take_from(turn.thread)
+            elif until_s <= now_s:
+                return False
             else:
-                self._changed.wait(left_s)
+                next_s = min(ends_s, until_s)
+                self._changed.wait(None if next_s == math.inf else next_s - now_s)
+        return True
 
     def _end(self, turn: Turn) -> None:
         self._turns.remove(turn)

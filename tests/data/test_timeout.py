@@ -169,10 +169,10 @@ def test_waiting_for_anothers_loader_does_not_count(hanging, monkeypatch):
     """A task of a shorter time-out stands behind one that takes long, and is not to blame."""
     slow, wait = hanging(1), GlobalGenerators._wait
 
-    def waits(generators):
+    def waits(generators, patience_s):
         if slow.hangs.is_set() and threading.current_thread().name.startswith("dropout-"):
             slow.go_on.set()
-        wait(generators)
+        return wait(generators, patience_s)
 
     class Meets(Callback):
         def on_step(self, report):
