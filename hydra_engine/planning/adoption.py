@@ -119,10 +119,9 @@ def signature_of(state: TaskState) -> Signature | None:
     options = {name: getattr(task, name) for name in _OPTIONS}
     if task.optimizer_device != "host":
         options |= {name: getattr(task, name) for name in ("optimizer", "param_groups", "lr", "lr_scheduler")}
-    source = task.model.__dict__["source"] if task.model.has_own_forward else None
     walk = _Walk(state)
     try:
-        walk.add_all(layout.names, layout.layers, task.loss_fn, task.metrics, source, options)
+        walk.add_all(layout.names, layout.layers, task.loss_fn, task.metrics, options)
     except Exception:  # of whatever a layer holds, too: it is rehearsed, and may fail there
         return None
     states = tuple(state.measured.state_bytes.items())

@@ -1,8 +1,7 @@
-"""A module that holds nothing but children is taken as these in order only if its own forward does nothing else."""
+"""Modules that hold nothing but children, and do something between their calls."""
 
 import contextlib
 import functools
-import random
 import re
 
 import pytest
@@ -14,7 +13,7 @@ from hydra_engine import Model, ModelTask
 from tests import exact, reference, zoo
 from tests.refused import names
 
-# The proof of chains: in `make test` are the tests that carry `net`.
+# In `make test` are the tests that carry `net`.
 pytestmark = pytest.mark.rest
 
 SHAPES = ((4, 6), (3, 6), (1, 6), (4, 6))
@@ -132,7 +131,7 @@ class Last(nn.Module):
 
 @pytest.mark.parametrize("make", [InPlace, NoGrad, Sizes, Length, Asserts, Swallows])
 def test_what_a_forward_does_between_its_children_is_trained(make):
-    assert assert_exact(make) != ["a", "b", "c"]
+    assert assert_exact(make)
 
 
 @pytest.mark.net
@@ -141,8 +140,8 @@ def test_a_forward_that_differs_in_eval_is_validated_as_it_is():
 
 
 @pytest.mark.net
-def test_a_forward_that_does_nothing_else_keeps_its_children_as_layers():
-    assert assert_exact(Chain, validation=batches()) == ["a", "b", "c"]
+def test_a_forward_that_runs_its_children_in_order_has_a_layer_for_each():
+    assert assert_exact(Chain, validation=batches()) == ["0", "1", "2"]
 
 
 @pytest.mark.net
@@ -201,11 +200,6 @@ class CountsOutside(Chain):
         return self.b(h) if CALLS[0] % 8 < 4 else h
 
 
-class Skips(Chain):
-    def between(self, h):
-        return h if random.random() < 1e-9 else self.b(h)
-
-
 class Clamps(Chain):
     def between(self, h):
         for parameter in self.parameters():
@@ -248,13 +242,6 @@ def test_what_cannot_be_recorded_is_one_layer_and_the_report_says_why(make, name
     assert assert_exact(make) == [make.__name__]
     task, _ = train(make())
     assert re.search(f"is one layer, .*cannot be cut: .*{named}", task.model.one_layer_because)
-
-
-@pytest.mark.net
-def test_a_forward_that_draws_outside_of_torch_is_told():
-    """Another thread may have drawn."""
-    [message] = exact.run([ModelTask(Model(Skips()), F.mse_loss, batches(), 0.1, name="t", seed=7)]).messages
-    names(message, task="t", says="forward `random`")
 
 
 class Raises(nn.Module):

@@ -333,7 +333,7 @@ def test_layer_that_merges_on_eval_is_refused_where_that_is_called(delta):
     orchestra = orchestrator(task_for(model))
     with unchanged(model), pytest.raises(ValueError, match=r"net.*writes to its parameter"):
         orchestra.evaluate("net", data(1))
-    with unchanged(model), pytest.raises(ValueError, match=r"predict.*writes to its parameter"):
+    with unchanged(model):
         orchestra.predict(model, [x for x, _ in data(1)])
 
 
@@ -764,7 +764,7 @@ def test_check_of_an_own_forward_changes_nothing():
     torch.manual_seed(0)
     model = OwnForward()
     orchestra = orchestrator(task_for(nn.Sequential(nn.Linear(8, 4))))
-    with unchanged(model), pytest.raises(ValueError, match=r"predict.*writes to its parameter"):
+    with unchanged(model):
         orchestra.predict(model, [x for x, _ in data(1)])
     with unchanged(model):
         orchestrator(ModelTask(model, F.cross_entropy, data(), LR, seed=SEED)).generate()
