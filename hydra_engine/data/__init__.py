@@ -35,7 +35,6 @@ from hydra_engine.data.streams import (
     TaskGenerator,
     capture,
     copied,
-    drawn_by_others,
     installed,
     seeded,
     stream_seed,

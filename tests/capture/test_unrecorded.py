@@ -479,7 +479,7 @@ class WritesInput(nn.Module):
 def test_a_batch_that_is_written_to_is_refused_though_nothing_reads_it():
     data = [((x, torch.ones(len(x), 1)), y) for x, y in batches()]
     task = ModelTask(Model(WritesInput(), example=data[0][0]), F.mse_loss, data, 1e-3, name="t")
-    with pytest.raises(ValueError, match="works in place on the inputs of a batch"):
+    with pytest.raises(ValueError, match="work in place on the inputs of a batch"):
         exact.run([task])
 
 

@@ -333,7 +333,7 @@ def test_layer_that_merges_on_eval_is_refused_where_that_is_called(delta):
     orchestra = orchestrator(task_for(model))
     with unchanged(model), pytest.raises(ValueError, match=r"net.*writes to its parameter"):
         orchestra.evaluate("net", data(1))
-    with unchanged(model):
+    with unchanged(model), pytest.raises(ValueError, match=r"predict.*writes to its parameter"):
         orchestra.predict(model, [x for x, _ in data(1)])
 
 
