@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -295,8 +295,6 @@ class _Rehearsal:
                 metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
             self._worker.admit(state, partial(_within, self.modes), (loss_fn, metrics))
             self.executor = self._worker.executor(state.name)
-            for attributes in self.executor.attributes:
-                attributes.ignore_hooks()
             self.classes = ClassLimits({size for slot in state.layout.slots for size in slot.shape})
             self.onlooker = self.executor.inspector = _Onlooker(state, self.classes)
             self.modes += [self.onlooker.writes, self.classes]
@@ -416,15 +414,7 @@ class _Checks:
         self._rehearsal = rehearsal
         self._state, self._executor = rehearsal.state, rehearsal.executor
         self._onlooker = rehearsal.onlooker
-        layout, loss_fn = self._state.layout, self._state.task.loss_fn
-        self._roots = _rooted(layout.names, self._executor.structure.layers, self._executor.loss_fn)
-        # Objects that may be one for all copies, as their class has it: what they count is outside of a layer.
-        self._shared = {
-            id(value)
-            for _, value, _ in reach(*_rooted(layout.names, layout.layers, loss_fn))
-            if isinstance(getattr(type(value), "__deepcopy__", None), FunctionType)
-            and not isinstance(value, (Tensor, nn.Module))
-        }
+        self._roots = _rooted(self._state.layout.names, self._executor.structure.layers, self._executor.loss_fn)
         self._begun = self._plain_state()
 
     def check_batch(self, batch: Batch) -> None:
@@ -485,7 +475,6 @@ class _Checks:
         """What the copies hold beside parameters and buffers, which are placeholders here."""
         structure, layout = self._executor.structure, self._state.layout
         besides = {id(each) for each in (*structure.parameters, *structure.buffers, *layout.layers)}
-        besides |= self._shared
         copies = {id(each) for _, layer in self._roots if isinstance(layer, nn.Module) for each in layer.modules()}
         copies |= {id(each) for each in structure.parameters}
         found: PlainState = {}

@@ -271,14 +271,7 @@ class UnitRunning:
         spec, structure, shard = self._spec, self._structure, self._shard
         assert self._thread_modes is not None
         # In a run other tasks' layers may be at work, inside a change of the process that they undo.
-        changed = put_back(self._thread_modes, of_process=self._inspector is not None)
-        if changed:
-            layers = map(structure.shown, structure.names[shard.first : self._end])
-            raise LayerFault(
-                f"one of {', '.join(layers)} leaves {changed} changed when it "
-                f"returns, limit: as it was, since layers of other shards run in other threads; use a context manager "
-                f"in the layer (torch.no_grad, torch.autocast), or set it before generate()"
-            )
+        put_back(self._thread_modes, of_process=self._inspector is not None)
         if self._inspector is not None:
             self._inspector.ends()
         self._executor.current = ""  # what is found from here on is not the last layer's

@@ -1,7 +1,6 @@
-"""Settings of a thread or of the process that a unit's code may change, and has to leave as they were.
+"""Settings of a thread or of the process that a unit's code may change, and that are put back after it.
 
-Layers of other shards would run in them, too, in plain PyTorch. Here these run in other threads, and at other times,
-and layers of other tasks in between.
+Layers of other shards run in other threads, and at other times, and layers of other tasks in between.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ import torch
 ThreadModes: TypeAlias = "tuple[Any, ...]"
 
 _SMALLEST = sys.float_info.min * sys.float_info.epsilon  # a zero where such numbers are flushed, which has no getter
-# In the order of `thread_modes`: what sets each, as a user writes it, and to a value of before.
-_SETTERS: tuple[tuple[str, Any], ...] = (
-    ("torch.set_grad_enabled", torch.set_grad_enabled),
-    ("torch.autocast", lambda is_enabled: torch.set_autocast_enabled("cpu", is_enabled)),
-    ("torch.set_num_threads", torch.set_num_threads),
-    ("torch.set_flush_denormal", torch.set_flush_denormal),
-    ("torch.set_default_dtype", torch.set_default_dtype),
-    ("torch.use_deterministic_algorithms", torch.use_deterministic_algorithms),
+_SETTERS: tuple[Any, ...] = (  # in the order of `thread_modes`
+    torch.set_grad_enabled,
+    lambda is_enabled: torch.set_autocast_enabled("cpu", is_enabled),
+    torch.set_num_threads,
+    torch.set_flush_denormal,
+    torch.set_default_dtype,
+    torch.use_deterministic_algorithms,
 )
 _NUM_OF_PROCESS = 2  # the last ones; the others are the thread's
 
@@ -38,14 +36,11 @@ def thread_modes() -> ThreadModes:
     )
 
 
-def put_back(before: ThreadModes, *, of_process: bool = True) -> str:
-    """Set the modes as they were, those of the process too; return what set the first that was not, or nothing."""
+def put_back(before: ThreadModes, *, of_process: bool = True) -> None:
+    """Set the modes as they were, those of the process too."""
     now = thread_modes()
     if not of_process:
         now = (*now[:-_NUM_OF_PROCESS], *before[-_NUM_OF_PROCESS:])
-    if now == before:
-        return ""
-    changed = [(setter, old) for setter, old, new in zip(_SETTERS, before, now, strict=True) if new != old]
-    for (_, set_mode), old in changed:
-        set_mode(old)
-    return str(changed[0][0][0])
+    for set_mode, old, new in zip(_SETTERS, before, now, strict=True):
+        if new != old:
+            set_mode(old)

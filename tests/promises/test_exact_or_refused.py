@@ -77,7 +77,7 @@ UNSEEN = """
     late_work_in_place_on_validation_after_copies_in_training
     layer_above_works_in_place_on_whole_part_of_list_batches layer_above_works_in_place_on_view_part_of_list_batches
     late_layer_above_works_in_place_on_whole_part_of_list_batches
-    late_layer_above_works_in_place_on_view_part_of_list_batches
+    late_layer_above_works_in_place_on_view_part_of_list_batches layer_leaves_gradients_changed
 """
 CASES = [
     pytest.param(name, where, marks=[pytest.mark.net] * (name in IN_THE_NET[where].split()))
