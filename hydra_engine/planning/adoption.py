@@ -22,7 +22,7 @@ from hydra_engine.data import residue
 from hydra_engine.host import Cut, Measured, Observed, TaskState, has_hooks
 from hydra_engine.planning.cuts import CutChoice, PredictedCut
 from hydra_engine.tasks import Purpose
-from partitioners.reach import PLAIN
+from partitioners.reach import PLAIN, Shared
 
 Signature: TypeAlias = "tuple[Hashable, ...]"
 
@@ -119,9 +119,10 @@ def signature_of(state: TaskState) -> Signature | None:
     options = {name: getattr(task, name) for name in _OPTIONS}
     if task.optimizer_device != "host":
         options |= {name: getattr(task, name) for name in ("optimizer", "param_groups", "lr", "lr_scheduler")}
+    source = task.model.source if task.model.is_converted else None
     walk = _Walk(state)
     try:
-        walk.add_all(layout.names, layout.layers, task.loss_fn, task.metrics, options)
+        walk.add_all(layout.names, layout.layers, task.loss_fn, task.metrics, source, options)
     except Exception:  # of whatever a layer holds, too: it is rehearsed, and may fail there
         return None
     states = tuple(state.measured.state_bytes.items())
@@ -171,6 +172,8 @@ class _Walk:
     def _add_object(self, value: Any) -> None:
         """Write down a container and what it contains, an object and its attributes, or else its text."""
         self.add(type(value))
+        if isinstance(value, Shared):  # the place of a layer, whose text tells the rest
+            return
         if isinstance(value, Mapping):
             self._add_items(value)
         elif isinstance(value, (list, tuple, deque)):

@@ -295,6 +295,8 @@ class _Rehearsal:
                 metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
             self._worker.admit(state, partial(_within, self.modes), (loss_fn, metrics))
             self.executor = self._worker.executor(state.name)
+            for attributes in self.executor.attributes:
+                attributes.ignore_hooks()
             self.classes = ClassLimits({size for slot in state.layout.slots for size in slot.shape})
             self.onlooker = self.executor.inspector = _Onlooker(state, self.classes)
             self.modes += [self.onlooker.writes, self.classes]

@@ -97,6 +97,11 @@ class Attributes:
         self._known.add(id(container))
         self._nodes.append(_Node(container, layer, attribute, is_own))
 
+    def ignore_hooks(self) -> None:
+        """Look for no hooks on modules that had none: on trial, there are some that watch what a layer does."""
+        del self._nodes[len(self._views) :], self._saved[len(self._views) :]
+        self._hooks = []
+
     def is_changed(self) -> bool:
         """Return True if anything is not as it was: by identity, so that an equal object may count as changed."""
         if self._num_hooks != RemovableHandle.next_id:
