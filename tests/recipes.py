@@ -1122,7 +1122,7 @@ for _start in (0, 10):
         f"dataset_draws_from_{name}_after_{_start}": lambda name=name, start=_start: around(
             nn.Dropout(0.2),
             loader=DataLoader(Drawing(DRAWS[name], start), batch_size=4, shuffle=True),
-            expect="doubted" if start and name != "torch" else "exact",
+            expect="exact",
         )
         for name in DRAWS
     }
@@ -1420,7 +1420,7 @@ def parameter_hook_reads_another_gradient():
 def parameter_hook_writes_another_parameter():
     layers = stack(nn.Linear(8, 8))
     layers[0].weight.register_hook(lambda _: (layers[1].weight.data.mul_(0.9), None)[1])
-    return {"layers": layers, "expect": "refused"}
+    return {"layers": layers, "expect": "exact"}
 
 
 @recipe
@@ -1428,7 +1428,7 @@ def parameter_hook_sorts_into_another_parameter():
     layers = stack(nn.Linear(8, 8))
     other, places = layers[1].weight, torch.empty(0, dtype=torch.long)
     layers[0].weight.register_hook(lambda _: (torch.sort(torch.ones(8, 8), out=(other.data, places)), None)[1])
-    return {"layers": layers, "expect": "refused"}
+    return {"layers": layers, "expect": "exact"}
 
 
 @recipe

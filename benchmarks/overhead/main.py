@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from hydra_engine import EmulatedDevice, Model, ModelOrchestrator, ModelTask
+from hydra_engine import Callback, EmulatedDevice, Model, ModelOrchestrator, ModelTask
 from hydra_engine.data import reader
 from hydra_engine.devices import Promise, lanes
 from hydra_engine.run.signals import Inbox
@@ -60,7 +60,7 @@ def streamed_s(batches, boundaries, memory="1GiB", model=None, loss_fn=None):
     return (loader.asked_s[-1] - loader.asked_s[2]) / (len(batches) - 2)
 
 
-def task(batches, boundaries, seed=0, model=None, loss_fn=None):
+def task(batches, boundaries, seed=0, model=None, loss_fn=None, callbacks=()):
     """The same training as a task."""
     return ModelTask(
         model or gpt(),
@@ -69,6 +69,7 @@ def task(batches, boundaries, seed=0, model=None, loss_fn=None):
         LR,
         optimizer=torch.optim.AdamW,
         partitioner=Presharded(boundaries),
+        callbacks=callbacks,
         seed=seed,
     )
 
@@ -89,6 +90,35 @@ def engine_s(tasks, num_devices=1, memory="1GiB"):
     seconds = time.perf_counter() - start_s
     report.raise_failures()
     return seconds, report
+
+
+class Reads(Callback):
+    """Has the model after each step, and does nothing."""
+
+    def on_step(self, report):
+        pass
+
+
+class ReadsNothing(Reads):
+    reads_model = False
+
+
+def called_s(batches, num_tasks, kinds):
+    """Seconds of tasks with callbacks of these classes."""
+    return engine_s([task(batches, [6], k, callbacks=[kind() for kind in kinds]) for k in range(num_tasks)])[0]
+
+
+def callbacks(pairs):
+    """What waiting for a callback costs a lone task, and one beside another, to the same without callbacks."""
+    batches = token_batches(12, 4, 64)
+    for num_tasks in (1, 2):
+        for name, kinds in {"none": (), "reads nothing": (ReadsNothing,), "reads the model": (Reads,)}.items():
+            ratios = []
+            for _ in range(pairs):
+                before = called_s(batches, num_tasks, ())
+                ratios.append(called_s(batches, num_tasks, kinds) / before)
+            print(f"callback of {num_tasks} task{'s' * (num_tasks > 1)}  {name:16} {spread(ratios)}", flush=True)
+            FIGURES.add(f"a callback that {name}, {num_tasks} tasks", ratios, better="less")
 
 
 def spread(ratios):
@@ -420,6 +450,7 @@ def weights_below(layers, end):
 EXPERIMENTS = {
     "shards": shards,
     "units": units,
+    "callbacks": callbacks,
     "calls": calls,
     "processor": processor,
     "parameters": parameters,

@@ -1,7 +1,7 @@
 """Batches and random streams: the loader's reader, positions in the data, memory of tensors."""
 
 from hydra_engine.data.batch import Batch
-from hydra_engine.data.draws import CallbackDraws, LayerDraws, beside_loaders, drawing_as_usual, register_draws
+from hydra_engine.data.draws import Redirected, UserDraws, drawing_apart, drawing_as_usual, register_draws
 from hydra_engine.data.indices import (
     Classes,
     ClassLimits,
@@ -29,7 +29,6 @@ from hydra_engine.data.reader import Reader
 from hydra_engine.data.signature import NO_BATCH, Signature
 from hydra_engine.data.streams import (
     GLOBAL_GENERATORS,
-    DrawsRefused,
     RandomState,
     Stream,
     TaskGenerator,

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from hydra_engine.adaptive import StepChoice
-from hydra_engine.data.draws import LoaderDraws
+from hydra_engine.data.draws import UserDraws
 from hydra_engine.data.memory import copy_in_dram, copy_of_array
 from hydra_engine.data.position import TaskPosition
 from hydra_engine.data.signature import Signature
@@ -96,7 +96,7 @@ class Splitter:
         self._max_devices = max_devices
         self._dtype = None if task.precision == "float32" else DTYPES[task.precision]
         self._planned: _Planned | None = None
-        self.draws = LoaderDraws(name, alone=task.loader_alone, what="its split= or loss_reduction=")
+        self.draws = UserDraws(name, alone=task.loader_alone)  # of split= and loss_reduction=
 
     def again(self, batch: Batch, number: int, *, for_plan: bool) -> Batch:
         """The same batch in another number of micro-batches. Raises ValueError where that draws otherwise."""
@@ -123,7 +123,7 @@ class Splitter:
             micro_batches, stream.state = self._micro_batches(item, read, number, for_plan)
         weight = 0.0 if training else float(batch_size(inputs))
         if callable(reduction) and not training:
-            with self.draws.reading(stream):
+            with self.draws.drawing(stream):
                 weight = float(reduction(target))
         read_whole = _taken_apart(self._name, inputs, target)
         whole = _own_pair(read_whole)
@@ -176,7 +176,7 @@ class Splitter:
         is_known = planned is not None and planned.inputs is item.inputs and planned.read is read
         if planned is None or not is_known or planned.number != number:
             stream = Stream(read)
-            with self.draws.reading(stream) if self._task.splits_by_user else nullcontext():
+            with self.draws.drawing(stream) if self._task.splits_by_user else nullcontext():
                 found = [_triple(each) for each in self._task.split(item.inputs, item.target, number)]
             planned = _Planned(item.inputs, read, number, found, stream.state)
         if for_plan:

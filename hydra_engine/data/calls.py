@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hydra_engine.data.streams import GLOBAL_GENERATORS
-from hydra_engine.system import TakenAway
+
+
+class LeftBehind(RuntimeError):
+    """A call came back after its thread was left behind."""
 
 
 class UserCalls:
@@ -28,14 +31,14 @@ class UserCalls:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Time the body, which is a call. Raises TakenAway where it came back after its thread was left behind."""
+        """Time the body, which is a call. Raises LeftBehind where it came back after its thread was."""
         self.begin()
         try:
             yield
         finally:
             self.end()
         if self.is_left:
-            raise TakenAway(f"{self._name}: its loader came back too late, and was left behind")
+            raise LeftBehind(f"{self._name}: its loader came back too late, and was left behind")
 
     def begin(self) -> None:
         """Count the time from now on: this thread makes a call."""

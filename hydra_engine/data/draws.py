@@ -1,310 +1,131 @@
-"""Sends what a loader or a layer draws to its task's random stream, whoever else reads and draws meanwhile.
+"""Sends what a task's loaders, callbacks and layers draw to its random stream, whoever else draws at the same time.
 
-What a thread draws from torch's global generator is sent to the task's, operation by operation, so that loaders are
-read side by side, and layers run beside them. `random` and `numpy.random` cannot be redirected: a loader that was seen
-to draw from them is read alone, with the task's states installed. What moves them elsewhere may be another thread: a
-message says so.
+What a thread draws from torch's global generator is sent to the task's, operation by operation. `random` and
+`numpy.random` cannot be redirected: code that was seen to draw from them in its first calls is called by one thread at
+a time, with the task's states installed. What moves them otherwise may be another thread: a message says so.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor
-from contextlib import contextmanager, nullcontext
-from enum import Enum
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.data.dataloader import _BaseDataLoaderIter  # a loader's iterator has no public class
 
 from hydra_engine.capture import draw_apart_in
 from hydra_engine.data.streams import (
     GLOBAL_GENERATORS,
+    TORCH,
     RandomState,
     Stream,
     TaskGenerator,
     ask,
-    capture,
-    draw_from,
-    drawn_by_others,
-    install,
-    installed,
-    is_elsewhere,
-    put_back_outside_torch,
     seeded,
     with_generator,
 )
-from hydra_engine.system import Hold, TakenAway
 
 # torch's own functions read the global generator here, and only C code knows it otherwise.
 _TORCH_RANDOM: Any = torch.random
 _GLOBAL: torch.Generator = torch.default_generator
 # A key of torch's dispatcher that nothing else uses. Where a thread includes it, kernels registered for it come first;
 # operations without one fall through to what they always were, at no cost (a dispatch mode makes each of them slow).
+# torch has no public key of that kind.
 _KEY = "TESTING_ONLY_GenericMode"
 
-_DEPTH = 3  # of attributes, from a loader to a thread
-
-# Opening an iterator and reading its first batch; the first calls of a callback's method.
-NUM_WATCHED = 2
-# A callback's first calls keep others from `random` and `numpy.random` no longer than this.
-FIRST_CALLS_S = 0.5
-NUM_OUTSIDE_TORCH = 2  # generators: of `random` and `numpy.random`
-
-_OWN = "let the callback draw from a generator of its own (random.Random(), numpy.random.default_rng())"
-_REMEDY = (
-    "let it draw from a generator of its own, or set loader_alone=True on the task, which reads it alone from the "
-    "beginning"
-)
+NUM_WATCHED = 2  # calls of one kind: opening an iterator and reading its first batch
 
 
-class _Company(Enum):
-    """The company in which a loader is read."""
+class UserDraws:
+    """Sends what one kind of a task's user code draws to the task's stream: its loader, `split=`, its callbacks.
 
-    WATCHED = "watched"  # alone, and looked at: its first reads, and all reads since it came into doubt
-    BESIDE = "beside"  # beside other loaders: it was seen to draw from torch at most
-    ALONE = "alone"  # it draws from generators that cannot be redirected, or its user says so
-
-
-class LoaderDraws:
-    """Reads a loader so that every draw is the plain loop's, alone or beside others.
-
-    The first reads are alone and watched. After them a loader that drew at most from torch is read beside others; if
-    `random`, `numpy.random` or torch's own state moves meanwhile, it is watched again, and a message says so: another
-    thread may have drawn.
+    The first calls have the process-wide generators to themselves, with the task's states installed; so have all later
+    ones once `random` or `numpy.random` has moved in one. Later draws there are the task's only where nothing else
+    draws.
     """
 
-    def __init__(self, name: str, *, alone: bool, what: str = "its loader") -> None:
-        """`what`: the code that draws. alone: its user says that it draws where nobody would expect it."""
-        self._name = f"{name}: {what}"
-        self._turn = _Company.ALONE if alone else _Company.WATCHED
-        self._num_watched = 0
-        self._doubt: str | None = None  # what somebody did that may have been this loader
+    def __init__(self, name: str, *, alone: bool = False) -> None:
+        """alone: its user says that it draws where nobody would expect it, such as in threads of its own."""
+        self._name = name
+        self._is_alone = alone
+        self._num_calls: Counter[str] = Counter()  # by what is called
+        self._moved: set[str] = set()  # generators that moved, not in a call's own turn
+        self._last: tuple[int, RandomState] | None = None  # the last turn's thread, and the states outside of it
         self.drawn: set[str] = set()  # which of `random` and `numpy.random` it was seen to draw from
-        self._num_reads = 0
-        self._outside: RandomState | None = None  # as its first read began
-        self._is_passed_by = False  # somebody drew from torch in its first reads, and not by this thread
-        self._threads: list[str] = []  # that it reads with
-        self._begun: set[str] = set()  # threads that were not there before its first reads
-        self._others_draw = False  # another thread was seen to draw from torch
 
     @property
     def message(self) -> str | None:
-        """Doubts about it, for the end of a run."""
-        if self._threads and self._is_passed_by:
-            return (
-                f"{self._name} reads in a thread of its own ({', '.join(self._threads)}), and something drew from "
-                f"torch's generator meanwhile, past the task's stream: results may be others in each run; draw the "
-                f"order in __iter__ itself, or give the sampler a generator of its own"
-            )
-        if self._doubt is None:
+        """Doubts about what was drawn, for the end of a run; the same of all of a task's user code."""
+        if not self._moved:
             return None
         return (
-            f"{self._name} may have drawn what is others': {self._doubt}; if it did, results are not those of plain "
-            f"PyTorch; {_REMEDY}"
+            f"{self._name}: `random`, `numpy.random` or torch's generator moved past the task's random stream while "
+            f"its loader was read or a callback called. If another thread drew, it matters where the task draws there. "
+            f"If the loader or a callback did, for the first time or in a thread of its own, results may differ in "
+            f"each run: let it draw from a generator of its own; loader_alone=True covers what is drawn during a read"
         )
 
     def resumed(self, before: RandomState, after: RandomState) -> None:
-        """Note what reads drew that are not watched: those of the process that was saved, and the way back to it."""
-        self._num_watched = -1  # the next read may only find the end of an epoch
+        """Note what the reads of a resume drew, which are made elsewhere."""
+        self._num_calls[""] = -1  # the next read may only find the end of an epoch
         self.drawn |= before.moved_outside_torch(after)
-        if self.drawn:
-            self._turn = _Company.ALONE
 
     @contextmanager
-    def reading(self, stream: Stream) -> Iterator[None]:
-        """Run the body, which reads the loader; its draws move the stream."""
-        self._num_reads += 1
-        others: set[threading.Thread] = set()
-        if self._num_reads <= NUM_WATCHED:
-            others.update(threading.enumerate())
-            self._outside = self._outside or _outside()
-        if self._turn is _Company.ALONE:
-            before = stream.state
-            with installed(stream):
-                watch = _Watch()
-                with _standing_in(watch) if self._num_reads <= NUM_WATCHED else nullcontext():
-                    yield
-                if self._num_reads <= NUM_WATCHED:
-                    self._is_passed_by |= watch.is_passed_by
-            if len(self.drawn) < NUM_OUTSIDE_TORCH:
-                self.drawn |= before.moved_outside_torch(stream.state)
-        else:
-            with self._watched(stream) if self._turn is _Company.WATCHED else self._beside(stream):
+    def drawing(
+        self, stream: Stream, what: str = "", *, is_call: bool = False, is_last: bool = False
+    ) -> Iterator[None]:
+        """Run the body, whose draws move the stream.
+
+        what: is called. is_call: a callback is, which may wait for another task. is_last: the task draws nothing after.
+        """
+        self._num_calls[what] += 1
+        is_apart = not is_last and (self._is_alone or bool(self.drawn) or self._num_calls[what] <= NUM_WATCHED)
+        mode = None if self._is_alone else TaskGenerator(stream.state.torch)
+        beside = GLOBAL_GENERATORS.beside(stream, self.drawn, self._moved)
+        try:
+            with self._apart(stream, is_call) if is_apart else beside, Redirected(mode, with_functions=True):
                 yield
-        if self._num_reads <= NUM_WATCHED:
-            self._begun |= {each.name for each in threading.enumerate() if each not in others}
-
-    def note_threads(self, *roots: Any) -> None:
-        """Look for threads that a loader, or its iterator, reads with; once it has given its first batch."""
-        if self._num_reads == NUM_WATCHED:
-            self._threads = _threads_of(roots) or sorted(self._begun)
-            now = _outside()
-            before = now if self._outside is None else self._outside
-            is_known = bool(before.torch.numel() and now.torch.numel())
-            self._is_passed_by |= is_known and not torch.equal(before.torch, now.torch)
+        finally:
+            if mode is not None:
+                stream.state = stream.state._replace(torch=mode.state)
 
     @contextmanager
-    def _watched(self, stream: Stream) -> Iterator[None]:
-        with installed(stream):
-            before = stream.state
-            watch = _Watch()
-            with _standing_in(watch):
+    def _apart(self, stream: Stream, is_call: bool) -> Iterator[None]:
+        before, thread, outside = stream.state, threading.get_ident(), None
+        try:
+            with GLOBAL_GENERATORS.turn(stream, may_end=is_call) as turn:
+                outside = turn.outside
                 yield
-            self._num_watched += 1
-            self.drawn |= before.moved_outside_torch(capture())
-            self._is_passed_by |= watch.is_passed_by
-            is_passed_by = watch.is_passed_by
-            if is_passed_by or self.drawn:
-                self._turn = _Company.ALONE
-            elif self._num_watched >= NUM_WATCHED and self._doubt is None:
-                self._turn = _Company.BESIDE
-        if is_passed_by and "torch's generator" in drawn_by_others():
-            self._others_draw = True
-            self._doubt = "another thread draws from torch's generator, in the middle of its reads"
-            if not watch.drew:
-                stream.state = stream.state._replace(torch=before.torch)
-            if not self.drawn:
-                self._turn = _Company.BESIDE
-
-    @contextmanager
-    def _beside(self, stream: Stream) -> Iterator[None]:
-        own = _Own(stream.state)
-        with GLOBAL_GENERATORS.beside() as turn:
-            before = _outside()
-            try:
-                with _standing_in(own):
-                    yield
-            finally:
-                stream.state = stream.state._replace(torch=own.generator.get_state())
-            after = _outside()
-            moved = _moved(before, after._replace(torch=before.torch) if self._others_draw else after)
-        if moved is None and not turn.is_in_doubt:
-            return
-        company = "beside others" if turn.had_company else "and it did not in its first batches"
-        self._doubt = f"somebody drew from {moved or '`random` or `numpy.random`'} while a batch was read, {company}"
-        self._turn = _Company.WATCHED
-
-
-def _threads_of(roots: Iterable[Any]) -> list[str]:
-    """Return names of the threads that these hold, in attributes and in variables of generators; none of torch's."""
-    found: dict[int, Any] = {}
-    level = list(roots)
-    for _ in range(_DEPTH):
-        holders = [each for each in level if id(each) not in found and not isinstance(each, _BaseDataLoaderIter)]
-        found |= {id(each): each for each in holders}
-        level = []
-        for each in holders:
-            level += getattr(each, "__dict__", {}).values()
-            level += inspect.getgeneratorlocals(each).values() if inspect.isgenerator(each) else ()
-            level += getattr(each, "_threads", ()) if isinstance(each, Executor) else ()
-    threads = (each for each in (*found.values(), *level) if isinstance(each, threading.Thread))
-    return sorted({each.name for each in threads if each is not threading.current_thread()})
+        finally:
+            moved = before.moved(stream.state)
+            self.drawn |= moved - {TORCH}
+            if not self._is_alone:  # else it is this code's, in whatever thread
+                self._moved |= moved & {TORCH}
+            if self._last is not None and outside is not None and self._last[0] == thread:
+                self._moved |= {TORCH, *self.drawn} & self._last[1].moved(outside)
+            self._last = None if outside is None else (thread, outside)
 
 
 @contextmanager
-def beside_loaders(*, is_call: bool = False) -> Iterator[None]:
-    """Run user code of no stream while loaders are read; is_call: it may take long, and nobody waits for its end."""
-    with GLOBAL_GENERATORS.beside(is_call=is_call), _standing_in(_Own(_outside())):
+def drawing_apart() -> Iterator[None]:
+    """Run user code of no stream: what it draws from torch moves nothing."""
+    with Redirected(TaskGenerator(ask(_GLOBAL.get_state)), with_functions=True):
         yield
-
-
-class CallbackDraws:
-    """Sends what a task's callbacks draw to the task's stream, as in the plain loop.
-
-    Draws from torch are sent there one by one. For `random` and `numpy.random` a call has the task's states installed,
-    and no other user code beside it: the first calls, for moments, and all calls once one was seen to draw there. A
-    later draw finds the process's states, which are the task's where nobody has drawn; else the end of the run says so.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._drawn: set[str] = set()
-        self._doubts: set[str] = set()
-        self._num_calls: Counter[str] = Counter()  # by what is called
-
-    @property
-    def message(self) -> str | None:
-        """Doubts about them, for the end of a run."""
-        if not self._doubts:
-            return None
-        return (
-            f"{self._name}: its callbacks, or another thread meanwhile, may have drawn from "
-            f"{' and '.join(sorted(self._doubts))}, which is no part of the task's stream there; if they did, results "
-            f"are not those of plain PyTorch; {_OWN}"
-        )
-
-    @contextmanager
-    def calling(self, stream: Stream, what: str = "", *, is_last: bool = False) -> Iterator[None]:
-        """Run the body, which calls the callbacks; what: is called. is_last: the task draws nothing after it."""
-        self._num_calls[what] += 1
-        own = _Own(stream.state)
-        try:
-            if not is_last and (self._drawn or self._num_calls[what] <= NUM_WATCHED):
-                with self._alone(stream), _standing_in(own):
-                    yield
-            else:
-                with self._beside(stream), _standing_in(own):
-                    yield
-        finally:
-            stream.state = stream.state._replace(torch=own.generator.get_state())
-
-    @contextmanager
-    def _alone(self, stream: Stream) -> Iterator[None]:
-        before, raised = stream.state, None
-        timer = threading.Timer(FIRST_CALLS_S, GLOBAL_GENERATORS.take_from, [threading.get_ident()])
-        timer.daemon = True
-        try:
-            with installed(stream):
-                if not self._drawn:  # it may wait for another task
-                    timer.start()
-                _HERE.timer = timer
-                try:
-                    yield
-                except BaseException as error:
-                    raised = error
-                timer.cancel()
-        except TakenAway:
-            stream.state = before
-        finally:
-            timer.cancel()
-            _HERE.timer = None
-        self._drawn |= before.moved_outside_torch(stream.state)
-        if raised is not None:
-            raise raised
-
-    @contextmanager
-    def _beside(self, stream: Stream) -> Iterator[None]:
-        with GLOBAL_GENERATORS.beside(is_call=True) as turn:
-            before = _outside()
-            yield
-            after = _outside()
-        moved = before.moved_outside_torch(after)
-        if moved and (turn.had_company or turn.is_in_doubt or not before.same_outside_torch(stream.state)):
-            self._doubts |= moved
-        elif moved:  # they were the task's
-            self._drawn |= moved
-            stream.state = stream.state._replace(python=after.python, numpy=after.numpy)
-            put_back_outside_torch(before)
 
 
 @contextmanager
 def drawing_as_usual() -> Iterator[None]:
     """Run the body, which is the engine's, where a callback has called it: it keeps streams apart by itself."""
-    if _HERE.stand_in is None:
+    if _HERE.mode is None:
         yield
         return
-    if _HERE.timer is not None:  # the callback has them alone
-        _HERE.timer.cancel()
-        GLOBAL_GENERATORS.take_from(threading.get_ident())
-    with _standing_in(None), _disable_current_modes():  # of who watches the callback
+    GLOBAL_GENERATORS.take_from(threading.get_ident())  # readers of other threads draw
+    with Redirected(None), _disable_current_modes():  # of who watches the callback
         modes: list[Any] = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
         try:
             yield
@@ -313,127 +134,57 @@ def drawing_as_usual() -> Iterator[None]:
                 _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
-def _outside() -> RandomState:
-    """Return the process-wide states as they are while nobody has replaced them; torch's is empty if unknown."""
-
-    def look(hold: Hold | None) -> RandomState:
-        if hold is None:
-            return capture()
-        found: RandomState | None = hold.outside
-        return capture()._replace(torch=torch.empty(0)) if found is None else found
-
-    return GLOBAL_GENERATORS.look(look)
-
-
-def _moved(before: RandomState, after: RandomState) -> str | None:
-    """Name the generators that were drawn from between the two, as an error says it."""
-    if not before.same_outside_torch(after):
-        return "`random` or `numpy.random`"
-    is_known = before.torch.numel() and after.torch.numel()
-    return "torch's global generator" if is_known and not torch.equal(before.torch, after.torch) else None
-
-
 # -- torch's global generator
 
 
-class _Own:
-    """A generator of the task's, which stands in for the global one."""
-
-    def __init__(self, state: RandomState) -> None:
-        self.state = state  # as it began
-        self.generator = torch.Generator()
-        if state.torch.numel():
-            self.generator.set_state(state.torch)
-
-    def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if is_elsewhere((*args, *kwargs.values())):
-            return op(*args, **kwargs)
-        return draw_from(self.generator, op, args, kwargs)
-
-    def attribute(self, name: str) -> Any:
-        return getattr(self.generator, name)
-
-
-class LayerDraws:
-    """Sends the body's draws, in this thread, to a task's generator, as its `TaskGenerator` does.
-
-    That sees only operations that may draw: as a dispatch mode of the whole body it would make all others slow, too.
-    """
-
-    def __init__(self, mode: TaskGenerator) -> None:
-        self._mode = mode
-        self._outer: _StandIn = None
-
-    def __enter__(self) -> TaskGenerator:
-        self._outer, _HERE.stand_in = _HERE.stand_in, self
-        torch._C._dispatch_tls_set_dispatch_key_included(_registered(), True)
-        return self._mode
-
-    def __exit__(self, *exc: object) -> None:
-        torch._C._dispatch_tls_set_dispatch_key_included(_registered(), self._outer is not None)
-        _HERE.stand_in = self._outer
-
-    def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with self._mode:
-            return op(*args, **kwargs)
-
-    def attribute(self, name: str) -> Any:
-        return getattr(_GLOBAL, name)
-
-
-draw_apart_in(lambda: LayerDraws(TaskGenerator(seeded(0))))
-
-
-class _Watch:
-    """Lets draws be, and sees those that come from no function of torch's in this thread."""
-
-    def __init__(self) -> None:
-        self._last = ask(_GLOBAL.get_state)
-        self._was_moved = False
-        self.drew = False  # by torch's functions
-
-    @property
-    def is_passed_by(self) -> bool:
-        """True if somebody drew past torch's functions, until now."""
-        return self._was_moved or not torch.equal(self._last, ask(_GLOBAL.get_state))
-
-    def run(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self._seen(partial(op, *args, **kwargs))
-
-    def attribute(self, name: str) -> Any:
-        method = getattr(_GLOBAL, name)
-        return (lambda *args: self._seen(partial(ask, method, *args))) if callable(method) else method
-
-    def _seen(self, job: Callable[[], Any]) -> Any:
-        self._was_moved, self.drew = self.is_passed_by, True
-        try:
-            return job()
-        finally:
-            self._last = ask(_GLOBAL.get_state)
-
-
-_StandIn: TypeAlias = "_Own | LayerDraws | _Watch | None"
-
-
 class _Here(threading.local):
-    """The stand-in of this thread, and what ends its turn alone while it calls a callback."""
+    """The generator of this thread, as `Redirected` has it."""
 
-    stand_in: _StandIn = None
-    timer: threading.Timer | None = None
+    mode: TaskGenerator | None = None
+    with_functions = False
 
 
 _HERE = _Here()
 
 
+class Redirected:
+    """Sends the body's draws, in this thread, to a task's generator; None: to the process's.
+
+    The mode sees only operations that may draw: as a dispatch mode of the whole body it would make all others slow.
+    """
+
+    def __init__(self, mode: TaskGenerator | None, *, with_functions: bool = False) -> None:
+        """with_functions: `torch.manual_seed`, `torch.get_rng_state` and the like mean the task's generator, too."""
+        self._here = mode, with_functions
+        self._outer: tuple[TaskGenerator | None, bool] = None, False
+
+    def __enter__(self) -> TaskGenerator | None:
+        key = _registered()
+        _USERS.add(1)
+        self._outer = _HERE.mode, _HERE.with_functions
+        _HERE.mode, _HERE.with_functions = self._here
+        torch._C._dispatch_tls_set_dispatch_key_included(key, _HERE.mode is not None)
+        return _HERE.mode
+
+    def __exit__(self, *exc: object) -> None:
+        _HERE.mode, _HERE.with_functions = self._outer
+        torch._C._dispatch_tls_set_dispatch_key_included(_THE_KEY, _HERE.mode is not None)
+        _USERS.add(-1)
+
+
+draw_apart_in(lambda: Redirected(TaskGenerator(seeded(0))))
+
+
 class _ByThread:
-    """Stands for the global generator in torch's functions: the stand-in of the thread that asks, or itself."""
+    """Stands for the global generator in torch's functions: that of the thread that asks, or itself."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_GLOBAL, name) if _HERE.stand_in is None else _HERE.stand_in.attribute(name)
+        mode = _HERE.mode if _HERE.with_functions else None
+        return getattr(_GLOBAL if mode is None else mode.generator, name)
 
 
-class _Readers:
-    """Counts the threads with a stand-in: only meanwhile torch's functions ask for it."""
+class _Users:
+    """Counts the threads with a generator of their own: only while there are any torch's functions ask for it."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -445,36 +196,17 @@ class _Readers:
             _TORCH_RANDOM.default_generator = _ByThread() if self._number else _GLOBAL
 
 
-_READERS = _Readers()
-
-
-@contextmanager
-def _standing_in(stand_in: _StandIn) -> Iterator[None]:
-    """Send the body's draws from torch's global generator, in this thread, to another one; None: to itself."""
-    key = _registered()
-    outer, was_included = _HERE.stand_in, torch._C._dispatch_tls_is_dispatch_key_included(key)
-    _READERS.add(1)
-    _HERE.stand_in = stand_in
-    torch._C._dispatch_tls_set_dispatch_key_included(key, stand_in is not None)
-    try:
-        yield
-    finally:
-        torch._C._dispatch_tls_set_dispatch_key_included(key, was_included)
-        _HERE.stand_in = outer
-        _READERS.add(-1)
+_USERS = _Users()
 
 
 def _leave_in_child() -> None:
-    """Give a process that was forked by a thread that reads, a loader's worker, the global generator as its own."""
-    stand_in, _HERE.stand_in = _HERE.stand_in, None
-    _READERS.__init__()  # type: ignore[misc]  # its lock may have been another thread's
+    """Give a process that was forked by a thread that reads, a loader's worker, its generator as the global one."""
+    mode, _HERE.mode = _HERE.mode, None
+    _USERS.__init__()  # type: ignore[misc]  # its lock may have been another thread's
     _TORCH_RANDOM.default_generator = _GLOBAL
-    if stand_in is not None:
-        torch._C._dispatch_tls_set_dispatch_key_included(_registered(), False)
-    # A fork in the middle of a read gets the stream's states. Where the read is watched, they are there already; and a
-    # layer leaves its fork as a dispatch mode would.
-    if isinstance(stand_in, _Own):
-        install(stand_in.state._replace(torch=stand_in.generator.get_state()))
+    if mode is not None:
+        torch._C._dispatch_tls_set_dispatch_key_included(_THE_KEY, False)
+        _GLOBAL.set_state(mode.state)
 
 
 os.register_at_fork(after_in_child=_leave_in_child)
@@ -527,11 +259,14 @@ def _kernel(op: Any, key: Any) -> Callable[..., Any]:
     include = torch._C._dispatch_tls_set_dispatch_key_included
 
     def draw(*args: Any, **kwargs: Any) -> Any:
-        stand_in, generator = _HERE.stand_in, kwargs.get("generator")
+        mode, generator = _HERE.mode, kwargs.get("generator")
         is_own = isinstance(generator, torch.Generator) and generator._cdata != _GLOBAL._cdata  # type: ignore[attr-defined]
         include(key, False)
         try:
-            return op(*args, **kwargs) if stand_in is None or is_own else stand_in.run(op, args, kwargs)
+            if mode is None or is_own:
+                return op(*args, **kwargs)
+            with mode:
+                return op(*args, **kwargs)
         finally:
             include(key, True)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader, StepChoice
 from hydra_engine.data.batch import Item
 from hydra_engine.data.calls import UserCalls
-from hydra_engine.data.draws import LoaderDraws
+from hydra_engine.data.draws import UserDraws
 from hydra_engine.data.generators import num_workers_of, putting_back, states_of
 from hydra_engine.data.position import (
     EpochStart,
@@ -47,7 +47,7 @@ class _Loader:
 
     def __init__(self, loader: Any, task: ModelTask, name: str, calls: UserCalls) -> None:
         self.loader = loader
-        self.draws = LoaderDraws(name, alone=task.loader_alone)
+        self.draws = UserDraws(name, alone=task.loader_alone)
         self._unpack = task.unpack
         self.calls = calls
 
@@ -68,7 +68,6 @@ class _Loader:
                     raise
                 if batch is not _END:
                     batch = self._unpack(batch)
-            self.draws.note_threads(self.loader, iterator)
             if batch is _END:
                 return
             yield batch
@@ -77,7 +76,7 @@ class _Loader:
     def _asking(self, stream: Stream) -> Iterator[None]:
         """Call user code; the time in which others' loaders were waited for does not count."""
         self.calls.prepare()
-        with self.draws.reading(stream), self.calls.timed():
+        with self.draws.drawing(stream), self.calls.timed():
             yield
 
 
@@ -164,7 +163,7 @@ class Epochs:
         self._items = self._sequence(start)
 
     @property
-    def draws(self) -> tuple[LoaderDraws, LoaderDraws]:
+    def draws(self) -> tuple[UserDraws, UserDraws]:
         return self._training.draws, self._validation.draws
 
     @property
@@ -334,4 +333,6 @@ class Epochs:
             raise ValueError(f"{self._name}: {EMPTY_VALIDATION}")
         self.stream.state = self.stream.state._replace(torch=outside.torch, device=outside.device)
         self._num_evaluations += 1
-        yield EvaluationOver(self._name, epoch + (self._task.validation_interval == "epoch"))
+        reached = epoch + (self._task.validation_interval == "epoch")
+        if reached < self._task.epochs:  # else its callbacks are called when the task is over
+            yield EvaluationOver(self._name, reached)

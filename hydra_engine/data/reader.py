@@ -17,14 +17,13 @@ import torch
 
 from hydra_engine.adaptive import Adaptation
 from hydra_engine.data.batch import Batch, Item, Splitter, own_pair, pair_bytes, pair_tensors
-from hydra_engine.data.calls import UserCalls
-from hydra_engine.data.draws import beside_loaders
+from hydra_engine.data.calls import LeftBehind, UserCalls
+from hydra_engine.data.draws import drawing_apart
 from hydra_engine.data.epochs import Epochs
 from hydra_engine.data.position import TaskPosition
 from hydra_engine.data.streams import RandomState, Stream, seeded
 from hydra_engine.errors import LoaderTimeout
 from hydra_engine.schedule import BatchReady, DataEnded, DataFailed, EpochAhead, EvaluationOver, Event
-from hydra_engine.system import TakenAway
 from hydra_engine.tasks import ModelTask, Purpose
 
 # A user's loader that does not return is left behind: its thread is a daemon.
@@ -123,7 +122,7 @@ class Reader:
         if self._pending is None:
             try:
                 self._pending = self._read_first()
-            except TakenAway:  # it was planned beside a run, which would not wait for it
+            except LeftBehind:  # it was planned beside a run, which would not wait for it
                 timeout_s = self._task.loader_timeout_s or math.inf
                 self._pending = LoaderTimeout(self._name, timeout_s, threading.current_thread().name)
                 raise self._pending from None
@@ -206,7 +205,7 @@ class Reader:
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Call the task's other user code, in this reader's thread: what it draws is nobody's, and it may be late."""
-        with beside_loaders(), self._calls.timed():
+        with drawing_apart(), self._calls.timed():
             yield
 
     def request(self, main: RandomState | None, num_devices: int = 1) -> None:

@@ -13,8 +13,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache, partial
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hydra_engine.system import Hold, RevocableLock
-from partitioners.measure import draws_random, given_generators
+from partitioners.measure import draws_random
+
+TORCH = "torch's generator"
+MOST_S = 0.5  # that a turn which may end keeps another thread waiting
 
 
 def random_from_state(saved: Mapping[str, Any]) -> RandomState:
@@ -54,13 +56,6 @@ def copied(state: Any, made: dict[int, Tensor] | None = None) -> Any:
     if type(state) in (list, tuple):
         return type(state)(copied(each, made) for each in state)
     return state.copy() if isinstance(state, (np.ndarray, set)) else state
-
-
-# Guards the process-wide generators, which no object of ours can own. Reentrant: a locked layer may run a locked op. A
-# loader that hangs inside loses it, and the states that it had found are put back. What cannot be prevented: should it
-# wake up one day, it may still draw from the process-wide generators while they are another task's, or the user's.
-GLOBAL_GENERATORS = RevocableLock()
-LOOKS_FOR_S = 0.2  # for other threads that draw, where it matters
 
 
 def stream_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -95,7 +90,7 @@ class RandomState(NamedTuple):
     def moved(self, other: RandomState) -> set[str]:
         """Return the process-wide generators that were drawn from between the two."""
         is_same = torch.equal(self.torch, other.torch)
-        return self.moved_outside_torch(other) | (set() if is_same else {"torch's generator"})
+        return self.moved_outside_torch(other) | (set() if is_same else {TORCH})
 
     def moved_outside_torch(self, other: RandomState) -> set[str]:
         """Return those of `random` and `numpy.random` that were drawn from between the two."""
@@ -129,17 +124,6 @@ def install(state: RandomState) -> None:
     np.random.set_state(state.numpy)
 
 
-def put_back_outside_torch(state: RandomState) -> None:
-    """Make these the process-wide states of `random` and `numpy.random`, unless a thread has its own installed."""
-
-    def put_back(hold: Hold | None) -> None:
-        if hold is None or hold.outside is None:
-            random.setstate(state.python)
-            np.random.set_state(state.numpy)
-
-    GLOBAL_GENERATORS.look(put_back)
-
-
 def seeded(seed: int) -> Tensor:
     """Return the state of a fresh torch generator with this seed."""
     return torch.Generator().manual_seed(seed).get_state()
@@ -152,48 +136,108 @@ class Stream:
         self.state = state
 
 
-@contextmanager
-def installed(stream: Stream) -> Iterator[None]:
-    """Run the body with the stream as the process-wide generators. Raises TakenAway, and drops draws, if it is late."""
-    with GLOBAL_GENERATORS.held(apart=True) as hold:
+class Turn:
+    """One thread's use of the process-wide generators, maybe with a stream's states installed."""
 
-        def enter() -> None:
-            outside = capture()
-            hold.outside = hold.outside or outside
-            hold.put_back.append(partial(_put_back, hold, stream.state, outside))
-            install(stream.state)
+    def __init__(self, stream: Stream | None, *, may_end: bool) -> None:
+        self.thread, self.since_s = threading.get_ident(), time.monotonic()
+        self.stream, self.may_end = stream, may_end
+        self.outside: RandomState | None = None  # states that it has replaced
 
-        def leave() -> None:
-            stream.state = capture()._replace(device=stream.state.device)
-            hold.put_back.pop()()
 
-        hold.settle(enter)
+class GlobalGenerators:
+    """Lets one thread at a time have the process-wide generators; reentrant, since a locked layer may run a locked op.
+
+    `take_from` ends the turn of a thread that hangs, with the states of before. What cannot be prevented: should the
+    thread wake up one day, it may still draw from what is another task's by then, or the user's.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # held for moments
+        self._turns: list[Turn] = []  # of one thread, each inside the one before
+        self._num_turns = self._num_calls = 0  # that have begun
+        self._num_present = 0  # calls in progress, of code that has no turn
+
+    @property
+    def is_free(self) -> bool:
+        return not self._turns
+
+    @contextmanager
+    def turn(self, stream: Stream | None = None, *, may_end: bool = False) -> Iterator[Turn]:
+        """Have them for the body, which moves the stream; may_end: after `MOST_S`, if another thread waits."""
+        turn = Turn(stream, may_end=may_end)
+        try:  # an exception out of a signal handler finds the turn noted, or not begun
+            with self._changed:
+                self._wait()
+                turn.since_s, self._num_turns = time.monotonic(), self._num_turns + 1
+                turn.outside = None if stream is None else capture()
+                self._turns.append(turn)
+                if stream is not None:
+                    install(stream.state)
+            yield turn
+        finally:
+            with self._changed:
+                if turn in self._turns:
+                    self._end(turn)
+
+    def _wait(self) -> None:
+        while self._turns and self._turns[0].thread != threading.get_ident():
+            turn, left_s = self._turns[0], None
+            if turn.may_end and (left_s := turn.since_s + MOST_S - time.monotonic()) <= 0:
+                self.take_from(turn.thread)
+            else:
+                self._changed.wait(left_s)
+
+    def _end(self, turn: Turn) -> None:
+        self._turns.remove(turn)
+        if turn.stream is not None and turn.outside is not None:
+            turn.stream.state = capture()._replace(device=turn.stream.state.device)
+            install(turn.outside)
+        self._changed.notify_all()
+
+    def take_from(self, thread: int | None) -> None:
+        """End this thread's turn, if it has one; it may still be at work."""
+        with self._changed:
+            for turn in reversed([each for each in self._turns if each.thread == thread]):
+                self._end(turn)
+
+    @contextmanager
+    def beside(self, stream: Stream, drawn: set[str], moved: set[str]) -> Iterator[None]:
+        """Run the body, which has no turn, beside others; add the generators that have moved to one of the sets.
+
+        drawn: the body drew from them, as nothing else was called and had ever drawn there; this moves the stream.
+        """
+        with self._changed:
+            self._num_calls, self._num_present = self._num_calls + 1, self._num_present + 1
+            counts, is_alone = (self._num_turns, self._num_calls), self._num_present == 1
+            before = None if self._turns else capture()
         try:
             yield
         finally:
-            hold.settle(leave)
+            with self._changed:
+                self._num_present -= 1
+                if before is not None and not self._turns and self._num_turns == counts[0]:  # a turn moves them
+                    now = capture()
+                    found = before.moved(now)
+                    outside = found - {TORCH}
+                    if (
+                        outside
+                        and is_alone
+                        and self._num_calls == counts[1]
+                        and before.same_outside_torch(stream.state)
+                    ):
+                        drawn |= outside
+                        stream.state = stream.state._replace(python=now.python, numpy=now.numpy)
+                        install(before._replace(torch=now.torch))
+                    moved |= found - drawn
 
 
-def drawn_by_others() -> set[str]:
-    """Name the process-wide generators that threads of nobody's draw from: those that move while nothing else may."""
-    moved, seed = set[str](), time.time_ns() % 2**32  # none of theirs, or who seeds would change nothing
-    unlike = RandomState(seeded(seed), random.Random(seed).getstate(), np.random.RandomState(seed).get_state())
-    with installed(Stream(unlike)):
-        before, end_s = capture(), time.monotonic() + LOOKS_FOR_S
-        while not moved and time.monotonic() < end_s:
-            time.sleep(0.001)
-            moved = before.moved(capture())
-    return moved
+GLOBAL_GENERATORS = GlobalGenerators()  # the process's, which no object of ours can own
 
 
-def _put_back(hold: Hold, start: RandomState, outside: RandomState) -> None:
-    """End a replacement; who worked beside it may be the one that drew."""
-    if hold.met and not capture().same_outside_torch(start):
-        for each in hold.met:
-            each.is_in_doubt = True
-    install(outside)
-    if len(hold.put_back) == 0:
-        hold.outside = None
+def installed(stream: Stream) -> AbstractContextManager[Turn]:
+    """Run the body with the stream as the process-wide generators."""
+    return GLOBAL_GENERATORS.turn(stream)
 
 
 @cache
@@ -214,7 +258,7 @@ def draw_from(generator: torch.Generator, func: Any, args: tuple[Any, ...], kwar
     """Run a seeded op of the CPU with draws from this generator instead of the process's."""
     if (overload := with_generator(func)) is not None:
         return overload(*args, **{**kwargs, "generator": generator})
-    with GLOBAL_GENERATORS.held():  # it takes no generator
+    with GLOBAL_GENERATORS.turn():  # it takes no generator
         outside = ask(torch.default_generator.get_state)
         ask(torch.default_generator.set_state, generator.get_state())
         try:
@@ -228,31 +272,6 @@ def is_elsewhere(values: Iterable[Any]) -> bool:
     """Return True if an op with these arguments draws on a device and not on the CPU."""
     devices = (value.device if isinstance(value, Tensor) else value for value in values)
     return any(isinstance(device, torch.device) and device.type != "cpu" for device in devices)
-
-
-class DrawsRefused(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Raises RuntimeError where `who` draws from the process's torch generator, maybe another task's now.
-
-    own: the generators that ops were given instead, as `given_generators` has them.
-    """
-
-    def __init__(self, who: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._who = who
-        self.own: dict[int, torch.Generator] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            if draws_random(func, args, kwargs):
-                raise RuntimeError(
-                    f"{self._who} draws random numbers ({func}), from the stream that the loader and the layers draw "
-                    f"from; draw from a torch.Generator of its own"
-                )
-            self.own |= given_generators(args, kwargs)
-        return func(*args, **kwargs)
 
 
 class TaskGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__

@@ -512,6 +512,9 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
     return any(each in str(error) for each in ("STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"))
 
 
+AUTOCAST_KINDS = ("cpu", "cuda")  # of devices, which threads have a mode of each for
+
+
 def active_autocast() -> str | None:
     """Return the kind of device that an autocast is active for in this thread, if any."""
-    return next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
+    return next(filter(torch.is_autocast_enabled, AUTOCAST_KINDS), None)

@@ -4,7 +4,7 @@ from hydra_engine.host.blocked import has_step_hooks, is_moment, part_of, step_n
 from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.hooks import check_no_hooks, has_hooks
 from hydra_engine.host.layout import LayerFault, ModelLayout, Shard, Slot, Structure, writes
-from hydra_engine.host.measured import Measured, UnitBytes
+from hydra_engine.host.measured import KnownUnits, Measured, UnitBytes
 from hydra_engine.host.optimizer import (
     TORCHS,
     DeviceUpdate,
@@ -16,6 +16,6 @@ from hydra_engine.host.optimizer import (
     make_optimizer,
     with_averages,
 )
-from hydra_engine.host.pool import NUM_LOANS, BestWeights, BorrowedPool, HostPool
+from hydra_engine.host.pool import NUM_LOANS, BestWeights, BorrowedPool, HostPool, kept_pools
 from hydra_engine.host.staging import WHOLE, BuffersChanged, NormGroups, StepParts, step_measures
 from hydra_engine.host.state import AttributeChanges, Cut, Observed, Region, TaskState, layout_of

@@ -18,7 +18,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_tensors
 
-from hydra_engine.data import DrawsRefused, copied
+from hydra_engine.data import copied
 from hydra_engine.host.blocked import (
     MOMENTS,
     has_step_hooks,
@@ -283,8 +283,7 @@ class TaskOptimizer:
 
     def _move_schedule(self, interval: str) -> None:
         if self.scheduler is not None and self._task.lr_scheduler_interval == interval:
-            with DrawsRefused(f"lr_scheduler: {type(self.scheduler).__name__}"):
-                self.scheduler.step()
+            self.scheduler.step()
 
     def release(self, shard: Shard, released: Released, pool: HostPool) -> None:
         """Update a shard with early release, and give its gradients' place back. Its step may be committed already."""
@@ -341,7 +340,7 @@ class TaskOptimizer:
         part.state = defaultdict(dict, {parameter: loaded.states[index] for index, parameter in own.items()})
         try:
             if own:
-                _call_step(part, is_watched=not self._is_torchs)
+                part.step()
         finally:
             for parameter in own.values():
                 parameter.grad = None
@@ -374,8 +373,7 @@ class TaskOptimizer:
             if self._task.max_grad_norm is not None:
                 parameters = [slot.parameter for slot in slots]
                 total_norm = nn.utils.clip_grad_norm_(parameters, self._task.max_grad_norm)
-            refused = nullcontext() if self._is_torchs else DrawsRefused(f"optimizer: {type(self.optimizer).__name__}")
-            with refused, scaled(self.optimizer, self.factors):
+            with scaled(self.optimizer, self.factors):
                 self.optimizer.step()
         finally:
             for slot in slots:
@@ -474,7 +472,7 @@ class TaskOptimizer:
             NarrowUpdate(s.parameter, record.gradient(s, pool), pool.narrow(s) if casts else None, masters.get(s.index))
             for s in slots
         ]
-        step = partial(_call_step, part, is_watched=not self._is_torchs)
+        step = part.step
         if casts:
             with pool.shown(without):
                 step_narrow(part, updates, factors, step, narrows_moments=self._moments is not None)
@@ -706,31 +704,6 @@ def _groups(task: ModelTask, parameters: Mapping[str, nn.Parameter]) -> list[Any
         else:
             group["params"].append(parameter)
     return groups
-
-
-def _call_step(part: torch.optim.Optimizer, *, is_watched: bool) -> None:
-    """Step the parameters of some shards. Torch's own draw and keep nothing; a watch would take longer than they do.
-
-    On trial nothing was kept beside the parameters' states. What begins later must not be lost without a word.
-    """
-    if not is_watched:
-        part.step()
-        return
-    who = f"optimizer: {type(part).__name__}"
-    kept, groups = dict(vars(part)), [dict(group) for group in part.param_groups]
-    versions = [(value, value._version) for g in groups for value in g.values() if isinstance(value, Tensor)]
-    with DrawsRefused(who):
-        part.step()
-    found = vars(part)
-    changed = [name for name in found if name not in TORCHS and found[name] is not kept.get(name)]
-    for group, before in zip(part.param_groups, groups, strict=True):
-        changed += [key for key in group if group[key] is not before.get(key)]
-    if changed or any(tensor._version != version for tensor, version in versions):
-        raise RuntimeError(
-            f"{who} changed {', '.join(changed) or 'a tensor of its groups'} in a step, which it did not on trial; "
-            f"outside of each parameter's state it is lost where shards are stepped one by one: set "
-            f"optimizer_scope='task'"
-        )
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from hydra_engine.tasks import Best
 
 # Shards whose gradients are in DRAM with early release: one is updated while the next one's arrive.
 NUM_LOANS = 2
+
+# Pools that are closed and keep their memory, pages and all, until they are opened again.
+_KEPT: WeakSet[HostPool] = WeakSet()
+_KEEPING = threading.RLock()
 
 
 class Gradients:
@@ -57,10 +62,11 @@ class Gradients:
         return [max(sizes)] * min(NUM_LOANS, len(sizes)) if sizes else []
 
     def open(self, shards: Sequence[Shard], host: HostMemory) -> None:
-        """Make room, in memory of `host`."""
-        self._host = host
-        self.storages = [host.new(num_bytes) for num_bytes in self._sizes(shards)]
-        self.places = [None] * len(self._layout.slots)
+        """Make room, in memory of `host`, or in what is kept of the same sizes."""
+        self._host, sizes = host, self._sizes(shards)
+        if [storage.nbytes() for storage in self.storages] != sizes:
+            self.storages = [host.new(num_bytes) for num_bytes in sizes]
+        self.places, self._lent, self._free = [None] * len(self._layout.slots), {}, SimpleQueue()
         if self.storages and not self.is_lent:
             for slot in self._layout.trainable_slots():
                 self.places[slot.index] = self._own_place(slot)
@@ -118,9 +124,16 @@ class HostPool:
     of the parameters, which every update renews. `open` moves the user's parameters in, `close` gives them ordinary
     storage again. The user's Parameter objects stay the same throughout: optimizers and closures keep theirs.
 
+    From planning to training memory is kept, since to write to fresh pages takes longer than a step computes: after
+    `close(keeps=True)` trainable parameters stay where they are, for their user to change or replace. The next `open`
+    goes on there; `let_go` gives them ordinary storage, as does another pool that takes one of them over.
+
     splits: trainable float32 parameters that devices get in bfloat16 are not in DRAM beside their casts; a remainder
     is (`host/split.py`). Such a parameter has its values while it is `shown`, and zeros otherwise. Set before `open`.
     """
+
+    _weights: torch.UntypedStorage
+    _link: torch.UntypedStorage  # what devices are sent
 
     def __init__(
         self, layout: ModelLayout, *, early_release: bool | str = False, frozen: FrozenBlocks | None = None
@@ -162,13 +175,26 @@ class HostPool:
     def open(self, shards: Sequence[Shard] = (), host: HostMemory | None = None) -> None:
         """Take the parameters over, one at a time: extra DRAM is that of one parameter. `host`: where they then lie."""
         assert not self.is_open
-        self._host = host = HostMemory() if host is None else host
+        host = HostMemory() if host is None else host
+        with _KEEPING:
+            mine = {id(slot.parameter) for slot in self.layout.slots}
+            for each in kept_pools():
+                is_fit = type(host) is HostMemory and not self._split_slots()
+                others = () if each is self and is_fit else (slot.parameter for slot in each.layout.slots)
+                if not mine.isdisjoint(map(id, others)):
+                    each.let_go()
+            is_kept = self in _KEPT
+            _KEPT.discard(self)
+        self._host = host
         # Beside casts, masters cross no link unless a device steps the optimizer.
         crosses = self.layout.narrow is None or self.gradients.stays_on_device
         self._masters_host = host if crosses else HostMemory()
-        self._weights = self._masters_host.new(self.layout.num_bytes[True])
+        if is_kept:
+            self._masters_host.take_again(self._weights)
+        else:
+            self._weights = self._masters_host.new(self.layout.num_bytes[True])
+            self._link = self._weights if self.layout.narrow is None else host.new(self.layout.link_bytes[True])
         self.gradients.open(shards, host)
-        self._link = self._weights if self.layout.narrow is None else host.new(self.layout.link_bytes[True])
         self._rests = HostMemory().new(self.split_bytes[1])
         # After all that may find no room: from here on others may use what this task brought.
         self._blocks, self._brought = self._frozen.acquire(self.layout, host)  # by slot
@@ -178,7 +204,7 @@ class HostPool:
             view = slot.view(self._weights, slot.offset)
             if slot.index in self.masters:
                 self.masters[slot.index].split.store(row_of(slot.parameter))
-            else:
+            elif not _is_at(slot.parameter, view):
                 view.copy_(slot.parameter.data)
             slot.parameter.data, slot.parameter.grad = view, None
             freed.add(slot.num_bytes)
@@ -221,18 +247,52 @@ class HostPool:
             return master.load(torch.empty_like(slot.parameter.data) if into is None else into)
         return slot.parameter.data if into is None else into.copy_(slot.parameter.data)
 
-    def close(self) -> None:
-        """Give every parameter and buffer back to the user's model, at its last committed value."""
+    def close(self, *, keeps: bool = False) -> None:
+        """Give every parameter and buffer back to the user's model, at its last committed value.
+
+        keeps: pages that training would write to again stay; not locked ones, nor those of weights that are split.
+        """
         if not self.is_open:
+            self.let_go()
             return
         self.is_open = False
+        for slot in self.layout.trainable_slots():
+            slot.parameter.grad = None
+        if keeps and not self.masters and type(self._host) is HostMemory:
+            self._masters_host.let_go(self._weights)
+            with _KEEPING:
+                _KEPT.add(self)
+        else:
+            self._give_back(self.layout.trainable_slots())
+        self._frozen.release(self._blocks.values())
+        self.layout.put_buffers(self.buffers)
+        self.buffers = []  # some lie in memory of a device's, which goes with the run
+        self.masters = {}
+        del self._rests, self._blocks, self._brought
+
+    def let_go(self) -> None:
+        """Give back what is kept. From any thread."""
+        with _KEEPING:
+            if self in _KEPT:
+                _KEPT.discard(self)
+                slots = self.layout.trainable_slots()
+                self._give_back([s for s in slots if _is_at(s.parameter, s.view(self._weights, s.offset))])
+
+    @property
+    def kept_bytes(self) -> int:
+        """DRAM that training takes beside the weights and has already, since it is kept."""
+        if self not in _KEPT:
+            return 0
+        own = (self._link, *self.gradients.storages)
+        return sum(storage.nbytes() for storage in own if storage is not self._weights)
+
+    def _give_back(self, slots: Sequence[Slot]) -> None:
+        """Give these parameters ordinary storage, and give up the pool's."""
         self._masters_host.let_go(self._weights)
         self._host.let_go(self._link)
         self.gradients.close()
-        slots = self.layout.trainable_slots()
         alone = is_alone(self._weights, [slot.parameter for slot in slots])
         for slot in slots:
-            slot.parameter.grad = None
             master = self.masters.get(slot.index)
             if master is None:
                 slot.parameter.data = copy_of(slot.parameter.data)
@@ -244,18 +304,14 @@ class HostPool:
                 self._host.discard(self._link, slot.link_offset, slot.link_bytes)
             if alone:  # or all weights would be there twice
                 self._masters_host.discard(self._weights, slot.offset, slot.num_bytes)
-        self._frozen.release(self._blocks.values())
-        self.layout.put_buffers(self.buffers)
-        self.buffers = []  # some lie in memory of a device's, which goes with the run
-        self.masters = {}
-        del self._weights, self._rests, self._link, self._blocks, self._brought
+        del self._weights, self._link
 
     def bring_back(self, slots: Iterable[Slot]) -> None:
         """Take over weights that user code has put elsewhere, as `p.data = p.data - step` does."""
         for slot in (slot for slot in slots if slot.index not in self.masters):
             data = slot.parameter.data
             place = slot.view(self._weights, slot.offset)
-            if data.data_ptr() != place.data_ptr() or data.stride() != place.stride():
+            if not _is_at(data, place):
                 place.copy_(data)
                 slot.parameter.data = place
 
@@ -342,7 +398,7 @@ class BorrowedPool(HostPool):
         self._gradients_of_user = [slot.parameter.grad for slot in self.layout.slots]
         super().open(shards, host)
 
-    def close(self) -> None:
+    def close(self, *, keeps: bool = False) -> None:
         if not self.is_open:
             return
         self.buffers = list(self.layout.buffers)
@@ -418,3 +474,13 @@ class BestWeights:
 
 def _bytes(storage: torch.UntypedStorage, start: int, num_bytes: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage, start, (num_bytes,), (1,))
+
+
+def kept_pools() -> list[HostPool]:
+    """Pools that are closed and keep their memory, of all orchestrators. From any thread."""
+    with _KEEPING:
+        return list(_KEPT)
+
+
+def _is_at(tensor: Tensor, place: Tensor) -> bool:
+    return tensor.data_ptr() == place.data_ptr() and tensor.stride() == place.stride()

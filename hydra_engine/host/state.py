@@ -315,9 +315,9 @@ class TaskState:
         """Take the model over from its user, into memory of `host`'s."""
         self.pool.open(self.cut.shards, host)
 
-    def close(self) -> None:
-        """Give the model back to its user, and let go of the step in progress."""
-        self.pool.close()
+    def close(self, *, keeps: bool = False) -> None:
+        """Give the model back to its user, and let go of the step in progress. keeps: as `HostPool.close`'s."""
+        self.pool.close(keeps=keeps)
         self.staging = StepStaging()
 
     def cut_at(self, boundaries: Sequence[int], skips: Sequence[Skip] | None = None) -> None:
@@ -354,11 +354,13 @@ class TaskState:
         self.cut = replace(self.cut, num_micro_batches=num_micro_batches)
         self.measured.known.forget_units()
 
-    def unit_bytes(self, kind: str, shard: Shard, signature: Signature) -> UnitBytes | None:
+    def unit_bytes(
+        self, kind: str, shard: Shard, signature: Signature, can_hold: Callable[[UnitBytes], bool]
+    ) -> UnitBytes | None:
         """Bytes that a unit takes at most beside its slab in a step of this signature; None: it has to be metered."""
         if not self._is_sized_by_batch(shard):
             return None
-        return self.measured.known.get(kind, shard, signature)
+        return self.measured.known.get(kind, shard, signature, can_hold)
 
     def learn_unit_bytes(self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes) -> None:
         if self._is_sized_by_batch(shard):
@@ -422,17 +424,3 @@ class TaskState:
                 f"layers compute with replicas, so a global, an object that copies itself, or the loss leads there; "
                 f"let layers use their attributes, hooks the module that they get, and the loss what forward returns"
             )
-
-    def check_draws(self) -> None:
-        """Refuse draws that several micro-batches would take in another order than the plain loop.
-
-        Where no shard is locked, what moved those generators is another thread.
-        """
-        if self.is_split and self.cut.locked:
-            option, remedy = self.split_by
-            for m, start in enumerate(self.staging.given.start):
-                if not self.staging.random[len(self.cut.shards), m].same_outside_torch(start):
-                    raise ValueError(
-                        f"{self.name}: a layer draws from `random` or `numpy.random` with {option}; draw from torch, "
-                        f"whose stream each micro-batch has its own of, or {remedy}"
-                    )

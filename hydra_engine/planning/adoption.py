@@ -3,15 +3,26 @@
 Two tasks are of a kind if all is equal that a rehearsal depends on: the classes of modules, the shapes, types and flags
 of tensors, plain attributes, options, and the code of the model, the loss, the metrics and their hooks, with what
 closures hold. Values of tensors and globals do not count, nor does the first batch, whose sizes are compared apart.
+
+Plans are also in a folder beside a run's checkpoints, for resumes and other processes. There the files of the program
+and the engine, and the versions of Python and torch, have to be the same, too.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
+import os
+import pickle
+import sys
+import sysconfig
 import types
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, is_dataclass
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,10 +30,12 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.data import residue
-from hydra_engine.host import Cut, Measured, Observed, TaskState, has_hooks
+from hydra_engine.host import Cut, KnownUnits, Measured, Observed, TaskState, has_hooks
 from hydra_engine.planning.cuts import CutChoice, PredictedCut
+from hydra_engine.system import warn
 from hydra_engine.tasks import Purpose
-from partitioners.reach import PLAIN, Shared
+from partitioners import reach
+from partitioners.reach import PLAIN
 
 Signature: TypeAlias = "tuple[Hashable, ...]"
 
@@ -94,14 +107,26 @@ class Rehearsed:
 
 
 class Rehearsals:
-    """Remembers what was rehearsed, by the signature of the kind."""
+    """Remembers what was rehearsed, by the signature of the kind; also in a folder, if `folder()` is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Callable[[], Path | None] = lambda: None) -> None:
+        self._folder = folder
         self._found: dict[Signature, dict[Hashable, Rehearsed]] = {}
+        self._files: dict[tuple[Signature, Hashable], str] = {}  # names of those that are, or may be, in the folder
 
     def get(self, structure: Signature | None, beside: Hashable) -> Rehearsed | None:
         """Return what was found out of a task of this structure; beside: what else its plan depends on."""
-        return None if structure is None else self._found.get(structure, {}).get(beside)
+        if structure is None:
+            return None
+        found, folder = self._found.get(structure, {}).get(beside), self._folder()
+        if found is not None or folder is None or (program := _program(len(sys.modules))) is None:
+            return found
+        texts = map(str, map(_comparable, (structure, beside)))
+        name = self._files[structure, beside] = _digest(text.encode() for text in (*texts, program)) + ".plan"
+        found = _read(folder / name)
+        if found is not None:
+            self._found.setdefault(structure, {})[beside] = found
+        return found
 
     def put(self, structure: Signature | None, beside: Hashable, rehearsed: Rehearsed) -> None:
         """Remember it, unless its layers work in place on a batch: that depends on who keeps the batch."""
@@ -109,6 +134,99 @@ class Rehearsals:
             self._found.setdefault(structure, {})[beside] = rehearsed
             for oldest in list(self._found)[:-MOST_KNOWN]:
                 self._found.pop(oldest, None)
+
+    def save(self) -> None:
+        """Write to the folder what is not there; the oldest files go. What the disk does not take is planned anew."""
+        folder = self._folder()
+        if folder is None or not self._files:
+            return
+        with suppress(OSError):
+            for (structure, beside), name in self._files.items():
+                rehearsed = self._found.get(structure, {}).get(beside)
+                if rehearsed is not None and not (folder / name).exists():
+                    _write(folder / name, rehearsed)
+            for old in sorted(folder.glob("*.plan"), key=os.path.getmtime)[:-MOST_KNOWN]:
+                old.unlink()
+
+
+def _write(path: Path, rehearsed: Rehearsed) -> None:
+    """Write a plan at once or not at all, after the hash of what is written."""
+    try:
+        content = pickle.dumps(rehearsed)
+        _Plan(io.BytesIO(content)).load()
+    except Exception:  # it holds what a batch has of the user's classes
+        return
+    path.parent.mkdir(exist_ok=True)
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_bytes(_sha256(content) + content)
+    new.replace(path)
+
+
+def _read(path: Path) -> Rehearsed | None:
+    try:
+        written, size = path.read_bytes(), hashlib.sha256().digest_size
+    except OSError:
+        return None
+    with suppress(Exception):  # what unpickling bytes raises, if they are no plan
+        found = _Plan(io.BytesIO(written[size:])).load() if _sha256(written[size:]) == written[:size] else None
+        if isinstance(found, Rehearsed):
+            return found
+    warn(f"hydra_engine: {path} is not a plan as it was written; the task is planned anew")
+    with suppress(OSError):
+        path.unlink()
+    return None
+
+
+class _Plan(pickle.Unpickler):
+    """Reads a plan, and makes nothing but values: of the engine's own classes of such, and torch's types and sizes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found: Any = getattr(sys.modules.get(module), name, None)  # nothing is imported
+        if isinstance(found, torch.dtype) or found in (torch.Size, torch.device, Measured, KnownUnits):
+            return found
+        is_own = module.partition(".")[0] in ("hydra_engine", "partitioners") and isinstance(found, type)
+        if is_own and (is_dataclass(found) or issubclass(found, tuple)):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} in a plan")
+
+
+@cache
+def _program(_: int) -> str | None:
+    """Return the digest of this program: its modules but for installed ones, the engine; None: it is in no file."""
+    if getattr(sys.modules.get("__main__"), "__file__", None) is None:
+        return None
+    installed = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    own = sorted({file for file in map(os.path.realpath, filter(None, files)) if not file.startswith(installed)})
+    engine = [Path(__file__).parents[1], Path(reach.__file__).parent]
+    own += [str(path) for folder in engine for path in sorted(folder.rglob("*.py"))]
+    return _digest(text.encode() for text in (sys.version, torch.__version__, *map(_file_digest, own)))
+
+
+@cache
+def _file_digest(path: str) -> str:
+    """Digest of a file as this process has found it first."""
+    with suppress(OSError):
+        return _digest([Path(path).read_bytes()])
+    return ""
+
+
+def _sha256(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    return _sha256(b"".join(map(_sha256, parts))).hex()
+
+
+def _comparable(value: Hashable) -> Hashable:
+    """Return a value whose text is the same in another process: of code, all but where it stands in its file."""
+    if isinstance(value, types.CodeType):
+        names = (value.co_name, value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)
+        return ("code", names, value.co_argcount, value.co_flags, value.co_code, _comparable(value.co_consts))
+    if isinstance(value, frozenset):
+        return tuple(sorted(map(repr, value)))
+    return tuple(map(_comparable, value)) if isinstance(value, tuple) else repr(value)
 
 
 def signature_of(state: TaskState) -> Signature | None:
@@ -172,7 +290,7 @@ class _Walk:
     def _add_object(self, value: Any) -> None:
         """Write down a container and what it contains, an object and its attributes, or else its text."""
         self.add(type(value))
-        if isinstance(value, Shared):  # the place of a layer, whose text tells the rest
+        if type(value).__module__.startswith("hydra_engine.capture."):  # made of the source, and of the first batch
             return
         if isinstance(value, Mapping):
             self._add_items(value)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hydra_engine.adaptive import Adaptation
 from hydra_engine.capture import Uncut, UsesNotCarried
 from hydra_engine.checkpoints import SavedTask
-from hydra_engine.data import ALIGNMENT_BYTES, Batch, Beginning, CallbackDraws, Reader, Stream, capture, installed
+from hydra_engine.data import ALIGNMENT_BYTES, Batch, Beginning, Reader, Stream, UserDraws, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
 from hydra_engine.errors import DeviceFailed, DeviceLost, HostOutOfMemory, PauseTask, ShardDoesNotFit, StopTask
 from hydra_engine.host import (
@@ -34,6 +34,7 @@ from hydra_engine.host import (
     TaskState,
     check_no_hooks,
     has_hooks,
+    kept_pools,
     layout_of,
 )
 from hydra_engine.planning.adoption import Rehearsals, Rehearsed, signature_of
@@ -403,7 +404,7 @@ class PlannedTask:
         self.is_paused = False  # it is saved and at rest: another one of its name may go on from there
         self.pause_wanted = False  # once it has joined others
         self.has_left = False  # its memory is given back: it is trained, or will not be
-        self.callback_draws = CallbackDraws(name)
+        self.callback_draws = UserDraws(name)
         # What callbacks may change: as the program has made it.
         source = task.model.__dict__["source"]
         self.roots = (task.model if source is None else source, task.loss_fn)
@@ -645,7 +646,8 @@ class PlannedTask:
             num_micro_batches = max(num_micro_batches, len(devices))
             self.speedups = self.adaptation.speedups(len(devices))  # of a task that goes on
         self.spreading, self.num_micro_batches = Spreading(), num_micro_batches
-        beside_bytes = 0 if self.state.pool.is_open else self.training_bytes
+        pool = self.state.pool
+        beside_bytes = 0 if pool.is_open else self.training_bytes - pool.kept_bytes
         self.spreading = self.estimate.spreading(devices, num_micro_batches, beside_bytes, self._limit)
         self._most_devices = len(devices)
 
@@ -783,6 +785,7 @@ class PlannedTask:
     def leave(self) -> None:
         """It is trained, or will not be: nobody counts on what it has in DRAM any more."""
         self.has_left = True
+        self.state.pool.let_go()
         self._limit.leave(self)
 
 
@@ -911,7 +914,8 @@ class Planner:
         target, saved, is_auto = self._target, self._planned.saved, self._task.accumulation_steps == "auto"
         batches = [self._sample(), *([self._read(training=False)] if self._validates else [])]
         return (
-            *(type(target.device), target.device.torch_device, target.device.has_arena, target.budget),
+            *(type(target.device), target.device.torch_device, target.device.ceilings_name),
+            *(target.device.has_arena, target.budget),
             *(target.num_threads, tuple(each.memory_bytes for each in target.spread_devices), self.state.max_devices),
             target.together,
             self.state.pool.splits,
@@ -1181,7 +1185,7 @@ def _begin_epoch(
     task: ModelTask,
     report: TaskReport,
     stopping: list[StopTask | PauseTask],
-    draws: CallbackDraws,
+    draws: UserDraws,
     epoch: int,
     stream: Stream,
 ) -> None:
@@ -1189,7 +1193,7 @@ def _begin_epoch(
     if stopping:
         return
     try:
-        with draws.calling(stream, "on_epoch_begin"):
+        with draws.drawing(stream, "on_epoch_begin", is_call=True):
             for callback in task.callbacks:
                 callback.on_epoch_begin(report, epoch)
     except (StopTask, PauseTask) as stop:
@@ -1242,8 +1246,13 @@ def check_dram(planned: list[PlannedTask]) -> None:
         against = _against_split(each) if each.task.split_weights else None
         if against is not None:
             raise ValueError(f"{each.name}: split_weights: {against}; leave it out")
+    own = {each.state.pool for each in planned}
     needed = sum(each.training_bytes for each in planned)
-    available = dram.available_dram_bytes()
+    available = dram.available_dram_bytes() + sum(pool.kept_bytes for pool in own)
+    if needed > available:
+        for other in set(kept_pools()) - own:  # of those that may never train
+            other.let_go()
+        available = dram.available_dram_bytes() + sum(pool.kept_bytes for pool in own)
     if needed > available:
         _split_weights(planned)
         needed = sum(each.training_bytes for each in planned)

@@ -116,7 +116,6 @@ def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: O
         state.observed.changed_buffers = frozenset(state.staging.buffers)
         state.measured.staging_bytes = state.staging.num_bytes
         state.check_buffers()
-        state.check_draws()
         state.observed.draws = not state.end_of_forward().same_as(batch.main) and not state.is_split
         state.observed.draws_outside_torch = not state.end_of_forward().same_outside_torch(batch.start[-1])
         checks.check_settled(batch)
@@ -132,6 +131,7 @@ def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: O
             state.observed.draws |= not state.end_of_forward().same_as(evaluation.main)
             checks.check_settled(evaluation)
         state.observed.attributes.tried.update(rehearsal.onlooker.tried())
+        rehearsal.is_whole = True
         return seconds
 
 
@@ -284,6 +284,7 @@ class _Rehearsal:
         self.repeats_bits = state.place.type == "cpu"
         self.modes: list[AbstractContextManager[Any]] = []  # in which units run
         self._gradients: list[Tensor | None] = []
+        self.is_whole = False  # nothing was raised, and training may follow
         self._device = device
         self._worker = Worker(0, device, Trace(), self._events.put, lambda: None)
         try:
@@ -312,7 +313,7 @@ class _Rehearsal:
         """Give the model back; nothing waits for the cyclic collector, nor for who keeps the error."""
         self._worker.leave()
         self._worker.dismiss_all()
-        self.state.close()
+        self.state.close(keeps=self.is_whole)
         self.state.stepper = None
         for slot, gradient in zip(self.state.layout.slots, self._gradients, strict=False):
             slot.parameter.grad = gradient

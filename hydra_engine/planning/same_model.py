@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hydra_engine.capture import Segment, called_with, carried
-from hydra_engine.data import RandomState, Stream, capture, copy_of, identical, installed, seeded
+from hydra_engine.data import RandomState, Redirected, Stream, TaskGenerator, copy_of, identical, installed, seeded
 from hydra_engine.host import LayerFault
 from hydra_engine.tasks import Model
 from partitioners.profile import noted
@@ -57,21 +57,23 @@ def check_converted(model: Model, inputs: Any, num_samples: int, *, training: bo
             given = layer(given)
         return given
 
-    def run(given: Any, forward: Callable[[Any], Any], seed: int = SEED) -> tuple[list[Any], RandomState]:
+    def run(given: Any, forward: Callable[[Any], Any], seed: int = SEED) -> tuple[list[Any], Tensor]:
         given = pytree.tree_map_only(Tensor, copy_of, given)
+        state = _state(seed)
         with (
             _put_back([source, *model._modules.values()]),
             torch.set_grad_enabled(training),
-            installed(_stream(seed)),
+            installed(Stream(state)),
+            Redirected(draws := TaskGenerator(state.torch)),  # another thread may draw, too
         ):
             for each in modules if not training else ():
                 each.training = False  # not by its eval(), which may write to its weights
                 if isinstance(each, Segment):
                     each.mode = False
             found = pytree.tree_map_only(Tensor, Tensor.detach, pytree.tree_leaves(forward(given)))
-            return found, capture()
+            return found, draws.state
 
-    def both(given: Any) -> list[tuple[list[Any], RandomState]]:
+    def both(given: Any) -> list[tuple[list[Any], Tensor]]:
         run(given, layers, seed=0)  # is recorded, which may draw
         return [run(given, forward) for forward in (own, layers)]
 
@@ -88,7 +90,7 @@ def check_converted(model: Model, inputs: Any, num_samples: int, *, training: bo
                 _note_no_grad(error)
             raise
     (expected, drawn), (given, redrawn) = found
-    if not torch.equal(drawn.torch, redrawn.torch):
+    if not torch.equal(drawn, redrawn):
         raise LayerFault(
             f"the layers that the model's own forward was made into draw other random numbers than the forward "
             f"itself ({mode} mode); let it draw with torch's functions from torch's generator, and not seed that"
@@ -102,8 +104,8 @@ def check_converted(model: Model, inputs: Any, num_samples: int, *, training: bo
             )
 
 
-def _stream(seed: int = SEED) -> Stream:
-    return Stream(RandomState(seeded(seed), random.Random(seed).getstate(), np.random.RandomState(seed).get_state()))
+def _state(seed: int = SEED) -> RandomState:
+    return RandomState(seeded(seed), random.Random(seed).getstate(), np.random.RandomState(seed).get_state())
 
 
 @contextmanager
@@ -139,7 +141,7 @@ def plain_error(
     parameters = list(model.parameters())
     before = [(each.grad, each.detach().clone()) for each in parameters]
     try:
-        with _put_back([model, *loss_fns]), torch.set_grad_enabled(training), installed(_stream()):
+        with _put_back([model, *loss_fns]), torch.set_grad_enabled(training), installed(Stream(_state())):
             if not training:
                 model.eval()
             inputs, target = pytree.tree_map_only(Tensor, copy_of, (inputs, target))

@@ -223,8 +223,15 @@ class HostWork:
         self._common.when_told(task, partial(self._submit, task, "its end", finished))
 
     def _finished(self, task: RunningTask, *, is_settled: bool) -> None:
-        # The last epoch's end is told while weights are where they were.
-        let_go = partial(task.notifier.when_told, partial(self._common.later, partial(self._begin_end, task)))
+        # The last epoch's end is told while weights are where they were, and saved with what its calls leave.
+        save = partial(self._submit, task, "its end", partial(self._save_end, task, is_settled=is_settled))
+        try:
+            self._conclude(task)
+        finally:
+            task.notifier.when_told(partial(self._common.later, save))
+
+    def _save_end(self, task: RunningTask, *, is_settled: bool) -> None:
+        let_go = partial(self._common.later, partial(self._begin_end, task))
 
         def saved(error: BaseException | None) -> None:
             failed = _not_paused(task.name, error, is_saver=self._saves.report is not None)
@@ -232,10 +239,8 @@ class HostWork:
                 task.end.fail(Failed(task.name, failed, "its pause"))
             let_go()
 
-        try:
-            self._conclude(task)
-        finally:
-            self._saves.end(task, self._how_it_ended(task), is_settled=is_settled, then=saved)
+        task.end.write(task.report)  # callbacks may have failed since
+        self._saves.end(task, self._how_it_ended(task), is_settled=is_settled, then=saved)
 
     def _conclude(self, task: RunningTask) -> None:
         """Find out what became of a task, and say so."""
@@ -280,7 +285,12 @@ class HostWork:
                 doubts = task.state.observed.attributes.doubts(task.state.layout.shown)
                 is_alone = len(self._common.tasks) == 1 and not self._common.forgotten
                 share = task.updates_s / self._common.trace.now_s() if task.updates_s >= LEAST_WAITED_S else 0.0
-                doubts = [*doubts, *_of_validation(task), *(_of_updates(task, share) if is_alone else ())]
+                doubts = [
+                    *doubts,
+                    *_of_validation(task),
+                    *_of_draws(task),
+                    *(_of_updates(task, share) if is_alone else ()),
+                ]
                 task.planned.doubts += [*task.notifier.messages, *(f"{task.name}: {doubt}" for doubt in doubts)]
                 with self._common.opening:  # its set-up may be at it
                     if task.figures.best is not None and not task.end.is_paused:  # which goes on from its last step
@@ -335,7 +345,6 @@ def commit(task: RunningTask, put: Callable[[Event], None], *, training_step: bo
     if task.end.is_stopped:
         return TaskStopped(report.name, uncommitted=True)
     batch, staging = task.batch, state.staging
-    state.check_draws()
     state.check_gradients()
     main_moved = task.draws_from_main and not state.end_of_forward().same_in_torch(batch.main)
     if not state.observed.draws and main_moved:
@@ -519,6 +528,16 @@ def _of_updates(task: RunningTask, share: float) -> list[str]:
     return [
         f"its next batches waited for updates in {share:.0%} of its time, before {kinds} had the model; one that "
         f"does not read or change it may say so: reads_model = False"
+    ]
+
+
+def _of_draws(task: RunningTask) -> list[str]:
+    """Say that micro-batches would draw in another order than the plain loop, if it was no other thread that drew."""
+    if not (task.state.is_split and task.state.observed.draws_outside_torch):
+        return []
+    return [
+        f"a layer, or another thread while it ran, drew from `random` or `numpy.random`, which micro-batches do in "
+        f"another order than a plain loop; let layers draw from torch, or {task.state.split_by[1]}"
     ]
 
 

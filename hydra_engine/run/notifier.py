@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hydra_engine.data import GLOBAL_GENERATORS, CallbackDraws, Stream, capture, copy_of, identical
+from hydra_engine.data import GLOBAL_GENERATORS, Stream, UserDraws, capture, copy_of, identical
 from hydra_engine.errors import CallbackTimeout, PauseTask, StopTask
 from hydra_engine.host import Slot, TaskState
 from hydra_engine.run.ending import TaskEnd
@@ -187,7 +187,7 @@ class Notifier:
         *,
         timeout_s: float | None = None,
         num_threads: int = 1,
-        draws: CallbackDraws | None = None,
+        draws: UserDraws | None = None,
         stream: Stream | None = None,
     ) -> None:
         """`timeout_s`: of one call of one callback; None: for ever. `num_threads`: intra-op, of the thread.
@@ -200,7 +200,7 @@ class Notifier:
         self._callbacks = callbacks
         self._report = report
         self._end = end
-        self._draws = draws or CallbackDraws(report.name)
+        self._draws = draws or UserDraws(report.name)
         self._stream = stream or Stream(capture())
         self._put = put
         self._num_threads = num_threads
@@ -369,7 +369,7 @@ class Notifier:
             kinds = " or ".join(type(callback).__name__ for callback in self._callbacks)
             who = f"{self._report.name}: its callback {kinds}, in {call.hook},"
             lent = nullcontext() if self.model is None else self.model.lent(who)
-            with self._draws.calling(self._stream, call.hook, is_last=call.always), lent:
+            with self._draws.drawing(self._stream, call.hook, is_call=True, is_last=call.always), lent:
                 for callback in self._callbacks:
                     if not self._begins(f"{type(callback).__name__}.{call.hook}"):
                         return

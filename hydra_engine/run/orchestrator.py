@@ -633,6 +633,7 @@ class ModelOrchestrator:
                     self._plan_all(site, waiting)
                 if waiting:
                     run = self._running = stack.enter_context(self._run(waiting, site, signals, trains=True))
+                tasks.save_plans()
                 while waiting:  # from now on, those in the run are held by it alone
                     tasks.put(waiting.pop(0), Station.TRAINING)
             try:
@@ -644,6 +645,7 @@ class ModelOrchestrator:
                 _end_process(run, lost, self._settings.store.remedy())
             finally:
                 with tasks.changing:
+                    tasks.save_plans()  # of tasks that have joined
                     self._running = None
                     self._devices.pool.all_left()  # one that was removed since is in nobody's hands
                     trained = tasks.at(Station.TRAINING)
@@ -658,7 +660,7 @@ class ModelOrchestrator:
                 messages += [text for each in trained for text in (*each.reader.messages, *each.doubts)]
                 messages += [] if run is None else [*run.workers.messages, *run.messages]
                 messages += tasks.unclaimed(found, messages)
-                self.report = tasks.joined(report, messages)
+                self.report = tasks.joined(report, list(dict.fromkeys(messages)))
         failed = [task for task in self.report.tasks.values() if task.status == FAILED]
         if len(failed) == len(self.report.tasks):
             self.report.raise_failures()

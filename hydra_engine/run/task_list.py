@@ -40,6 +40,8 @@ from hydra_engine.tasks import FAILED, EvaluationTask, ModelTask, Plan, Purpose,
 from partitioners import Budget, format_bytes, parse_bytes
 from partitioners.profile import noted
 
+PLANS = "plans"  # the folder of plans, in a directory of checkpoints
+
 
 class Station(Enum):
     """Stations of a task with its orchestrator."""
@@ -72,7 +74,7 @@ class TaskList:
         self._limit = limit
         self._max_devices = max_devices
         self._frozen = FrozenBlocks()
-        self._rehearsals = Rehearsals()
+        self._rehearsals = Rehearsals(lambda: None if store.directory is None else store.directory / PLANS)
         self._alignment_bytes = max(device.alignment_bytes for device in devices)
         # A device that is lost takes the process with it, and what was committed is saved.
         self._may_be_lost = not all(isinstance(device, EmulatedDevice) for device in devices)
@@ -136,6 +138,10 @@ class TaskList:
             self._limit.enter(planned)
         if station is not Station.JOINING and (found := self._paused.pop(planned.name, None)) is not None:
             self._told += (*found[0].reader.messages, *found[0].doubts)
+
+    def save_plans(self) -> None:
+        """Save plans beside checkpoints, for a resume in another process."""
+        self._rehearsals.save()
 
     def drop(self, planned: PlannedTask) -> None:
         """Nobody will train a task."""

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from hydra_engine.checkpoints import SavedTask, furthest, load_newest
-from hydra_engine.data import beside_loaders, stream_seed
+from hydra_engine.data import drawing_apart, stream_seed
 from hydra_engine.devices import DeviceSpec, resolve_devices
 from hydra_engine.errors import CheckpointError, HostOutOfMemory
 from hydra_engine.loggers import Logger
@@ -65,7 +65,7 @@ class SearchSettings:
     def build(self, trial: Any) -> Any:
         """Call `build_task`, beside whatever trains, with torch's random stream seeded for the trial."""
         seed = stream_seed(self.seed, trial.number, 0)
-        with beside_loaders(is_call=True):
+        with drawing_apart():
             # This thread's, now; no loader's, and no GPU's.
             torch.random.default_generator.manual_seed(seed)  # type: ignore[attr-defined]
             return self.build_task(trial)

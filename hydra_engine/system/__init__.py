@@ -24,6 +24,6 @@ from hydra_engine.system.files import (
     cache_folder,
     fingerprint,
 )
-from hydra_engine.system.locks import FolderLock, Hold, RevocableLock, TakenAway
+from hydra_engine.system.locks import FolderLock
 from hydra_engine.system.messages import LINE, say, say_progress, warn
 from hydra_engine.system.process import is_interactive

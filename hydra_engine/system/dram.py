@@ -84,7 +84,14 @@ class HostMemory:
         return storage
 
     def let_go(self, storage: torch.UntypedStorage) -> None:
-        """Note that no device copies from it or to it any more, so that its pages can be given back one by one."""
+        """Note that nobody here writes to it any more, and no device copies, so that pages can be given back singly."""
+        with _MUTEX:
+            _WRITTEN.discard(storage)
+
+    def take_again(self, storage: torch.UntypedStorage) -> None:
+        """Note that it is written to again, after `let_go`."""
+        with _MUTEX:
+            _WRITTEN.add(storage)
 
     def discard(self, storage: torch.UntypedStorage, start: int, num_bytes: int) -> None:
         """Give a range's pages back to the system, unless they are locked; their content is lost."""

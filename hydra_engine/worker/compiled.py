@@ -141,7 +141,7 @@ class CompiledLayers:
                     return form.function(layer, value)
             # Equal layers may still differ in what Dynamo guards: each one's first call may compile. Tracing takes the
             # process-wide generators' states and puts them back, which a loader's reads must not see.
-            with GLOBAL_GENERATORS.held(apart=True), _TURNS.compilation():
+            with GLOBAL_GENERATORS.turn(), _TURNS.compilation():
                 found = self._first_call(index, form, value)
         return layer(value) if form.obstacle else found
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra_engine.data import LayerDraws, RandomState, Stream, TaskGenerator, capture, installed
+from hydra_engine.data import RandomState, Redirected, Stream, TaskGenerator, capture, installed
 from hydra_engine.devices import DeviceGenerator
 
 
@@ -22,31 +22,34 @@ class Drawing:
     _before: bytes = field(default=b"", init=False)  # state of the device's generator, as the forward begins
 
     def __post_init__(self) -> None:
-        self._installed = installed(Stream(self.state)) if self.locked else None
+        self._mode = TaskGenerator(self.state.torch)
+        self._locks = ExitStack()
 
     def __enter__(self) -> Drawing:
-        if self._installed is not None:
-            self._installed.__enter__()
+        with ExitStack() as entered:
+            if self.locked:  # in a backward, too, which may run a forward again
+                entered.enter_context(installed(Stream(self.state)))
+                entered.enter_context(Redirected(self._mode, with_functions=True))
+            self._locks = entered.pop_all()
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        if self._installed is not None:
-            self._installed.__exit__(*exc)
+        self._locks.__exit__(*exc)
 
     def forward(self) -> AbstractContextManager[TaskGenerator | None]:
         """Return the context of a forward, whose draws `move` the state."""
         if self.generator is not None:
             self._before = self.generator.install(self.state.device)
-        if self._installed is not None or not self.redirects:
-            return nullcontext()
-        mode = TaskGenerator(self.state.torch)
-        return mode if self.is_compiled else LayerDraws(mode)
+        if self.locked or not self.redirects:
+            return nullcontext(self._mode if self.locked else None)
+        return self._mode if self.is_compiled else Redirected(self._mode)
 
     def move(self, drawn: TaskGenerator | None) -> None:
         """Move the state by what the forward has drawn; a backward, which may run it again, does not move it."""
-        if self._installed is not None:
-            self.state = capture()._replace(device=self.state.device)
-        elif drawn is not None and (state := drawn.state) is not self.state.torch:
+        if self.locked:
+            now = capture()
+            self.state = self.state._replace(python=now.python, numpy=now.numpy)
+        if drawn is not None and (state := drawn.state) is not self.state.torch:
             self.state = self.state._replace(torch=state)
         if self.generator is not None:
             before, after = self._before, self.generator.state()

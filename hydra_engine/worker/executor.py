@@ -24,7 +24,7 @@ from hydra_engine.worker.attributes import Attributes
 from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.drawing import Drawing
 from hydra_engine.worker.graphs import Arrival, GradientSums, Graph, SavedTensors, arrive
-from hydra_engine.worker.thread_modes import ThreadModes, put_back, thread_modes
+from hydra_engine.worker.thread_modes import UNIT_MODES, put_back
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput, UpdateOnDevice
 from partitioners.boundary import Boundary
 from partitioners.precision import cast
@@ -193,14 +193,13 @@ class UnitRunning:
         self._num_hooks = 0  # that there had been in the process, as it began
         self._written = set(spec.written) & set(spec.shard.buffers)
         self._was_training: list[tuple[nn.Module, bool]] = []  # modules, while they evaluate
-        self._had_gradients = True  # in the caller's thread
-        self._thread_modes: ThreadModes | None = None  # those that it began in
+        self._modes: Sequence[Any] = ()  # of the thread, as it began
 
     def __enter__(self) -> UnitRunning:
         self._structure.bind(self._views, self._buffers)
         self._versions = self._structure.parameter_versions(self._views)
         self._num_hooks = RemovableHandle.next_id
-        self._had_gradients = torch.is_grad_enabled()
+        self._modes = UNIT_MODES.begin()
         try:
             if self._saved is not None:
                 self._saved.begin(self._views.values())
@@ -212,8 +211,7 @@ class UnitRunning:
                 with self._executor.modes():  # may be the user's code
                     for layer in layers:
                         layer.eval()
-            _set_grad_enabled(self._spec.kind != EVALUATE)
-            self._thread_modes = thread_modes()
+            torch.set_grad_enabled(self._spec.kind != EVALUATE)
             if self._so_far:
                 self._gradients.go_on_from(self._so_far)
         except BaseException:
@@ -222,9 +220,7 @@ class UnitRunning:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        if exc[0] is not None and self._thread_modes is not None:
-            put_back(self._thread_modes)
-        _set_grad_enabled(self._had_gradients)
+        UNIT_MODES.end(self._modes)
         self._train_again()
         try:
             if exc[0] is not None:  # what a layer has bound or set must not stay for the next run
@@ -269,9 +265,7 @@ class UnitRunning:
     def end(self, update: UpdateOnDevice | None = None) -> UnitOutput:
         """Return what the unit leaves, once all its micro-batches are through; `update`: the optimizer's, in place."""
         spec, structure, shard = self._spec, self._structure, self._shard
-        assert self._thread_modes is not None
-        # In a run other tasks' layers may be at work, inside a change of the process that they undo.
-        put_back(self._thread_modes, of_process=self._inspector is not None)
+        put_back(self._modes)
         if self._inspector is not None:
             self._inspector.ends()
         self._executor.current = ""  # what is found from here on is not the last layer's
@@ -471,11 +465,6 @@ class UnitRunning:
             outputs, gradients = zip(*roots, strict=True)
             with frame.replayed():
                 torch.autograd.backward(outputs, gradients)
-
-
-def _set_grad_enabled(is_enabled: bool) -> None:
-    if torch.is_grad_enabled() != is_enabled:
-        torch.set_grad_enabled(is_enabled)
 
 
 def _leaving(name: str, frame: Frame) -> Boundary:

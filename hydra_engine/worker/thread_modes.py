@@ -1,46 +1,76 @@
-"""Settings of a thread or of the process that a unit's code may change, and that are put back after it.
-
-Layers of other shards run in other threads, and at other times, and layers of other tasks in between.
-"""
+"""Keeps the modes of a thread and of the process that code of the user's has changed in a unit from other units."""
 
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
-ThreadModes: TypeAlias = "tuple[Any, ...]"
+from hydra_engine.devices import AUTOCAST_KINDS
+
+Mode: TypeAlias = "tuple[Any, Any]"  # its getter and its setter
 
 _SMALLEST = sys.float_info.min * sys.float_info.epsilon  # a zero where such numbers are flushed, which has no getter
-_SETTERS: tuple[Any, ...] = (  # in the order of `thread_modes`
-    torch.set_grad_enabled,
-    lambda is_enabled: torch.set_autocast_enabled("cpu", is_enabled),
-    torch.set_num_threads,
-    torch.set_flush_denormal,
-    torch.set_default_dtype,
-    torch.use_deterministic_algorithms,
+_OF_THREAD: Sequence[Mode] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    *((partial(torch.is_autocast_enabled, k), partial(torch.set_autocast_enabled, k)) for k in AUTOCAST_KINDS),
+    (torch.get_num_threads, torch.set_num_threads),
+    (lambda: _SMALLEST * 1.0 == 0.0, torch.set_flush_denormal),
 )
-_NUM_OF_PROCESS = 2  # the last ones; the others are the thread's
+_OF_PROCESS: Sequence[Mode] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda found: torch.use_deterministic_algorithms(found[0], warn_only=found[1]),
+    ),
+)
 
 
-def thread_modes() -> ThreadModes:
-    """Return the modes of this thread and of the process. A microsecond."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_num_threads(),
-        _SMALLEST * 1.0 == 0.0,
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+def _modes(kinds: Sequence[Mode]) -> list[Any]:
+    return [get() for get, _ in kinds]
 
 
-def put_back(before: ThreadModes, *, of_process: bool = True) -> None:
-    """Set the modes as they were, those of the process too."""
-    now = thread_modes()
-    if not of_process:
-        now = (*now[:-_NUM_OF_PROCESS], *before[-_NUM_OF_PROCESS:])
-    for set_mode, old, new in zip(_SETTERS, before, now, strict=True):
-        if new != old:
-            set_mode(old)
+def _put_back(kinds: Sequence[Mode], before: Sequence[Any]) -> None:
+    for (get, set_mode), mode in zip(kinds, before, strict=True):
+        if get() != mode:
+            set_mode(mode)
+
+
+def put_back(before: Sequence[Any]) -> None:
+    """Set the thread's modes to those that a unit began with."""
+    _put_back(_OF_THREAD, before)
+
+
+class UnitModes:
+    """Modes that each unit begins with: the thread's own, and the process's from before any unit.
+
+    Those of the process are put back once no unit runs: another one's layer may have set them for an operation.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._num_units = 0
+        self._of_process: list[Any] = []
+
+    def begin(self) -> Sequence[Any]:
+        """Note that a unit begins; return its thread's modes. Some microseconds."""
+        with self._mutex:
+            if not self._num_units:
+                self._of_process = _modes(_OF_PROCESS)
+            self._num_units += 1
+        return _modes(_OF_THREAD)
+
+    def end(self, before: Sequence[Any]) -> None:
+        """Note that a unit is over, and put modes back."""
+        put_back(before)
+        with self._mutex:
+            self._num_units -= 1
+            if not self._num_units:
+                _put_back(_OF_PROCESS, self._of_process)
+
+
+UNIT_MODES = UnitModes()  # the process's, as the modes are

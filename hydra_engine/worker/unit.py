@@ -184,10 +184,10 @@ class Account:
 
     ledger: Ledger
     signature: Signature
-    known: UnitBytes | None  # what such a unit took at most so far; None: it has to be metered
     num_micro_batches: int
     buffer_bytes: int  # of its shard's buffers
     beside_bytes: int  # granted beside `known`: for buffers, the update, gradients that it adds to
+    known: UnitBytes | None = None  # what such a unit took at most so far; None: it has to be metered
     held_bytes: int = 0  # granted now
     work_bytes: int = 0  # peak of what a metered unit created
     input_bytes: int = 0  # of one micro-batch, the largest seen
@@ -197,6 +197,16 @@ class Account:
     def wanted_bytes(self) -> int | None:
         """Bytes to ask for; None: not known yet."""
         return None if self.known is None else self.beside_bytes + self.known.total(self.num_micro_batches)
+
+    def look_up(self, claim: Claim, more_bytes: int = 0) -> None:
+        """Look up what is known of such units; more_bytes: that have to be there beside an estimate."""
+        state, shard = claim.state, claim.shard
+
+        def can_hold(found: UnitBytes) -> bool:
+            needed = self.beside_bytes + found.total(self.num_micro_batches) + more_bytes
+            return self.ledger.can_hold(needed, shard.slab_bytes)
+
+        self.known = state.unit_bytes(claim.unit.kind, shard, self.signature, can_hold)
 
     def measured(self) -> UnitBytes:
         return UnitBytes(self.work_bytes, self.input_bytes, self.output_bytes)
@@ -275,11 +285,11 @@ class UnitRun:
         self.account = Account(
             ledger=ledger,
             signature=signature,
-            known=state.unit_bytes(unit.kind, shard, signature),
             num_micro_batches=len(self.micro_batches),
             buffer_bytes=buffer_bytes,
             beside_bytes=buffer_bytes + update_bytes + sum_bytes,
         )
+        self.account.look_up(claim)
         self.is_metered = False
         self.graphs = GraphUse()
         self.after = after  # of the unit before it, where that is still on its way to DRAM

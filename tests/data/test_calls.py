@@ -2,8 +2,7 @@
 
 import pytest
 
-from hydra_engine.data.calls import UserCalls
-from hydra_engine.system import TakenAway
+from hydra_engine.data.calls import LeftBehind, UserCalls
 from tests.refused import refused
 
 
@@ -26,7 +25,7 @@ def test_answer_of_a_late_call_is_not_heard():
             while calls.leave_late() is not None:
                 pass
 
-    with refused(TakenAway, task="a"):
+    with refused(LeftBehind, task="a"):
         be_late()
     assert calls.is_left
     assert not calls.answer(lambda: heard.append("late"))

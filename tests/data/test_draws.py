@@ -3,8 +3,7 @@
 import queue
 import random
 import threading
-import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -15,12 +14,12 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hydra_engine import Callback, ModelTask, stream_seed
-from hydra_engine.data.draws import CallbackDraws, LoaderDraws, beside_loaders
-from hydra_engine.data.streams import Stream, capture, drawn_by_others, install, installed
-from hydra_engine.system.locks import RevocableLock
+from hydra_engine.data.draws import UserDraws
+from hydra_engine.data.streams import Stream, capture, install, installed
+from hydra_engine.loggers import Logger
 from tests import exact, reference
 from tests.covering import covering
-from tests.data.test_streams import DRAWS, state_of
+from tests.data.test_streams import DRAWS, draws_in_turns, draws_of, in_threads, state_of
 from tests.data.test_timeout import draws_outside
 from tests.refused import names, refused
 
@@ -118,12 +117,12 @@ def test_loaders_are_read_at_the_same_time():
 def test_draws_from_torch_are_those_of_the_stream():
     before = draws_outside()
     for name, draw in DRAWS.items():
-        beside, alone = LoaderDraws("task", alone=False), LoaderDraws("task", alone=True)
+        beside, alone = UserDraws("task"), UserDraws("task", alone=True)
         stream, expected = Stream(state_of(5)), Stream(state_of(5))
         for _ in range(5):
-            with alone.reading(expected):
+            with alone.drawing(expected):
                 wanted = draw()
-            with beside.reading(stream):
+            with beside.drawing(stream):
                 assert torch.equal(draw(), wanted), name
             assert torch.equal(stream.state.torch, expected.state.torch), name
     assert draws_outside() == before
@@ -227,20 +226,14 @@ def test_loader_that_draws_from_the_first_batch_is_read_alone(noise):
 
 
 @pytest.mark.rest
+@pytest.mark.parametrize("num", [1, 1000])
 @pytest.mark.parametrize("at", [pytest.param(2, marks=pytest.mark.net), 10, NUM_BATCHES + 3])
 @pytest.mark.parametrize("noise", [from_random, from_numpy])
-def test_loader_that_draws_late_is_told_by_name(noise, at):
-    """Another thread may have drawn; from then on it is read alone."""
-    [message] = train(task("late", Loader(noise=late(noise, at)))).messages
-    names(message, task="late", says="its `random` loader_alone=True")
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("num", [1, 1000])
-@pytest.mark.parametrize("noise", [from_random, from_numpy])
-def test_loader_that_draws_late_and_is_read_alone_is_exact(noise, num):
-    each = task("late", Loader(noise=late(noise, 10, num)), loader_alone=True)
-    assert_as_plain(train(each), each, plain(Loader(noise=late(noise, 10, num))))
+def test_loader_that_draws_late_is_exact_where_nothing_else_draws(noise, at, num):
+    each = task("late", Loader(noise=late(noise, at, num)))
+    report = train(each)
+    assert_as_plain(report, each, plain(Loader(noise=late(noise, at, num))))
+    assert report.messages == ()
 
 
 class Waits:
@@ -262,17 +255,8 @@ def test_others_are_exact_beside_one_that_draws_late(noise):
     guilty = task("late", Loader(waits, late(noise, 10)))
     other = task("other", Loader(waits), seed=2, dropout=0.5)
     report = train(guilty, other)
-    assert any("late: its loader" in text for text in report.messages)
+    names(*[text for text in report.messages if text.startswith("late:")], task="late", says="loader `")
     assert_as_plain(report, other, plain(Loader(), seed=2, dropout=0.5))
-
-
-@pytest.mark.rest
-def test_one_draw_that_may_have_been_anybodys_is_told():
-    waits = Waits()
-    tasks = [task("once", Loader(waits, late(from_random, 10, 1))), task("other", Loader(waits), seed=2)]
-    report = train(*tasks)
-    assert sum(text.startswith("once: its loader") for text in report.messages) == 1
-    assert_as_plain(report, tasks[1], plain(Loader(), seed=2))
 
 
 class Tells(Callback):
@@ -441,128 +425,29 @@ def test_loader_that_gives_nothing_later_is_an_error():
     assert_as_plain(train(again), again, plain(Once(starts_anew=True)))
 
 
-# -- turns apart and beside
-
-
-def in_thread(job):
-    thread = threading.Thread(target=job)
-    thread.start()
-    return thread
-
-
-@contextmanager
-def held(turn, draw=lambda: None):
-    """A thread that has a turn, and has drawn in it, until the block ends."""
-    begun, go_on, turns = threading.Event(), threading.Event(), []
-
-    def hold():
-        with turn as own:
-            draw()
-            turns.append(own)
-            begun.set()
-            assert go_on.wait(PATIENCE_S)
-
-    thread = in_thread(hold)
-    assert begun.wait(PATIENCE_S)
-    yield turns[0]
-    go_on.set()
-    thread.join(PATIENCE_S)
-
-
-def until(condition):
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0)  # lets the thread run that is waited for; no time has to pass
-
-
-class TestTurns:
-    def test_turns_beside_overlap_and_know_it(self):
-        lock = RevocableLock()
-        with lock.beside() as first:
-            assert not first.had_company
-            with lock.beside() as second:
-                assert second.had_company
-        assert first.had_company
-
-    @pytest.mark.rest
-    def test_turn_apart_waits_for_those_beside(self):
-        lock, inside = RevocableLock(), threading.Event()
-
-        def apart():
-            with lock.held(apart=True):
-                inside.set()
-
-        with lock.beside() as turn:
-            thread = in_thread(apart)
-            until(lambda: not lock.is_free)
-            assert not inside.is_set()
-        assert inside.wait(PATIENCE_S)
-        thread.join(PATIENCE_S)
-        assert not turn.is_passed
-
-    def test_who_waited_beside_goes_before_the_next_apart(self):
-        lock, order = RevocableLock(), []
-
-        def beside():
-            with lock.beside():
-                order.append("beside")
-
-        def apart():
-            with lock.held(apart=True):
-                order.append("apart")
-
-        with lock.held(apart=True):
-            threads = [in_thread(apart), in_thread(beside)]
-            until(lambda: lock._waiting)
-        for thread in threads:
-            thread.join(PATIENCE_S)
-        assert order == ["beside", "apart"]
-
-    @pytest.mark.rest
-    def test_nobody_waits_for_ever(self, monkeypatch):
-        monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", 0.01)
-        lock = RevocableLock()
-        with held(lock.beside()) as turn:
-            with lock.held(apart=True) as hold:
-                assert hold.met == [turn]
-                with lock.held(apart=True) as again:
-                    assert again is hold
-            monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", PATIENCE_S)
-            with lock.held(apart=True):  # waits for it no more
-                pass
-
-
-def test_loader_that_overlapped_with_draws_of_others_is_in_doubt(monkeypatch):
-    """It took longer than anybody waits, so that it may be the one that drew."""
-    monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", 0.01)
-    draws, stream = LoaderDraws("slow", alone=False), Stream(state_of(5))
-    for _ in range(2):
-        with draws.reading(stream):
-            pass
-    with held(draws.reading(stream)), installed(Stream(state_of(6))):
-        random.random()
-    names(draws.message, task="slow", says="loader_alone=True")
+# -- threads of a loader's
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("at", [0, pytest.param(3, marks=pytest.mark.net)])
-def test_generator_that_its_own_thread_moves_is_noticed(at):
-    """A thread of the loader's draws from torch: nobody can send that to the task's stream."""
+def test_torchs_generator_that_a_thread_of_its_own_moves_is_told(at):
+    """Nothing can send its draws to the task's stream; read alone, they are of that."""
 
     class Background(Loader):
         def __iter__(self):
             for k in range(NUM_BATCHES):
                 if k >= at:
-                    in_thread(lambda: torch.rand(1)).join(PATIENCE_S)
+                    thread = threading.Thread(target=torch.rand, args=(1,))
+                    thread.start()
+                    thread.join(PATIENCE_S)
                 yield torch.randn(4, 3), torch.ones(4, 2)
 
-    each = task("a", Background())
-    if at:
-        [message] = train(each).messages
-        names(message, task="a", says="its loader torch's")
-    else:
-        assert_as_plain(train(each), each, plain(Background()))
+    [message] = train(task("a", Background())).messages
+    names(message, task="a", says="torch's generator loader_alone=True")
+    each = task("a", Background(), loader_alone=True)
+    report = train(each)
+    assert_as_plain(report, each, plain(Background()))
+    assert report.messages == ()
 
 
 class DrawsAtEachStep(Callback):
@@ -635,31 +520,35 @@ def test_what_is_drawn_as_an_epoch_begins_is_of_the_tasks_stream():
     assert_as_plain(train(each), each, plain(Seeded(noise=from_random)))
 
 
-def test_a_first_call_that_takes_long_is_alone_for_moments(monkeypatch):
-    monkeypatch.setattr("hydra_engine.data.draws.FIRST_CALLS_S", 0.01)
-    draws, stream = CallbackDraws("a"), Stream(state_of(5))
-    with draws.calling(stream, "on_step"), held(installed(Stream(state_of(6)))):
-        pass
-    assert stream.state.same_as(state_of(5))
+def test_a_call_that_takes_long_keeps_others_waiting_for_moments(monkeypatch):
+    monkeypatch.setattr("hydra_engine.data.streams.MOST_S", 0.01)
+    draws, stream, others = UserDraws("a"), Stream(state_of(5)), {0: draws_of(0)}
+    with draws.drawing(stream, "on_step", is_call=True):
+        drawn, expected = random.random(), random.Random(5)
+        assert in_threads(1, draws_in_turns) == others
+        random.random()  # is the process's
+    with installed(stream):
+        assert [drawn, random.random()] == [expected.random(), expected.random()]
 
 
-def test_what_somebody_drew_in_company_of_a_call_is_told():
-    draws, stream = CallbackDraws("a"), Stream(state_of(5))
+def test_what_is_drawn_in_company_of_a_call_is_told():
+    draws, others, stream = UserDraws("a"), UserDraws("b"), Stream(capture())
     for _ in range(2):
-        with draws.calling(stream, "on_step"):
+        with draws.drawing(stream, "on_step"), others.drawing(stream):
             pass
-    with held(beside_loaders()), draws.calling(stream, "on_step"):
+    with others.drawing(stream), draws.drawing(stream, "on_step"):
         random.random()
-    names(draws.message, task="a", says="its callbacks `random`")
+    names(draws.message, task="a", says="callback `random`")
+    names(others.message, task="b", says="loader `random`")
 
 
 def test_a_call_that_begins_to_draw_alone_moves_the_tasks_stream():
-    draws, stream = CallbackDraws("a"), Stream(capture())
+    draws, stream = UserDraws("a"), Stream(capture())
     before, expected = random.getstate(), [random.random() for _ in range(2)]
     random.setstate(before)
     found = []
     for k in range(5):
-        with draws.calling(stream, "on_step"):
+        with draws.drawing(stream, "on_step"):
             found += [random.random()] if k > 2 else []
         assert random.getstate() == before
     assert (found, draws.message) == (expected, None)
@@ -697,15 +586,6 @@ class DataLoaderX(DataLoader):
         return Reads(super().__iter__())
 
 
-class InAGenerator(DataLoader):
-    """Its thread is a variable of a generator."""
-
-    def __iter__(self):
-        thread = Reads(super().__iter__())
-        yield from iter(thread.queue.get, None)
-        thread.join()
-
-
 class Forgotten(DataLoader):
     """Its thread, which waits for room, is kept nowhere."""
 
@@ -721,19 +601,17 @@ class Forgotten(DataLoader):
         yield from iter(room.get, None)
 
 
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("kind", [DataLoaderX, InAGenerator, Forgotten])
-def test_a_thread_of_a_loader_that_draws_from_torch_is_told(kind, alone):
+@pytest.mark.parametrize("kind", [DataLoaderX, Forgotten])
+def test_a_thread_of_a_loader_that_draws_from_torch_is_told(kind):
     def told(**options):
         x = torch.arange(32.0).view(16, 2)
         loader = kind(TensorDataset(x, x), 4, **options)
-        task = ModelTask(nn.Sequential(nn.Linear(2, 2)), F.mse_loss, loader, seed=1, name="a", loader_alone=alone)
+        task = ModelTask(nn.Sequential(nn.Linear(2, 2)), F.mse_loss, loader, seed=1, name="a")
         return exact.run([task]).messages
 
     [message] = told(shuffle=True)
     names(message, task="a", says="thread generator")
-    own = torch.Generator().manual_seed(1)
-    assert [each for each in told(shuffle=True, generator=own) if "thread" in each] == []
+    assert told(shuffle=True, generator=torch.Generator().manual_seed(1)) == ()
     assert told() == ()
 
 
@@ -775,7 +653,20 @@ def drawing(draw):
         thread.join()
 
 
-@pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())], ids=["random", "NumPy"])
+def seeded_again():
+    torch.manual_seed(4)
+    return 1e-4
+
+
+DRAWS_ELSEWHERE = random.random, lambda: float(np.random.rand()), lambda: float(torch.rand(())), seeded_again
+
+
+class DrawsAsItLogs(Logger):
+    def log_step(self, step):
+        for draw in DRAWS_ELSEWHERE:
+            draw()
+
+
 @pytest.mark.parametrize(
     ("build", "options"),
     [
@@ -784,17 +675,27 @@ def drawing(draw):
     ],
     ids=["a chain", "a forward of its own"],
 )
-def test_a_thread_of_the_users_that_draws_fails_no_task_and_changes_none(build, options, draw):
-    def trained(name):
+@pytest.mark.parametrize("accumulation_steps", [1, pytest.param(2, marks=pytest.mark.rest)])
+def test_threads_and_a_logger_that_draw_fail_no_task_and_change_none(build, options, accumulation_steps):
+    torch.manual_seed(1)
+    batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(6)]
+    options, nets = options | {"accumulation_steps": accumulation_steps}, []
+    for _ in range(3):
         torch.manual_seed(1)
-        batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(6)]
-        each = ModelTask(build(), nn.MSELoss(), batches, 0.05, 2, name=name, seed=1, callbacks=[Callback()], **options)
-        report = exact.silent([each]).train_models()
-        return report.tasks[name].losses
-
-    expected = trained("quiet")
-    with drawing(draw):
-        assert trained("disturbed") == expected
+        nets.append(build())
+    expected = reference.train(nets[0], nn.MSELoss(), batches, seed=1, lr=0.05, epochs=2, **options), nets[0]
+    tasks = [
+        ModelTask(net, nn.MSELoss(), batches, 0.05, 2, name=name, seed=1, callbacks=[Callback()], **options)
+        for name, net in zip("ab", nets[1:], strict=True)
+    ]
+    with ExitStack() as stack:
+        for draw in DRAWS_ELSEWHERE:
+            stack.enter_context(drawing(draw))
+        report = exact.silent(tasks, num_devices=2, loggers=[DrawsAsItLogs()]).train_models()
+    for each in tasks:
+        assert_as_plain(report, each, expected)
+    told = [text.partition(":")[0] for text in report.messages if "random stream" in text]
+    assert len(set(told)) == len(told)
 
 
 class ByRandom(nn.Linear):
@@ -806,11 +707,6 @@ class ByRandom(nn.Linear):
 
 def by_random():
     return nn.Sequential(ByRandom(3, 2))
-
-
-def seeded_again():
-    torch.manual_seed(4)
-    return 1e-4
 
 
 @pytest.mark.parametrize(
@@ -829,14 +725,3 @@ def test_a_thread_of_the_users_that_hides_what_layers_draw_fails_no_task(build, 
     with drawing(draw):
         report = exact.silent([ModelTask(build(), nn.MSELoss(), batches, 0.05, name="a", seed=1)]).train_models()
     report.raise_failures()
-
-
-@pytest.mark.parametrize(
-    ("draw", "drawn"), [(random.random, {"`random`"}), (seeded_again, {"torch's generator"})], ids=["a draw", "a seed"]
-)
-def test_generators_that_a_thread_of_the_users_moves_are_known(draw, drawn):
-    before = torch.get_rng_state()
-    assert drawn_by_others() == set()
-    assert torch.equal(torch.get_rng_state(), before)
-    with drawing(draw):
-        assert drawn_by_others() == drawn

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_engine import stream_seed
-from hydra_engine.data.draws import LayerDraws, register_draws
+from hydra_engine.data.draws import _KEY, Redirected, register_draws
 from hydra_engine.data.streams import (
     GLOBAL_GENERATORS,
     RandomState,
@@ -114,7 +114,7 @@ def own(seed):
 
 
 def by_key(start):
-    return LayerDraws(TaskGenerator(start))
+    return Redirected(TaskGenerator(start))
 
 
 # What sends draws to a task's generator: a mode of all operations, or of those alone that may draw.
@@ -283,6 +283,17 @@ def test_op_of_a_library_of_its_own(library, redirected):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_nothing_of_torch_uses_the_key_that_draws_are_redirected_by():
+    """It is private, for torch's own tests: another version may do without it, or use it."""
+    register_draws()
+    kernels = torch._C._dispatch_get_registrations_for_dispatch_key(_KEY)
+    assert "aten::bernoulli_.float" in kernels, f"torch {torch.__version__} redirects no draws"
+    for kernel in kernels:
+        packet, _, overload = kernel.replace("::", ".").partition(".")[2].partition(".")
+        op = getattr(getattr(getattr(torch.ops, kernel.partition("::")[0]), packet), overload or "default")
+        assert torch.Tag.nondeterministic_seeded in op.tags, f"torch {torch.__version__} has a kernel of {kernel} there"
+
+
 def test_what_does_not_draw_passes_no_mode():
     seen = []
 
@@ -291,7 +302,7 @@ def test_what_does_not_draw_passes_no_mode():
             seen.append(func)
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    with LayerDraws(Sees(own(7))):
+    with Redirected(Sees(own(7))):
         torch.rand(2) @ torch.ones(2)
     assert seen == [torch.ops.aten.rand.default]
 

@@ -12,10 +12,9 @@ from torch import nn
 import hydra_engine
 from hydra_engine import Callback, LoaderTimeout, ModelTask
 from hydra_engine.data.reader import Reader
-from hydra_engine.data.streams import GLOBAL_GENERATORS, Stream, capture, install, installed
+from hydra_engine.data.streams import GLOBAL_GENERATORS, GlobalGenerators, Stream, capture, installed
 from hydra_engine.run.signals import Deadlines, Inbox, Overdue
 from hydra_engine.schedule.events import DataEnded, StopRequested
-from hydra_engine.system.locks import RevocableLock, TakenAway
 from tests import exact, zoo
 from tests.covering import covering
 from tests.data.test_streams import draws_of, everything, state_of
@@ -168,21 +167,20 @@ def test_it_is_a_timeout_of_the_builtin_kind_and_another_run_in_the_same_process
 @pytest.mark.rest
 def test_waiting_for_anothers_loader_does_not_count(hanging, monkeypatch):
     """A task of a shorter time-out stands behind one that takes long, and is not to blame."""
-    slow, wait = hanging(1), RevocableLock._wait_beside
+    slow, wait = hanging(1), GlobalGenerators._wait
 
-    def waits(lock):
-        if slow.hangs.is_set() and threading.current_thread().name == "dropout-reader":
+    def waits(generators):
+        if slow.hangs.is_set() and threading.current_thread().name.startswith("dropout-"):
             slow.go_on.set()
-        wait(lock)
+        wait(generators)
 
     class Meets(Callback):
         def on_step(self, report):
             assert slow.hangs.wait(PATIENCE_S)
 
-    monkeypatch.setattr(RevocableLock, "_wait_beside", waits)
-    monkeypatch.setattr("hydra_engine.system.locks.PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(GlobalGenerators, "_wait", waits)
     task, model = victim(build(slow), loader_timeout_s=None, loader_alone=True)
-    other, other_model = exact.task_of("dropout", loader_timeout_s=SHORT_S, callbacks=[Meets()])
+    other, other_model = exact.task_of("dropout", loader_timeout_s=SHORT_S, loader_alone=True, callbacks=[Meets()])
     report = exact.run([task, other])
     assert slow.go_on.is_set()
     exact.assert_as_expected(report, "dropout", other_model, exact.expected("dropout"))
@@ -244,125 +242,36 @@ class TestDeadlines:
         assert deadlines.next_s == float("inf")
 
 
-class Visitor:
-    """A thread that holds a lock until it is told to go on."""
-
-    def __init__(self, lock, job=None):
-        self.inside, self.go_on, self.error = threading.Event(), threading.Event(), None
-        self.lock, self.job = lock, job
-        self.thread = threading.Thread(target=self.work)
-        self.thread.start()
-        assert self.inside.wait(PATIENCE_S)
-
-    def work(self):
-        try:
-            with self.lock.held() as hold:
-                if self.job is not None:
-                    hold.put_back.append(self.job)
-                self.inside.set()
-                assert self.go_on.wait(PATIENCE_S)
-                hold.settle(lambda: None)
-        except Exception as error:
-            self.error = error
-
-    def leave(self):
-        self.go_on.set()
-        self.thread.join(PATIENCE_S)
-        assert not self.thread.is_alive()
-
-
-@pytest.mark.rest
-class TestRevocableLock:
-    @pytest.mark.net
-    def test_is_reentrant(self):
-        lock = RevocableLock()
-        with lock.held() as outer:
-            with lock.held() as inner:
-                assert inner is outer
-            assert not lock.is_free
-        assert lock.is_free
-
-    def test_body_that_raises_gives_it_back(self):
-        lock = RevocableLock()
-        with pytest.raises(KeyError), lock.held():
-            raise KeyError
-        assert lock.is_free
-
-    @pytest.mark.net
-    def test_a_new_owner_gets_in_and_the_old_one_releases_nothing(self):
-        lock, done = RevocableLock(), []
-        old = Visitor(lock, lambda: done.append("put back"))
-        assert lock.take_from(old.thread.ident)
-        assert done == ["put back"]
-        new = Visitor(lock)
-        old.leave()
-        assert isinstance(old.error, TakenAway)
-        assert not lock.is_free  # it is the new owner's
-        new.leave()
-        assert new.error is None
-        assert lock.is_free
-        assert done == ["put back"]
-
-    def test_waiters_get_in_one_at_a_time(self):
-        lock = RevocableLock()
-        old = Visitor(lock)
-        inside, most = [], []
-
-        def wait():
-            with lock.held():
-                inside.append(1)
-                most.append(len(inside))
-                inside.pop()
-
-        waiters = [threading.Thread(target=wait) for _ in range(5)]
-        for each in waiters:
-            each.start()
-        lock.take_from(old.thread.ident)
-        for each in waiters:
-            each.join(PATIENCE_S)
-        old.leave()
-        assert most == [1] * 5
-
-    def test_only_from_the_thread_that_holds_it(self):
-        lock = RevocableLock()
-        assert not lock.take_from(threading.get_ident())
-        visitor = Visitor(lock)
-        assert not lock.take_from(threading.get_ident())
-        assert not lock.take_from(None)
-        visitor.leave()
-        assert visitor.error is None
-
-
 def test_states_of_a_thread_that_hangs_are_put_back():
-    before, inside, go_on, errors = draws_outside(), threading.Event(), threading.Event(), []
+    before, inside, go_on = draws_outside(), threading.Event(), threading.Event()
     stream = Stream(state_of(7))
 
     def hang():
-        try:
-            with installed(stream):
-                everything()
-                inside.set()
-                assert go_on.wait(PATIENCE_S)
-                everything()
-        except TakenAway as error:
-            errors.append(error)
+        with installed(stream), installed(Stream(state_of(9))):
+            everything()
+            inside.set()
+            assert go_on.wait(PATIENCE_S)
+            everything()
 
     thread = threading.Thread(target=hang)
     thread.start()
     assert inside.wait(PATIENCE_S)
+    GLOBAL_GENERATORS.take_from(None)
+    GLOBAL_GENERATORS.take_from(threading.get_ident())
+    assert not GLOBAL_GENERATORS.is_free
     GLOBAL_GENERATORS.take_from(thread.ident)
+    assert GLOBAL_GENERATORS.is_free
     assert draws_outside() == before
     other = Stream(state_of(8))
     with installed(other):
         assert everything() == draws_of(8)[0]
-    assert draws_outside() == before
     outside = capture()
-    go_on.set()
-    thread.join(PATIENCE_S)
-    install(outside)  # what it drew when it woke up
-    assert len(errors) == 1
+    with installed(other):
+        go_on.set()
+        thread.join(PATIENCE_S)
+        assert not GLOBAL_GENERATORS.is_free  # it is another thread's
+    assert capture().same_as(outside)
     assert stream.state.same_as(state_of(7))
-    assert draws_outside() == before
 
 
 def test_thread_that_is_left_behind_at_the_end_loses_the_lock_too(hanging, monkeypatch):

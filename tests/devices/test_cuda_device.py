@@ -1059,10 +1059,13 @@ class TestStandIn:
 
 
 class Seeds(Callback):
-    """As a user's seed_everything()."""
+    """As a user's seed_everything(); the last seed counts."""
+
+    def __init__(self, num_seeds):
+        self.num_seeds = num_seeds
 
     def on_step(self, report):
-        for k in range(100):
+        for k in reversed(range(self.num_seeds)):
             torch.manual_seed(report.steps + k)
 
 
@@ -1070,7 +1073,7 @@ def test_what_a_callback_seeds_reaches_no_lane_and_waits_until_the_devices_are_c
     monkeypatch.setattr(torch.cuda, "manual_seed_all", cuda.torch.cuda.manual_seed_all)
     functions = [torch.cuda.manual_seed_all, torch.cuda.manual_seed, torch.cuda.set_rng_state]
     results = []
-    for callbacks in ([], [Seeds()]):
+    for callbacks in ([Seeds(1)], [Seeds(100)]):
         task, model = exact.task_of("dropout", epochs=1, partition="three", callbacks=callbacks)
         report = exact.silent([task], devices=devices_of(cuda)).train_models()
         report.raise_failures()
@@ -1078,6 +1081,6 @@ def test_what_a_callback_seeds_reaches_no_lane_and_waits_until_the_devices_are_c
     assert results[0][0] == results[1][0]
     exact.assert_same_state(results[0][1], results[1][1])
     assert functions == [torch.cuda.manual_seed_all, torch.cuda.manual_seed, torch.cuda.set_rng_state]
-    seed = len(results[0][0]) + 99
+    seed = len(results[0][0])
     assert all(generator.initial_seed() == seed for generator in cuda.generators)
     cuda._states_before = [generator.get_state() for generator in cuda.generators]

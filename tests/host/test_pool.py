@@ -1,7 +1,9 @@
 """The host pool takes a model over and gives it back as it was; a step's staging is overwritten, never added to."""
 
 import copy
+import gc
 import random
+import weakref
 from contextlib import contextmanager
 
 import psutil
@@ -11,8 +13,8 @@ from torch import nn
 
 from hydra_engine.data.signature import Signature
 from hydra_engine.data.streams import capture
-from hydra_engine.host.layout import SlabPiece
-from hydra_engine.host.pool import HostPool
+from hydra_engine.host.layout import ModelLayout, SlabPiece
+from hydra_engine.host.pool import HostPool, kept_pools
 from hydra_engine.host.staging import StepStaging
 from hydra_engine.system import dram
 from partitioners.boundary import Boundary
@@ -154,6 +156,93 @@ class TestHostPool:
         address = layer.weight.data_ptr()
         HostPool(layout_of([layer])).close()
         assert layer.weight.data_ptr() == address
+
+
+def kept(layer, precision="float32"):
+    """A pool that is closed and keeps its memory, with gradients in it."""
+    pool = HostPool(ModelLayout([layer], ["0"], None, precision))
+    pool.open()
+    for gradient in pool.gradients.places:
+        gradient.fill_(7)
+    pool.close(keeps=True)
+    return pool
+
+
+def gradients_at(pool):
+    return [gradient.data_ptr() for gradient in pool.gradients.places]
+
+
+def ordinary(layer):
+    return all(each.untyped_storage().nbytes() == each.nbytes for each in layer.parameters())
+
+
+class TestKept:
+    def test_the_next_open_goes_on_in_the_same_memory(self):
+        layer = nn.Linear(64, 64)
+        values = copy.deepcopy(layer.state_dict())
+        pool = kept(layer)
+        before = gradients_at(pool), [each.data_ptr() for each in layer.parameters()]
+        assert pool in kept_pools()
+        assert pool.kept_bytes == pool.layout.link_bytes[True] >= 4 * (64 * 64 + 64)
+        assert all(torch.equal(tensor, values[name]) for name, tensor in layer.state_dict().items())
+        pool.open()
+        assert (gradients_at(pool), [each.data_ptr() for each in layer.parameters()]) == before
+        assert pool not in kept_pools()
+        assert pool.kept_bytes == 0
+        pool.close()
+        assert ordinary(layer)
+        assert all(torch.equal(tensor, values[name]) for name, tensor in layer.state_dict().items())
+
+    def test_what_its_user_changes_meanwhile_counts(self):
+        layer = nn.Linear(3, 3)
+        pool = kept(layer)
+        layer.weight.data = torch.full((3, 3), 2.0).t()
+        layer.bias.data.fill_(3)
+        layer.bias.grad = torch.ones(3)
+        pool.open()
+        assert (layer.weight == 2).all()
+        assert (layer.bias == 3).all()
+        assert layer.bias.grad is None
+        [(_, source)] = pool.sources(SlabPiece(True, 0, 0, pool.layout.num_bytes[True]))
+        assert source.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
+        pool.close()
+
+    @pytest.mark.parametrize("way", ["let go", "closed", "opened by another", "split"])
+    def test_it_is_let_go(self, way):
+        layer = nn.Linear(64, 64)
+        values = copy.deepcopy(layer.state_dict())
+        pool = kept(layer, "bfloat16")
+        assert pool.kept_bytes == 2 * pool.layout.link_bytes[True]  # gradients and casts
+        storage = weakref.ref(pool.gradients.storages[0])
+        if way in ("let go", "closed"):
+            {"let go": pool.let_go, "closed": pool.close}[way]()
+        else:
+            pool.splits = way == "split"
+            other = pool if way == "split" else HostPool(layout_of([layer]))
+            other.open()
+            other.close()
+        assert storage() is None
+        assert pool not in kept_pools()
+        assert ordinary(layer)
+        assert all(torch.equal(tensor, values[name]) for name, tensor in layer.state_dict().items())
+
+    def test_what_was_replaced_stays_where_its_user_put_it(self):
+        layer = nn.Linear(3, 3)
+        pool = kept(layer)
+        weight = layer.weight.data = torch.ones(3, 3)
+        pool.let_go()
+        assert layer.weight.data_ptr() == weight.data_ptr()
+        assert ordinary(layer)
+
+    def test_with_its_owner_go_the_gradients_and_weights_stay(self):
+        layer = nn.Linear(64, 64)
+        values = copy.deepcopy(layer.state_dict())
+        pool = kept(layer)
+        storage = weakref.ref(pool.gradients.storages[0])
+        del pool
+        gc.collect()
+        assert storage() is None
+        assert all(torch.equal(tensor, values[name]) for name, tensor in layer.state_dict().items())
 
 
 class TestStepStaging:

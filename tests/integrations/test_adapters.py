@@ -146,7 +146,8 @@ def test_a_model_over_the_base_may_be_made_and_join_while_others_train():
     class AddOne(Callback):
         def on_step(self, report):
             if not late:
-                late.extend(adapters(base, [lora(r=2)]))
+                with torch.random.fork_rng():  # else the task would go on with other draws
+                    late.extend(adapters(base, [lora(r=2)]))
                 plain.extend(copy.deepcopy(late))
                 orchestra.add_task(task_of(late[0], 1))
 

@@ -1,7 +1,9 @@
 """A task of the structure of one that was planned takes over its plan; one that differs in anything is rehearsed."""
 
 import gc
+import hashlib
 import operator
+import pickle
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -12,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.planning import rehearsal
+from hydra_engine import EmulatedDevice, Model, ModelOrchestrator, ModelTask
+from hydra_engine.planning import adoption, rehearsal
 from partitioners import Presharded
 from tests import reference
 
@@ -66,8 +68,8 @@ def task_of(name, seed=0, model=None, loader=None, loss_fn=loss, lr=1e-2, **opti
     return ModelTask(model, loss_fn, batches() if loader is None else loader, lr, EPOCHS, name=name, **options)
 
 
-def orchestra_of(*tasks, memory="1MiB"):
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory, meter_every_unit=True)])
+def orchestra_of(*tasks, memory="1MiB", **settings):
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory, meter_every_unit=True)], **settings)
     orchestra.verbose = 0
     return orchestra
 
@@ -151,6 +153,34 @@ def test_classes_that_are_made_anew_for_each_task_are_compared_by_their_code():
     )
     assert adopted(first, same) == [None, "a"]
     assert adopted(first, other) == [None, None]
+
+
+class Whole(nn.Module):
+    """A forward of its own, of which layers are made."""
+
+    def __init__(self, seed=0, scale=1.0, is_deep=True):
+        super().__init__()
+        self.layers, self.scale, self.is_deep = model_of(seed), scale, is_deep
+
+    def forward(self, x):
+        hidden = self.layers[:2](x) * self.scale
+        return self.layers[2 if self.is_deep else 4 :](hidden)
+
+
+@pytest.mark.net
+def test_models_of_one_module_with_a_forward_of_its_own_are_alike():
+    def make(name, *args, **options):
+        return task_of(name, model=Model(Whole(*args, **options)), partitioner="pilot")
+
+    first, second = make("first", 0), make("second", 1)
+    orchestra = orchestra_of(first, second)
+    assert [plan.adopted_from for plan in orchestra.generate().tasks.values()] == [None, "first"]
+    report = orchestra.train_models()
+    for seed, name in enumerate(("first", "second")):
+        settings = {"lr": 1e-2, "epochs": EPOCHS, "optimizer": torch.optim.AdamW}
+        assert report.tasks[name].losses == reference.train(Whole(seed), loss, batches(), seed=0, **settings).losses
+    assert adopted(make("first", 0), make("second", 0, scale=2.0)) == [None, None]
+    assert adopted(make("first", 0), make("second", 0, is_deep=False)) == [None, None]
 
 
 class Changes:
@@ -410,3 +440,74 @@ def test_a_plan_that_is_kept_for_others_keeps_no_model():
     del orchestra, task
     gc.collect()
     assert layer() is None
+
+
+class TestInAFolder:
+    """Plans beside checkpoints, found by an orchestrator that remembers nothing."""
+
+    @pytest.fixture
+    def planned(self, tmp_path, num_rehearsals):
+        """Train, take the last checkpoint away, and let go of all but the files."""
+        orchestra_of(task_of("first"), checkpoint_dir=tmp_path, checkpoint_every=2).train_models()
+        newest = max(tmp_path.glob("checkpoint-*"))
+        newest.unlink()
+        num_rehearsals.clear()
+        return tmp_path
+
+    @pytest.mark.net
+    def test_a_resume_has_the_plan_without_a_rehearsal_and_the_bits(self, planned, num_rehearsals):
+        assert len([*(planned / "plans").iterdir()]) == 1
+        task = task_of("first")
+        report = orchestra_of(task, checkpoint_dir=planned).train_models(resume=True).tasks["first"]
+        assert not num_rehearsals
+        model = model_of(0)
+        result = reference.train(model, loss, batches(), seed=0, lr=1e-2, epochs=EPOCHS, optimizer=torch.optim.AdamW)
+        assert report.losses == result.losses
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in task.model.state_dict().items())
+
+    def others(self):
+        def other_loss(output, target):
+            return F.cross_entropy(output, target) * 2
+
+        wide = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3))
+        return {
+            "the same": {},
+            "other seed": {"seed": 1},
+            "other width": {"model": wide, "partitioner": Presharded([1, 2])},
+            "other loss": {"loss_fn": other_loss},
+            "other batch": {"loader": batches(size=6)},
+        }
+
+    @pytest.mark.parametrize("other", ["the same", "other seed", "other width", "other loss", "other batch"])
+    def test_another_task_is_planned_anew(self, planned, num_rehearsals, other):
+        orchestra_of(task_of("second", **self.others()[other]), checkpoint_dir=planned).generate()
+        assert bool(num_rehearsals) == (other not in ("the same", "other seed"))
+
+    @pytest.mark.parametrize("what", ["torch", "a file of the program"])
+    def test_so_is_one_of_another_program(self, planned, num_rehearsals, monkeypatch, what):
+        if what == "torch":
+            monkeypatch.setattr(torch, "__version__", "2.0.0")
+        else:
+            digest = adoption._file_digest
+            monkeypatch.setattr(adoption, "_file_digest", lambda path: "another" if path == __file__ else digest(path))
+        adoption._program.cache_clear()
+        orchestra_of(task_of("second"), checkpoint_dir=planned).generate()
+        adoption._program.cache_clear()
+        assert num_rehearsals
+
+    @pytest.mark.parametrize("damage", ["a bit", "the end", "everything", "a call"])
+    def test_so_is_one_whose_file_is_damaged(self, planned, num_rehearsals, capfd, damage):
+        [path] = (planned / "plans").iterdir()
+        written = bytearray(path.read_bytes())
+        if damage == "a bit":
+            written[len(written) // 2] ^= 1
+        elif damage == "a call":  # with the right hash
+            content = pickle.dumps(operator.methodcaller("unlink"))
+            written = hashlib.sha256(content).digest() + content
+        path.write_bytes(written[: {"the end": -1, "everything": 0}.get(damage, len(written))])
+        orchestra = orchestra_of(task_of("second"), checkpoint_dir=planned)
+        orchestra.generate()
+        assert num_rehearsals
+        assert f"{path} is not a plan as it was written" in capfd.readouterr().err
+        orchestra.train_models(resume=True)
+        assert len(path.read_bytes()) > 1000  # written anew

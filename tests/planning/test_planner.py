@@ -1,6 +1,8 @@
 """Plans: from a device on which a layer just fits to one that holds the model, by any partitioner, the same bits."""
 
 import copy
+import gc
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -10,10 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
 
-from hydra_engine import EmulatedDevice, ModelTask
-from hydra_engine.errors import ShardDoesNotFit
+from hydra_engine import Callback, EmulatedDevice, ModelTask
+from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
+from hydra_engine.host import kept_pools
 from hydra_engine.planning.cuts import Kept
-from hydra_engine.planning.planner import Planner
+from hydra_engine.planning.planner import Planner, check_dram
 from hydra_engine.schedule.events import Spread
 from partitioners import Balanced, Presharded, profile, shard_bytes, unit_bytes
 from tests import reference
@@ -412,3 +415,78 @@ def test_models_are_copied_for_nothing_but_their_structure():
     before = copy.deepcopy(model.state_dict())
     orchestra_of(task_of(model, partitioner="optimal", accumulation_steps="auto"), memory="1MiB").generate()
     assert_same_state(model.state_dict(), before)
+
+
+def planned_pool(orchestra):
+    """The pool of an orchestrator's one task, once it is planned."""
+    orchestra.generate()
+    [planned] = orchestra._tasks.all
+    return planned.state.pool
+
+
+class TestKeptMemory:
+    """What planning has moved the weights into, and its gradients' memory, is there until training."""
+
+    @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+    def test_training_goes_on_in_it_with_what_was_changed_since(self, precision):
+        class Looks(Callback):
+            def on_step(self, report):
+                addresses.append(model[1].qkv.weight.data_ptr())
+
+        model, addresses = gpt(), []
+        orchestra = orchestra_of(task_of(model, precision=precision, callbacks=[Looks()]), memory="1MiB")
+        pool = planned_pool(orchestra)
+        assert pool.kept_bytes == (1 + (precision != "float32")) * pool.layout.link_bytes[True]
+        addresses.append(model[1].qkv.weight.data_ptr())
+        with torch.no_grad():
+            model[1].qkv.weight.mul_(0.5)
+        model[2].qkv.weight.data = model[2].qkv.weight.data * 2
+        report = orchestra.train_models().tasks["gpt"]
+        plain = gpt()
+        with torch.no_grad():
+            plain[1].qkv.weight.mul_(0.5)
+            plain[2].qkv.weight.mul_(2)
+        settings = {"lr": 1e-3, "optimizer": torch.optim.AdamW, "seed": SEED, "precision": precision}
+        assert report.losses == reference.train(plain, next_byte_loss, loader(), **settings).losses
+        assert_same_state(model.state_dict(), plain.state_dict())
+        assert len(set(addresses)) == 1
+        assert pool not in kept_pools()
+
+    @pytest.mark.parametrize("end", ["stopped", "dropped", "evaluated"])
+    def test_a_task_that_is_not_trained_gives_it_back(self, end):
+        model = gpt()
+        before = copy.deepcopy(model.state_dict())
+        orchestra = orchestra_of(task_of(model), memory="1MiB")
+        pool = weakref.ref(planned_pool(orchestra))
+        assert pool() in kept_pools()
+        if end == "stopped":
+            orchestra.stop_task("gpt")
+        elif end == "evaluated":
+            orchestra.evaluate("gpt", loader())
+        else:
+            del orchestra
+            gc.collect()
+        assert pool() not in kept_pools()
+        assert (pool() is None) == (end == "dropped")
+        assert_same_state(model.state_dict(), before)
+        if end != "dropped":
+            assert all(each.untyped_storage().nbytes() == each.nbytes for each in model.parameters())
+
+    def test_it_is_counted_once_and_given_up_where_others_need_it(self, monkeypatch):
+        orchestra, other = orchestra_of(task_of(gpt()), memory="1MiB"), orchestra_of(task_of(gpt()), memory="1MiB")
+        others = planned_pool(other)
+        planned_pool(orchestra)
+        [planned] = orchestra._tasks.all
+        kept, others_kept = planned.state.pool.kept_bytes, others.kept_bytes
+
+        def check(available):
+            monkeypatch.setattr("hydra_engine.system.dram.available_dram_bytes", lambda: available - others.kept_bytes)
+            check_dram([planned])
+
+        check(planned.training_bytes - kept + others_kept)
+        assert others in kept_pools()
+        check(planned.training_bytes - kept)
+        assert others not in kept_pools()
+        assert planned.state.pool in kept_pools()
+        with pytest.raises(HostOutOfMemory):
+            check(planned.training_bytes - kept - 1)

@@ -178,46 +178,10 @@ def test_a_generator_outside_is_refused(scope):
     assert_refused(drawing_from_outside(), "random numbers", optimizer_scope=scope)
 
 
-@pytest.mark.parametrize("options", [{}, {"optimizer_scope": "task"}, {"early_release": True}])
-@pytest.mark.rest
-def test_an_optimizer_that_begins_to_draw_later_fails_by_name(options):
-    def late(self, group, p):
-        state = self.state[p]
-        state["k"] = state.get("k", 0) + 1
-        noise = torch.randn_like(p) if state["k"] > 10 else 0
-        p.sub_(p.grad + noise, alpha=group["lr"])
-
-    other = ModelTask(model(), F.cross_entropy, loader(), LR, EPOCHS, name="b", seed=1)
-    report = orchestra([task_of(model(), each(late), **options), other]).train_models()
-    assert report.tasks["a"].status == "failed"
-    assert "Each draws random numbers" in report.tasks["a"].error
-    result = reference.train(model(), F.cross_entropy, loader(), seed=1, lr=LR, epochs=EPOCHS)
-    assert report.tasks["b"].losses == result.losses
-
-
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.rest
-def test_a_hook_on_a_parameter_that_draws_fails_the_first_step(register):
-    network = model()
-
-    def noisy(each):
-        if each.grad is None:
-            return each + torch.randn(each.shape)
-        each.grad = each.grad + torch.randn(each.shape)
-        return None
-
-    getattr(network[3].weight, register)(noisy)
-    before = copy.deepcopy(network.state_dict())
-    with pytest.raises(RuntimeError, match=r"a hook on parameter 3\.weight draws random numbers"):
-        orchestra([task_of(network, torch.optim.SGD)]).train_models()
-    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-
-
-def noise_on(*names, shared=None):
+def noise_on(*names):
     def prepare(network):
-        generator = shared() if shared else None
         for name in names:
-            own = generator or torch.Generator().manual_seed(len(name))
+            own = torch.Generator().manual_seed(len(name))
             network.get_parameter(name).register_hook(lambda g, own=own: g + torch.randn(g.shape, generator=own))
 
     return prepare
@@ -226,12 +190,6 @@ def noise_on(*names, shared=None):
 @pytest.mark.rest
 def test_hooks_with_a_generator_each_are_exact():
     assert_plain(torch.optim.SGD, prepare=noise_on("1.weight", "5.bias"))
-
-
-def test_hooks_that_share_a_generator_fail_by_name():
-    prepare = noise_on("1.weight", "5.bias", shared=lambda: torch.Generator().manual_seed(1))
-    with pytest.raises(RuntimeError, match=r"hooks on parameter 5\.bias and another one draw from the same"):
-        assert_plain(torch.optim.SGD, prepare=prepare)
 
 
 # -- what is kept outside of each parameter's state
@@ -437,22 +395,6 @@ def test_hooks_of_all_optimizers_are_refused_shard_by_shard():
         assert_refused(torch.optim.SGD, "SGD has step hooks")
     finally:
         handle.remove()
-
-
-@pytest.mark.parametrize("options", [{}, {"early_release": True}, {"optimizer_device": "device"}])
-@pytest.mark.rest
-def test_what_is_kept_later_only_fails_by_name(options):
-    def late(self, group, p):
-        state = self.state[p]
-        state["k"] = state.get("k", 0) + 1
-        if state["k"] > 10:
-            self.calls += 1
-        plainly(self, group, p)
-
-    other = ModelTask(model(), F.cross_entropy, loader(), LR, 1, name="b", seed=1)
-    report = orchestra([task_of(model(), each(late), **options), other]).train_models()
-    assert report.tasks["a"].status == "failed"
-    assert "Each changed calls in a step, which it did not on trial" in report.tasks["a"].error
 
 
 @pytest.mark.rest

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset
 from hydra_engine import Callback, CheckpointError, PauseTask
 from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.run.loop import EngineRun
-from hydra_engine.run.recovery import Recovery
 from hydra_engine.schedule.graph import validate
 from hydra_engine.schedule.units import training_chain
 from hydra_engine.system.files import Disk
@@ -375,41 +374,39 @@ def marked():
     return batches
 
 
-def fails_if_marked(output, target):
-    if bool((target == 99.0).any()):
-        raise OSError("a loss's")
-    return F.mse_loss(output, target)
-
-
 @pytest.mark.parametrize("early_release", [False, True])
 def test_an_error_in_a_step_that_a_pause_drops_fails_nothing(tmp_path, monkeypatch, early_release):
     """With early release a pause drops no step: shards of it may be updated already."""
     monkeypatch.setitem(LOADERS, "marked", marked)
-    failed, has_raised = Recovery.failed, threading.Event()
 
-    class Waits(Pauses):
-        def on_step(self, report):
-            assert report.steps < 3 or has_raised.wait(PATIENCE_S)
-            super().on_step(report)
+    is_reached, is_paused = threading.Event(), threading.Event()
 
-    def failed_once_it_is_paused(recovery, event):
-        has_raised.set()
-        told = threading.Event()
-        recovery._common.tasks["task"].notifier.when_told(told.set)
-        assert told.wait(PATIENCE_S)
-        return failed(recovery, event)
+    def fails_if_marked(output, target):
+        if bool((target == 99.0).any()):
+            is_reached.set()
+            assert is_paused.wait(PATIENCE_S)
+            raise OSError("a loss's")
+        return F.mse_loss(output, target)
 
-    monkeypatch.setattr(Recovery, "failed", failed_once_it_is_paused)
+    def pause():
+        assert is_reached.wait(PATIENCE_S)
+        orchestra.pause_task("task")
+        is_paused.set()
+
     whole, again = (task_of("marked", early_release=early_release) for _ in range(2))
     found = orchestra_of([whole]).train_models().tasks["task"]
-    pauses = Waits(3, then=lambda: orchestra.add_task(again))
+    pauses = Pauses(then=lambda: orchestra.add_task(again))
     first = task_of("marked", loss=fails_if_marked, early_release=early_release, callbacks=[pauses])
     orchestra = orchestra_of([first], tmp_path)
+    pauser = threading.Thread(target=pause)
+    pauser.start()
     if early_release:
         with pytest.raises(OSError, match="a loss's"):
             orchestra.train_models()
+        pauser.join()
         return
     report = orchestra.train_models().tasks["task"]
+    pauser.join()
     assert pauses.errors == []
     assert pauses.told == [1, 2, 3, "paused at 3"]
     assert (report.status, report.losses) == ("finished", found.losses)
@@ -544,7 +541,7 @@ def test_a_pause_at_a_validation_has_it_told_again(tmp_path):
 
 def test_a_pause_waits_for_a_loader_that_reads_ahead_and_others_train_on(tmp_path, monkeypatch):
     """Who goes on with the task may read through the same loader."""
-    reached, goes_on = threading.Event(), threading.Event()
+    reached, goes_on, paused = threading.Event(), threading.Event(), []
 
     class Slow:
         def __init__(self):
@@ -555,26 +552,28 @@ def test_a_pause_waits_for_a_loader_that_reads_ahead_and_others_train_on(tmp_pat
 
         def __iter__(self):
             yield from self.batches[:4]
+            reached.set()
             assert goes_on.wait(PATIENCE_S)
             yield from self.batches[4:]
 
-    class Reaches(Callback):
-        def on_step(self, report):
-            if report.steps == 4:
-                reached.set()
+    class Paused(Callback):
+        def on_task_pause(self, report):
+            paused.append(report.steps)
+            orchestra.add_task(task)
 
     class LetsGo(Callback):
         def on_task_end(self, report):
             assert reached.wait(PATIENCE_S)
-            assert pauses.told in ([1, 2, 3], [1, 2, 3, 4])
+            orchestra.pause_task("task")
+            assert paused == []
             goes_on.set()
 
     monkeypatch.setitem(LOADERS, "slow", Slow)
-    task = task_of("slow", callbacks=[Reaches(), pauses := Pauses(4, then=lambda: orchestra.add_task(task))])
+    task = task_of("slow", callbacks=[Paused()])
     other = drawing("other", callbacks=[LetsGo()])
     orchestra = orchestra_of([task, other], tmp_path)
     report = orchestra.train_models()
-    assert pauses.errors == []
+    assert paused in ([3], [4])
     assert_as_expected(report.tasks["other"], other)
     whole = task_of("slow")
     found = orchestra_of([whole]).train_models().tasks["task"]

@@ -20,10 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import hydra_engine
 from hydra_engine import Callback, CheckpointError, ModelTask, StopTask
 from hydra_engine.checkpoints.checkpoint import load_newest, newest_first, read_manifest
-from hydra_engine.checkpoints.saver import Saver
 from hydra_engine.run.feeds import Joining
-from hydra_engine.run.host_work import HostWork
-from hydra_engine.run.recovery import Recovery
 from hydra_engine.system import process as restart
 from hydra_engine.system.files import Disk
 from partitioners import Presharded
@@ -335,44 +332,35 @@ def test_a_stopped_task_stays_stopped(tmp_path):
     exact.assert_same_state(zoo.state(again.model), zoo.state(first.model))
 
 
-def test_a_callback_that_fails_at_the_last_step_is_saved_as_a_failure(tmp_path, monkeypatch):
-    """Also where the task's end is saved before the thread that decides has heard of the failure."""
-    ending, saved = threading.Event(), threading.Event()
-    finish, note, save_end = HostWork.finish, Recovery.note, Saver.save_end
-
-    def starts(work, instruction):
-        told = threading.Event()
-        work._common.tasks["task"].notifier.when_told(told.set)
-        ending.set()
-        assert told.wait(PATIENCE_S)
-        finish(work, instruction)
-
-    def notes(recovery, event):
-        assert saved.wait(PATIENCE_S)
-        note(recovery, event)
-
-    def saves(*arguments):
-        save_end(*arguments)
-        saved.set()
-
+def test_a_callback_that_fails_at_the_last_epochs_end_is_saved_as_a_failure(tmp_path):
     class Fails(Callback):
-        def on_step(self, report):
+        def on_epoch(self, report, epoch):
             if report.steps == NUM_STEPS:
-                assert ending.wait(PATIENCE_S)
                 raise Boom
 
     expected = orchestra_of([task_of()]).train_models().tasks["task"].losses
-    with monkeypatch.context() as patched:
-        patched.setattr(HostWork, "finish", starts)
-        patched.setattr(Recovery, "note", notes)
-        patched.setattr(Saver, "save_end", saves)
-        with pytest.raises(Boom):
-            orchestra_of([task_of(callbacks=[Fails()])], tmp_path).train_models()
+    with pytest.raises(Boom):
+        orchestra_of([task_of(callbacks=[Fails()])], tmp_path).train_models()
     found = load_newest(tmp_path)
     assert found.data["tasks"]["task"]["over"] == "failed"
     assert "Boom" in found.read_nested("task", "state")["error"]
     again = orchestra_of([task_of()], tmp_path).train_models(resume=True).tasks["task"]
     assert (again.status, again.losses) == ("finished", expected)
+
+
+def test_what_a_callback_does_at_the_last_epochs_end_is_saved(tmp_path):
+    class Clears(Callback):
+        def on_epoch(self, report, epoch):
+            if report.steps == NUM_STEPS:
+                with torch.no_grad():
+                    task.model[0].weight.zero_()
+
+    task = task_of(callbacks=[Clears()])
+    orchestra_of([task], tmp_path).train_models()
+    again = task_of()
+    orchestra_of([again], tmp_path).train_models(resume=True)
+    assert not again.model[0].weight.any()
+    exact.assert_same_state(zoo.state(again.model), zoo.state(task.model))
 
 
 @pytest.mark.rest

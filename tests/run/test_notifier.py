@@ -215,7 +215,7 @@ def test_an_interrupt_leaves_a_call_no_more_than_seconds_and_fails_nothing(monke
 
 
 def test_a_lock_on_the_generators_that_a_late_thread_holds_is_taken_away(hung):
-    notifier, _, go = hung(within=GLOBAL_GENERATORS.held, timeout_s=1e-9)
+    notifier, _, go = hung(within=GLOBAL_GENERATORS.turn, timeout_s=1e-9)
     assert not GLOBAL_GENERATORS.is_free
     notifier.leave_behind()
     assert GLOBAL_GENERATORS.is_free

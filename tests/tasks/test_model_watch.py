@@ -421,3 +421,22 @@ def test_a_resume_goes_on_with_what_callbacks_have_changed(is_kept, tmp_path):
     else:
         start = "a: a callback has changed the model, and Swaps has no state_dict()"
         assert any(message.startswith(start) for message in report.messages)
+
+
+class Reads(Callback):
+    def on_step(self, report):
+        pass
+
+
+class ReadsNothing(Reads):
+    reads_model = False
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [(Reads, True), (ReadsNothing, False)])
+def test_a_lone_task_that_waits_for_updates_long_is_told_of_the_switch(monkeypatch, kind, is_told):
+    monkeypatch.setattr("hydra_engine.run.host_work.LEAST_WAITED_S", 0.0)
+    monkeypatch.setattr("hydra_engine.run.host_work.MOST_WAITED", 0.0)
+    orchestra = ModelOrchestrator([task_of(model_of(), kind())], devices=[EmulatedDevice("1MiB")])
+    orchestra.verbose = 0
+    messages = orchestra.train_models().messages
+    assert [kind.__name__ in each and "reads_model = False" in each for each in messages] == [True] * is_told

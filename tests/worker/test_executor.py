@@ -2,6 +2,7 @@
 
 import gc
 import random
+import sys
 
 import pytest
 import torch
@@ -324,3 +325,37 @@ def test_loss_that_is_not_one_number_is_refused(loss_fn):
     with refused(says="scalar"):
         bench.unit(FUSED, 0)
     assert bench.executor.current == "loss_fn"
+
+
+class Leaves(nn.Linear):
+    """Leaves the modes of the thread and of the process other than it found them."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        torch.set_grad_enabled(not torch.is_grad_enabled())
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.set_flush_denormal(True)
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        return x
+
+
+def modes():
+    of_process = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
+    of_thread = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_num_threads()
+    return of_process, (torch.is_grad_enabled(), *of_thread, sys.float_info.min / 2 == 0.0)
+
+
+@pytest.mark.parametrize("kind", [FORWARD, EVALUATE])
+def test_modes_that_a_layer_leaves_changed_end_with_its_unit(kind):
+    """Those of the process with the last unit that runs: another one's layer may have set them for an operation."""
+    bench = Bench(nn.Sequential(Leaves(2, 2), nn.Linear(2, 2)), F.mse_loss, [1, 2], [(torch.ones(1, 2),) * 2])
+    before, shard = modes(), bench.shards[1]
+    bench.unit(kind, 0)
+    assert modes() == before
+    with bench.executor.run(UnitSpec(kind, shard), bench.views(shard), {}):
+        bench.unit(kind, 0)
+        assert modes()[0] == (torch.float64, 1)
+    assert modes() == before
