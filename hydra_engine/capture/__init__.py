@@ -1,10 +1,9 @@
 """Makes layers of a module that has a forward of its own."""
 
 from hydra_engine.capture.outputs import UsesNotCarried, carried
-from hydra_engine.capture.programs import Uncut, called_with, check_call
+from hydra_engine.capture.programs import Uncut, called_with
 from hydra_engine.capture.segment import Segment, are_as_recorded, kept_message, layers_for, layers_of, record_anew
-from hydra_engine.capture.shadow import state_of
-from hydra_engine.capture.tape import saved_hooks, settings
+from hydra_engine.capture.tape import saved_hooks
 from hydra_engine.capture.whole import draw_apart_in
 
 __all__ = [
@@ -14,13 +13,10 @@ __all__ = [
     "are_as_recorded",
     "called_with",
     "carried",
-    "check_call",
     "draw_apart_in",
     "kept_message",
     "layers_for",
     "layers_of",
     "record_anew",
     "saved_hooks",
-    "settings",
-    "state_of",
 ]

@@ -129,7 +129,6 @@ class Measured:
         # Bytes that a forward's graphs take beside the slab, by (shard, signature).
         self.graph_bytes: dict[tuple[int, Signature], int] = {}
         self.uncounted: set[int] = set()  # shards whose graphs hold more than can be counted
-        self.repeating: set[tuple[int, int]] = set()  # layers [first, last) whose forward repeats in a backward
         self.state_bytes: dict[int, int] = {}  # of the optimizer's state, by slot
         self.staging_bytes = 0  # DRAM of the step that was rehearsed
 

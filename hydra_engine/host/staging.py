@@ -211,7 +211,6 @@ class StepStaging:
         self.metrics: dict[int, dict[str, float]] = {}  # by micro-batch of an evaluation
         # (shard, m, or WHOLE): squared norms of its gradients as they are, by parameter group; of adaptive tasks.
         self.norms: dict[tuple[int, int], list[float]] = {}
-        self._from_batch: dict[tuple[int, int], Mapping[int, int]] = {}  # (shard, m): as `from_batch`
 
     @property
     def num_bytes(self) -> int:
@@ -244,16 +243,6 @@ class StepStaging:
     def entering(self, shard: int | str, m: int) -> Boundary:
         """The boundary that enters a shard, or the value of a skip."""
         return self.given.inputs[m] if shard == 0 else self._boundaries[shard, m]
-
-    def from_batch(self, shard: int, m: int) -> Mapping[int, int]:
-        """Which tensors of what enters a shard lie, in plain PyTorch, in memory of the batch's inputs, and of which."""
-        if shard == 0:
-            return {k: k for k in range(len(self.given.inputs[m].tensors))}
-        return self._from_batch.get((shard, m), NONE)
-
-    def put_from_batch(self, shard: int, m: int, found: Mapping[int, int]) -> None:
-        if found or self._from_batch:
-            self._from_batch[shard, m] = found
 
     def take(self, shard: int, m: int) -> Boundary:
         """The boundary that enters a shard, or leaves the last; it is the caller's, and no longer kept here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,9 +17,7 @@ from hydra_engine.data import (
     RandomState,
     Signature,
     TargetPlace,
-    copy_in_dram,
     direct_limit,
-    identical,
 )
 from hydra_engine.host.layout import LayerFault, ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
@@ -33,8 +31,6 @@ from hydra_engine.tasks import ModelTask, Purpose
 from partitioners.cost import Skip
 
 MOST_NAMED = 4  # attributes in a message
-# Of the largest value: what adding in another order may change, and a layer that gives something else exceeds.
-ORDER_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,15 +187,12 @@ class Observed:
     # Of targets' tensors that the loss compares with classes, by what tells them apart; see `ClassLimits`.
     classes: dict[TargetPlace, Classes] = field(default_factory=dict)
     works_on_batch: bool = False  # on trial, one changed the batch that it was given, a copy, in place
-    # (of training, of several micro-batches, inputs or target, which tensor): parts of batches that nobody else sees.
-    free_parts: set[tuple[bool, bool, int, int]] = field(default_factory=set)  # lanes add to it
     attributes: AttributeChanges = field(default_factory=AttributeChanges)
 
     def copied(self) -> Observed:
         """Return the same, apart from what is observed from now on."""
         attributes = AttributeChanges(set(self.attributes.tried))
-        written, free = set(self.written_buffers), set(self.free_parts)
-        return replace(self, written_buffers=written, free_parts=free, attributes=attributes)
+        return replace(self, written_buffers=set(self.written_buffers), attributes=attributes)
 
 
 class TaskState:
@@ -228,31 +221,6 @@ class TaskState:
         self.num_commits = 0  # of training steps in this run
         # Of an adaptive task: groups of parameters whose gradients are measured. One, before there is an optimizer.
         self.norm_groups = NormGroups({slot.index: 0 for slot in layout.trainable_slots()}, 1) if task.adapts else None
-
-    def has_changed(self, shard: Shard, m: int, part: tuple[int, int], k: int, tensor: Tensor) -> bool:
-        """Return True if a copy of the batch's, tensor k of what enters a shard, is not what entered."""
-        entered = self.staging.given.targets[m] if part[0] else self.staging.entering(shard.index, m)
-        # `.cpu()` would close gaps between elements. On an emulated device a copy would count as the shard's work.
-        here = tensor if tensor.is_cpu else copy_in_dram(tensor)
-        return not identical(here, entered.tensors[k])
-
-    def check_batch_is_free(
-        self, shard: Shard, m: int, written: Iterable[tuple[tuple[int, int], int, Tensor]], *, training: bool
-    ) -> None:
-        """Refuse work in place that changes a batch which others see; `written`: as of `MicroInput.of_batch`."""
-        given = self.staging.given
-        for part, k, tensor in written:
-            known = training, len(given.inputs) > 1, *part
-            # What is known comes first: a look at the bits would wait for a GPU.
-            if known in self.observed.free_parts or not self.has_changed(shard, m, part, k, tensor):
-                continue
-            if where := given.seen_by(m, *part, self.loader(training=training)):
-                raise LayerFault(
-                    f"a layer or the loss works in place on a batch that {where}, as it did not when batches were "
-                    f"tried, limit: what nobody else sees, since a device has a copy, and plain PyTorch would go on "
-                    f"from what is left there; clone it first, or let the loader give a copy"
-                )
-            self.observed.free_parts.add(known)
 
     def loader(self, *, training: bool) -> Any:
         """The loader whose batches come again; None: they are read once."""
@@ -412,19 +380,6 @@ class TaskState:
         """Random state that the last layer has left in the step in progress."""
         return self.staging.random[len(self.cut.shards), self.staging.num_micro_batches - 1]
 
-    def check_repeated(self, shard: Shard, m: int, tensors: Sequence[Tensor]) -> None:
-        """Refuse layers whose recomputed forward gives another output than the one that was stored."""
-        stored = self.staging.entering(shard.index + 1, m).tensors
-        if len(stored) != len(tensors) or not all(map(_repeated, stored, tensors)):
-            layers = ", ".join(map(self.layout.shown, self.layout.names[shard.first : shard.last]))
-            raise ValueError(
-                f"{self.name}: run again on the same input, {layers} gave another output, so a backward could "
-                f"not repeat their forward; keep what changes from call to call in buffers, and draw from torch's own "
-                f"generator instead of one of the layer"
-            )
-        if m == self.staging.num_micro_batches - 1:
-            self.measured.repeating.add((shard.first, shard.last))
-
     def check_buffers(self) -> None:
         """Refuse a buffer that layers of two shards change, where micro-batches would reach it in another order."""
         if self.is_split and self.shares_changed_buffer():
@@ -469,14 +424,3 @@ class TaskState:
                 f"layers compute with replicas, so a global, an object that copies itself, or the loss leads there; "
                 f"let layers use their attributes, hooks the module that they get, and the loss what forward returns"
             )
-
-
-def _repeated(stored: Tensor, again: Tensor) -> bool:
-    """Return True if two runs of a forward gave the same. Kernels of a device may add in another order each time."""
-    if identical(stored, again):
-        return True
-    if again.device.type == "cpu" or stored.shape != again.shape or not again.is_floating_point():
-        return False
-    again = again.detach().to("cpu", torch.float32)
-    wide, scale = stored.to(torch.float32), float(again.abs().max())
-    return torch.allclose(wide, again, rtol=ORDER_TOLERANCE, atol=ORDER_TOLERANCE * scale, equal_nan=True)

@@ -237,7 +237,7 @@ def signature_of(state: TaskState) -> Signature | None:
     options = {name: getattr(task, name) for name in _OPTIONS}
     if task.optimizer_device != "host":
         options |= {name: getattr(task, name) for name in ("optimizer", "param_groups", "lr", "lr_scheduler")}
-    source = task.model.__dict__["source"] if task.model.has_own_forward or task.model.is_converted else None
+    source = task.model.source if task.model.is_converted else None
     walk = _Walk(state)
     try:
         walk.add_all(layout.names, layout.layers, task.loss_fn, task.metrics, source, options)

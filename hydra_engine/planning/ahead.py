@@ -17,7 +17,6 @@ from hydra_engine.errors import HostOutOfMemory
 from hydra_engine.host import NUM_LOANS, ModelLayout
 from hydra_engine.planning.costs import DeviceCost, TaskCost
 from hydra_engine.planning.cuts import cut_cost
-from hydra_engine.planning.same_model import check_own_forward
 from hydra_engine.planning.simulate import simulate
 from hydra_engine.planning.world import Simulation
 from hydra_engine.tasks import Model, batch_size
@@ -369,16 +368,10 @@ def resized(value: Any, size: int, wanted: int) -> Any:
 
 
 def as_layers(model: nn.Module | list[nn.Module], inputs: Any) -> Model:
-    """Return the layers of a model as a task makes them: of a module's own forward, unless its children do the same."""
+    """Return the layers of a model as a task makes them."""
     made = Model(model)
     if made.is_pending:
         made.convert(inputs)
-    elif made.has_own_forward:
-        layout = ModelLayout([*made], [*made._modules], None)
-        try:
-            check_own_forward(made, layout, inputs, device=torch.device("meta"))
-        except Exception:  # also what is not to be run there: making layers of it says what is wrong
-            made.convert(inputs)
     return made
 
 

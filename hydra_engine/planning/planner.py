@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.adaptive import Adaptation
-from hydra_engine.capture import Uncut, UsesNotCarried, check_call
+from hydra_engine.capture import Uncut, UsesNotCarried
 from hydra_engine.checkpoints import SavedTask
 from hydra_engine.data import ALIGNMENT_BYTES, Batch, Beginning, Reader, Stream, UserDraws, capture, installed
 from hydra_engine.devices import STATED, Ceilings, DeviceSpec
@@ -50,7 +50,7 @@ from hydra_engine.planning.cuts import (
     least_step_s,
 )
 from hydra_engine.planning.rehearsal import REMEDY, Opened, TooLarge, own_device, rehearse
-from hydra_engine.planning.same_model import check_converted, check_own_forward, plain_error
+from hydra_engine.planning.same_model import check_converted, plain_error
 from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s, update_work_bytes
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
@@ -72,7 +72,6 @@ from partitioners.boundary import UnfitTensor
 from partitioners.cost import ChangesParameters, skips_of
 from partitioners.plain_numbers import plain
 from partitioners.profile import names, noted, spanned
-from partitioners.reach import reach
 
 # What a unit costs beside its kernels and copies: measured by benchmarks/overhead.
 UNIT_S = 450e-6
@@ -445,9 +444,8 @@ class PlannedTask:
         self.rehearsals = Rehearsals() if rehearsals is None else rehearsals
         with _noting(name, "as its model was looked at"):
             task.model.check_hooks()
-        is_unlike = task.model.is_outdated or (task.model.has_own_forward and not self._is_chain(alignment_bytes))
         self._uncut: Uncut | None = None  # why its own forward is one layer, if it could not be cut
-        if task.model.is_pending or is_unlike:
+        if task.model.is_pending or task.model.is_outdated:
             # By the first batch, which the reader keeps for the first step.
             with _noting(name, "as its model was made into layers by its first batch"):
                 trains = task.purpose is Purpose.TRAIN
@@ -497,29 +495,6 @@ class PlannedTask:
         self.state = self._new_state()
         self.state.measured.state_bytes, self.state.pool.splits = before.measured.state_bytes, before.pool.splits
         self.estimate = Estimate(self.state)
-
-    def _is_chain(self, alignment_bytes: int) -> bool:
-        """Return True if the model's own forward is its children in order; it runs on the first batch, in each mode."""
-        inputs, model = self._inputs(), self.task.model
-        try:
-            check_call(model.source, (inputs,))
-        except TypeError:  # it takes other arguments than one
-            return False
-        layout = layout_of(self.task, alignment_bytes)
-        trains = self.task.purpose is Purpose.TRAIN
-        try:
-            for training in {trains, trains and self.task.validation is None}:
-                check_own_forward(model, layout, inputs, training=training)
-        except LayerFault:
-            return False
-        except Exception:
-            if not isinstance(inputs, (tuple, dict)):
-                raise
-            with suppress(TypeError):  # it may take what is in there one by one
-                check_call(model.source, inputs)
-                return False
-            raise
-        return True
 
     def _inputs(self) -> Any:
         with _noting(self.name, FIRST_READ):
@@ -580,12 +555,11 @@ class PlannedTask:
             uncut = None if isinstance(error, UsesNotCarried) or not is_whole else self._uncut
             if uncut is not None and (has_remedy or isinstance(error, (LayerTooLarge, ShardDoesNotFit))):
                 raise noted(uncut, f"task {self.name}: as one layer, {error}") from error
-            may_be_one = model.is_converted or model.has_own_forward
             is_of_layers = error is planner.fault and not isinstance(error, (DeviceLost, DeviceFailed, MemoryError))
-            if not is_of_layers or (has_remedy and not may_be_one) or not self._may_try_plain():
+            if not is_of_layers or (has_remedy and not model.is_converted) or not self._may_try_plain():
                 raise
             raised = self._plain_error()
-            if raised is None and may_be_one and (plan := self._plan_as_one_layer(target, error)) is not None:
+            if raised is None and model.is_converted and (plan := self._plan_as_one_layer(target, error)) is not None:
                 return plan
             if raised is None and uncut is not None:
                 raise noted(uncut, f"task {self.name}: as one layer, {type(error).__name__}: {error}") from error
@@ -844,7 +818,8 @@ class Planner:
             if task.model.is_converted:
                 mode = "train()" if training else "eval()"
                 with self._noting_fault(), _noting(self._planned.name, f"as its own forward was tried in {mode}"):
-                    self._check_converted(training=training)
+                    inputs = self._planned.reader.sample_inputs
+                    check_converted(task.model, inputs, num_samples, training=training)
         is_auto = task.accumulation_steps == "auto"
         is_open = is_auto and saved is None
         number = 1 if isinstance(task.accumulation_steps, str) else task.accumulation_steps
@@ -1111,21 +1086,6 @@ class Planner:
             if not may_cut:
                 raise
             return list(range(1, number + 1)), error
-
-    def _check_converted(self, *, training: bool) -> None:
-        """Compare a model's own forward with the layers made of it; with the loss, if that may read the model."""
-        model, loss_fn, reader = self._task.model, self._task.loss_fn, self._planned.reader
-        modules = {id(module) for module in model.source.modules()}
-        reads_model = any(id(each.value) in modules for each in reach(("", loss_fn), plain=True))
-        target = reader.sample_target if reads_model else None
-        loss = (lambda output: loss_fn(output, target)) if reads_model else None
-        if drawn := check_converted(model, reader.sample_inputs, training=training, loss=loss):
-            text = (
-                f"{self._planned.name}: the model's own forward, or another thread meanwhile, drew from "
-                f"{' and '.join(sorted(drawn))}; a forward may be run once more for a new form of batches, so that "
-                f"results may not be those of plain PyTorch; let it draw with torch's functions"
-            )
-            self._planned.doubts += [] if text in self._planned.doubts else [text]
 
     def _costs(self, number: int) -> list[LayerCost]:
         """Costs of the layers for the first of so many micro-batches."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,6 +37,7 @@ from hydra_engine.data import (
     TaskGenerator,
     capture,
     copy_in_dram,
+    identical,
     installed,
     memory_of,
     seeded,
@@ -48,11 +49,11 @@ from hydra_engine.planning.trial import frozen
 from hydra_engine.schedule import BACKWARD, FORWARD, Computed, Event, Failed, Stored, Unit
 from hydra_engine.tasks import Purpose
 from hydra_engine.trace import Trace
-from hydra_engine.worker import Attributes, Changed, Contents, Executor, MicroInput, Worker
+from hydra_engine.worker import Attributes, Changed, Contents, MicroInput, Worker
 from partitioners.boundary import UnfitTensor
 from partitioners.copies import copy_of_function
 from partitioners.measure import generator_key
-from partitioners.profile import noted
+from partitioners.profile import noted, spanned
 from partitioners.reach import CLASS, CONTAINERS, GLOBALS, PLAIN, reach
 from partitioners.replicas import GENERATORS
 
@@ -169,31 +170,24 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
                 raise LayerFault(f"a layer {writes(self._slots[index].name)}")
 
 
-# More than 15 attributes: what it has seen of attributes, of the batch, of buffers and of parameters.
 class _Onlooker:
     """Looks on while units run: the executor's inspector."""
 
-    def __init__(self, state: TaskState, executor: Executor, classes: ClassLimits) -> None:
+    def __init__(self, state: TaskState, classes: ClassLimits) -> None:
         self.carries = False
         self.places: set[int] = set()  # storages that parameters lie in, while they are bound
         self.left: dict[int, Sequence[Contents]] = {}  # by layer, what the last unit that changed it left
         self.changed: dict[Changed, None] = {}  # in the order in which they were found
         self._buffers: dict[int, Tensor] = {}  # as they were before a backward
-        # What a micro-batch was given: inputs or target, which micro-batch, the value, and what was in it.
-        self._given: list[tuple[int, int, Any, list[Any], pytree.TreeSpec]] = []
-        self._m = 0
-        self._starts = False  # the layer that comes is the first of all
-        self._layer = ""  # that runs
-        # (inputs or target, micro-batch): containers of the batch that a layer has changed
-        self.rearranged: dict[tuple[int, int], str] = {}
-        self.written: dict[Part, str] = {}  # what was worked on in place of the batch, and by which layer
-        # Copies of the batch that a micro-batch has: of which part, which of what enters a shard, its version, and the
-        # layer that was seen to write to it.
-        self._batch: list[tuple[Shard, tuple[int, int], int, Tensor, int, str]] = []
-        self._state, self._executor, self._classes = state, executor, classes
-        self.writes = _Writes(state)
+        # (inputs or target, micro-batch) of a batch whose containers were changed, and with the tensor that was.
+        self.rearranged: set[tuple[int, int]] = set()
+        self.written: set[Part] = set()
+        # What a micro-batch was given: the tensors, and inputs or target, the value, what was in it.
+        self._m, self._tensors = 0, list[Sequence[Tensor]]()
+        self._given: list[tuple[int, Any, list[Any], pytree.TreeSpec]] = []
+        self._state, self._classes, self.writes = state, classes, _Writes(state)
 
-    def begins(self, kind: str, shard: Shard, views: Mapping[int, Tensor]) -> None:
+    def begins(self, shard: Shard, views: Mapping[int, Tensor]) -> None:
         self.places |= {_address(view) for view in views.values()}
         self.writes.views = views
         if not self.carries:
@@ -206,36 +200,27 @@ class _Onlooker:
 
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
         self._note_batch()
-        self._given, self._m, self._starts = [], m, shard.is_first
-        self._batch = [(shard, *each, each[2]._version, "") for each in micro.of_batch()]
+        self._m = m
+        self._tensors = [micro.value.tensors if shard.is_first else (), micro.target.tensors if micro.target else ()]
 
-    def enters_layer(self, value: Any, target: Any = None) -> None:
-        self._note_rearranged()
-        for n, (shard, part, k, tensor, version, writer) in enumerate(self._batch):
-            if not writer and tensor._version != version:
-                self._batch[n] = shard, part, k, tensor, version, self._layer
-        self._layer = self._executor.current
-        if self._starts:
-            self._given.append((0, self._m, value, *pytree.tree_flatten(value)))
-            self._starts = False
-        if target is not None:
-            self._given.append((1, self._m, target, *pytree.tree_flatten(target)))
-            self._classes.enters(target)
+    def gets(self, side: int, value: Any) -> None:
+        self._given.append((side, value, *pytree.tree_flatten(value)))
+        if side:
+            self._classes.enters(value)
 
     def _note_batch(self) -> None:
-        """Note what a micro-batch's layers and the loss have changed of the batch."""
-        self._note_rearranged()
-        for shard, (side, number), k, tensor, _, writer in self._batch:
-            if self._state.has_changed(shard, self._m, (side, number), k, tensor):
-                self.written.setdefault((side, self._m, number), writer or self._layer)
-        self._batch = []
-
-    def _note_rearranged(self) -> None:
-        """Note containers of the batch that the layer before has changed: those of the copy that it was given."""
-        for side, m, value, leaves, spec in self._given:
+        """Note what a micro-batch's layers and the loss have changed of the copy of the batch that they were given."""
+        given, self._given, tensors, self._tensors = self._given, [], self._tensors, []
+        for side, value, leaves, spec in given:
             now, now_spec = pytree.tree_flatten(value)
             if now_spec != spec or any(a is not b for a, b in zip(now, leaves, strict=True)):
-                self.rearranged.setdefault((side, m), self._layer)
+                self.rearranged.add((side, self._m))
+        batch = self._state.staging.given
+        for side, found in enumerate(tensors):
+            for k, tensor in enumerate(found):
+                # `.cpu()` would close gaps between elements.
+                if not identical(copy_in_dram(tensor), (batch.inputs, batch.targets)[side][self._m].tensors[k]):
+                    self.written.add((side, self._m, k))
 
     def begins_backward(self, buffers: Mapping[int, Tensor]) -> None:
         self._buffers = {index: copy_in_dram(buffer) for index, buffer in buffers.items()}
@@ -249,7 +234,6 @@ class _Onlooker:
     def ends(self) -> None:
         self.writes.views = {}  # what comes now may write to them
         self._note_batch()
-        self._given = []
 
     def leaves(self, layer: int, attributes: Attributes) -> None:
         self.changed.update(dict.fromkeys(attributes.changed()))
@@ -315,7 +299,7 @@ class _Rehearsal:
             for attributes in self.executor.attributes:
                 attributes.ignore_hooks()
             self.classes = ClassLimits({size for slot in state.layout.slots for size in slot.shape})
-            self.onlooker = self.executor.inspector = _Onlooker(state, weakref.proxy(self.executor), self.classes)
+            self.onlooker = self.executor.inspector = _Onlooker(state, self.classes)
             self.modes += [self.onlooker.writes, self.classes]
             self._limit = IndexLimit(self.executor.structure.layers[0])
             self._gradients = [slot.parameter.grad for slot in state.layout.slots]  # the user's
@@ -337,7 +321,7 @@ class _Rehearsal:
     def run(self, batch: Batch) -> dict[tuple[str, int], float]:
         """Run a batch's units, with process-wide generators of nobody's: seconds of each."""
         state = self.state
-        self.onlooker.written, self.onlooker.rearranged = {}, {}
+        self.onlooker.written, self.onlooker.rearranged = set(), set()
         self.classes.training = batch.training
         tensors = [each for pair in batch.boundaries for value in pair for each in value.tensors]
         self.classes.batch_sizes = {size for each in tensors for size in each.shape}
@@ -433,44 +417,34 @@ class _Checks:
         self._rehearsal = rehearsal
         self._state, self._executor = rehearsal.state, rehearsal.executor
         self._onlooker = rehearsal.onlooker
-        layout, loss_fn = self._state.layout, self._state.task.loss_fn
-        self._roots = _rooted(layout.names, self._executor.structure.layers, self._executor.loss_fn)
-        # Objects that may be one for all copies, as their class has it: what they count is outside of a layer.
-        self._shared = {
-            id(value)
-            for _, value, _ in reach(*_rooted(layout.names, layout.layers, loss_fn))
-            if isinstance(getattr(type(value), "__deepcopy__", None), FunctionType)
-            and not isinstance(value, (Tensor, nn.Module))
-        }
+        self._roots = _rooted(self._state.layout.names, self._executor.structure.layers, self._executor.loss_fn)
         self._begun = self._plain_state()
 
     def check_batch(self, batch: Batch) -> None:
-        """Refuse layers that work in place on what the loader keeps, and gives again: what they change is a copy."""
-        state, written = self._state, self._onlooker.written
-        state.observed.works_on_batch |= bool(written or self._onlooker.rearranged)
+        """Refuse work in place on what the loader keeps, and gives again: what is changed on a device is a copy."""
+        state, found = self._state, self._onlooker
+        state.observed.works_on_batch |= bool(found.written or found.rearranged)
         loader = state.loader(training=batch.training)
-        for (side, m), layer in self._onlooker.rearranged.items():
-            given = batch.micro_batches[m][side]
-            held = {id(each) for _, each, _ in reach(("", given), copied_only=True) if isinstance(each, CONTAINERS)}
-            path = next((path for path, each, _ in reach(("loader", loader)) if id(each) in held), None)
-            if path is not None:
-                raise ValueError(
-                    f"{state.name}: {state.layout.shown(layer)} changes the {('inputs', 'target')[side]} of a batch, "
-                    f"a dict or list that {path} keeps, limit: what nobody else sees, since a device has a copy, and "
-                    f"plain PyTorch would go on from what is left there; change a copy of it (dict(batch), list(batch))"
-                )
+        for side, m in sorted(found.rearranged):
+            held = {id(e) for _, e, _ in reach(("", batch.micro_batches[m][side]), copied_only=True)}
+            path = next((p for p, e, _ in reach(("loader", loader)) if isinstance(e, CONTAINERS) and id(e) in held), "")
+            if path:
+                raise self._in_place(side, f"{path} keeps, a dict or list")
         is_listed = state.task.purpose is Purpose.TRAIN and isinstance(state.task.validation, (list, tuple))
-        for (side, m, k), layer in written.items():
+        for side, m, k in sorted(found.written):
             where = state.staging.given.seen_by(m, side, k, loader)
-            if not where and not batch.training and is_listed:
-                where = "the list of validation= keeps"
-            if where:
-                raise ValueError(
-                    f"{state.name}: {state.layout.shown(layer)} works in place on the {('inputs', 'target')[side]} of "
-                    f"a batch that {where}, limit: what nobody else sees, since a device has a copy, and plain PyTorch "
-                    f"would go on from what is left there; clone it first, or let the loader give a copy"
-                )
-            state.observed.free_parts.add((batch.training, len(batch.own) > 1, side, k))
+            if where or (not batch.training and is_listed):
+                raise self._in_place(side, where or "the list of validation= keeps")
+
+    def _in_place(self, side: int, where: str) -> ValueError:
+        state = self._state
+        shard = state.cut.shards[-1 if side else 0]
+        names = [*map(state.layout.shown, state.layout.names[shard.first : shard.last]), *([LOSS] if side else ())]
+        return ValueError(
+            f"{state.name}: {spanned(names)}: work in place on the {('inputs', 'target')[side]} of a batch that "
+            f"{where}, limit: what nobody else sees, since a device has a copy, and plain PyTorch would go on from "
+            f"what is left there; change a copy of it (clone(), dict(batch)), or let the loader give one"
+        )
 
     def check_settled(self, batch: Batch) -> None:
         """Refuse layers that go on changing what they keep when a batch runs again from what they have left.
@@ -504,7 +478,6 @@ class _Checks:
         """What the copies hold beside parameters and buffers, which are placeholders here."""
         structure, layout = self._executor.structure, self._state.layout
         besides = {id(each) for each in (*structure.parameters, *structure.buffers, *layout.layers)}
-        besides |= self._shared
         copies = {id(each) for _, layer in self._roots if isinstance(layer, nn.Module) for each in layer.modules()}
         copies |= {id(each) for each in structure.parameters}
         found: PlainState = {}

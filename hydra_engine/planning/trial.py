@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import LRScheduler
 
-from hydra_engine.data import TaskGenerator, seeded
+from hydra_engine.data import Stream, capture, installed
 from hydra_engine.host import (
     TORCHS,
     DeviceUpdate,
@@ -42,7 +42,6 @@ from hydra_engine.host import (
 from hydra_engine.native import NarrowUpdate
 from hydra_engine.tasks import ModelTask
 from partitioners import MemoryMeter
-from partitioners.measure import given_generators
 from partitioners.replicas import GENERATORS
 
 NUM_TIMED_STEPS = 5
@@ -51,46 +50,17 @@ NUM_TIMED_STEPS = 5
 SCALES = (1.0, 1e4, 1e-3)
 MOST_ELEMENTS = 8  # in a dimension
 
-# Of a tensor beside the parameters: larger ones are told apart by what autograd knows of their changes.
-MOST_COMPARED = 2**16
-
 
 def trial_state_bytes(task: ModelTask, name: str, layout: ModelLayout) -> dict[int, int]:
     """Bytes of the optimizer's state by slot, from a step on tiny parameters of the same number of dimensions.
 
     A state tensor of the parameter's shape is taken to grow with it, any other to stay as it is. Also the first time
-    that the factories run: what they raise is raised before any work starts.
+    that the factories run: what they raise is raised before any work starts. What they draw is the caller's.
 
-    Refuses, with ValueError, an optimizer that draws from torch's generator, or that stepping shard by shard would
-    change, unless the task is stepped as a whole.
+    Refuses, with ValueError, an optimizer that stepping shard by shard would change, unless the task is stepped as a
+    whole.
     """
-    draws = _Draws()
-    try:
-        return _Trial(task, name, layout.trainable_slots(), draws).run()
-    finally:
-        draws.put_back()
-
-
-class _Draws(TaskGenerator):  # type: ignore[no-untyped-call]  # as TorchDispatchMode
-    """Takes draws from torch's generator to one that is thrown away, and puts the optimizer's own generators back."""
-
-    def __init__(self) -> None:
-        super().__init__(seeded(0))
-        self.given: dict[int, tuple[torch.Generator, Tensor]] = {}  # generators, as they were before the trial
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            for key, generator in given_generators(args, kwargs or {}).items():
-                if key not in self.given:
-                    self.given[key] = (generator, generator.get_state())
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def put_back(self) -> None:
-        """Put them to where they were before the trial."""
-        for generator, state in self.given.values():
-            generator.set_state(state)
+    return _Trial(task, name, layout.trainable_slots()).run()
 
 
 class _Copy(NamedTuple):
@@ -99,31 +69,15 @@ class _Copy(NamedTuple):
     parameters: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
 
-    def same_as(self, other: _Copy) -> bool:
-        """Return True if weights and states are those of another copy, bit by bit."""
-        mine, others = _numbers(self.parameters), _numbers(other.parameters)
-        for own, its in zip(self.parameters, other.parameters, strict=True):
-            if not _same(own, its):
-                return False
-            state, its_state = (each.optimizer.state.get(p, {}) for each, p in ((self, own), (other, its)))
-            if state.keys() != its_state.keys() or not all(
-                _same(value, its_state[key])
-                if isinstance(value, Tensor) and isinstance(its_state[key], Tensor)
-                else frozen(value, mine) == frozen(its_state[key], others)
-                for key, value in state.items()
-            ):
-                return False
-        return True
-
-    def step(self, draws: _Draws) -> None:
-        """Step all parameters. What only runs torch's code draws nothing, and needs no watch, which takes time."""
-        with nullcontext() if is_torchs(self.optimizer) else draws:
-            self.optimizer.step()
+    def told(self) -> Any:
+        """Weights and states, as values that can be compared."""
+        states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
+        return [frozen([*map(_frozen_tensor, self.parameters), *states], _numbers(self.parameters))]
 
 
 class _Trial:
-    def __init__(self, task: ModelTask, name: str, slots: Sequence[Slot], draws: _Draws) -> None:
-        self._task, self._name, self._slots, self._draws = task, name, slots, draws
+    def __init__(self, task: ModelTask, name: str, slots: Sequence[Slot]) -> None:
+        self._task, self._name, self._slots = task, name, slots
         generator = torch.Generator().manual_seed(0)
         sizes = [[min(size, MOST_ELEMENTS) for size in slot.shape] for slot in slots]
         kinds = [torch.complex64 if slot.dtype.is_complex else torch.float32 for slot in slots]
@@ -159,14 +113,8 @@ class _Trial:
         """Step an optimizer that may do anything, and another that the factory made, by parts where a run does it."""
         optimizer, mine, engine = plain.optimizer, _numbers(plain.parameters), self._made()
         for index, gradients in enumerate(self._gradients):
-            before, drawn = _beside(optimizer, mine), frozen(self._draws.state, {})
+            before = _beside(optimizer, mine)
             self._step_plain(plain, gradients)
-            if frozen(self._draws.state, {}) != drawn:
-                raise ValueError(
-                    f"{self._name}: optimizer: {self._kind} draws random numbers in its step, from the stream that the "
-                    f"loader and the layers draw from; draw from a torch.Generator of the optimizer's own, and set "
-                    f"optimizer_scope='task'"
-                )
             after = _beside(optimizer, mine)
             changed = [key for key in before | after if before.get(key) != after.get(key)]
             if changed and by_shard:
@@ -178,15 +126,17 @@ class _Trial:
                 self._step_by_parts(engine, gradients, num_parts=2 + index)
             else:
                 self._step_plain(engine, gradients)
-            if plain.same_as(engine) or (self._draws.given and not by_shard):  # both drew from one outside of them
+            if plain.told() == engine.told():
                 continue
             if by_shard:
                 raise self._refused(
-                    "gives other results shard by shard than for all parameters at once: it couples them"
+                    "gives other results shard by shard than for all parameters at once: it couples them, or draws "
+                    "random numbers"
                 )
             raise ValueError(
                 f"{self._name}: optimizer: two {self._kind} that the factory made alike give other results from the "
-                f"same gradients, so that they depend on something outside; keep what they need in the optimizer"
+                f"same gradients, so that they depend on something outside, or draw random numbers; keep what they "
+                f"need in the optimizer, and draw from a torch.Generator of its own"
             )
 
     def _made(self) -> _Copy:
@@ -222,7 +172,7 @@ class _Trial:
         """One step of all parameters."""
         _give(plain.parameters, gradients)
         try:
-            plain.step(self._draws)
+            plain.optimizer.step()
         except Exception as error:
             raise ValueError(
                 f"{self._name}: optimizer: {self._kind} raised {type(error).__name__} in a trial step on small "
@@ -239,17 +189,13 @@ class _Trial:
         for first in reversed(range(num_parts)):
             _give(parameters, gradients)
             mine = {id(parameter) for parameter in parameters[first::num_parts]}
-            others = [(parameter, parameter.detach().clone()) for parameter in parameters if id(parameter) not in mine]
             try:
-                part = part_of(optimizer, [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in groups])
-                _Copy(parameters, part).step(self._draws)
+                part_of(optimizer, [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in groups]).step()
             except Exception as error:
                 raise self._refused(
                     f"cannot be stepped shard by shard: over some of its parameters it raised "
                     f"{type(error).__name__} ({error})"
                 ) from error
-            if not all(_same(parameter, before) for parameter, before in others):
-                raise self._refused("steps other parameters than those in its groups, whose shard may not be through")
 
     def _state_bytes(self, plain: _Copy) -> dict[int, int]:
         narrows = self._task.moments != "float32"
@@ -277,16 +223,15 @@ def update_bytes_per_s(task: ModelTask) -> float:
     if any(each is not parameter for group in optimizer.param_groups for each in group["params"]):
         return math.inf  # the factory builds groups of its own from the model, which must not be stepped
     parameter.grad = torch.zeros_like(parameter)
-    draws, update = _Draws(), NarrowUpdate(parameter, parameter.grad, None)
-    with draws:
+    update = NarrowUpdate(parameter, parameter.grad, None)
+    with installed(Stream(capture())):  # an optimizer may draw
         optimizer.step()  # makes its state
         step_natively(optimizer, [update])  # compares its bits
-    start_s = time.perf_counter()
-    for _ in range(NUM_TIMED_STEPS):
-        if step_natively(optimizer, [update]):
-            optimizer.step()
-    seconds = time.perf_counter() - start_s
-    draws.put_back()
+        start_s = time.perf_counter()
+        for _ in range(NUM_TIMED_STEPS):
+            if step_natively(optimizer, [update]):
+                optimizer.step()
+        seconds = time.perf_counter() - start_s
     return NUM_TIMED_STEPS * parameter.nbytes / seconds
 
 
@@ -381,12 +326,6 @@ def _beside(optimizer: torch.optim.Optimizer, numbers: Mapping[int, int]) -> dic
     return found
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """NaN is the same as NaN."""
-    is_dense = a.layout == b.layout == torch.strided
-    return (is_dense and a.dtype == b.dtype and torch.equal(a, b)) or bool(_frozen_tensor(a) == _frozen_tensor(b))
-
-
 def frozen(value: Any, numbers: Mapping[int, int], seen: dict[int, Any] | None = None) -> Any:
     """A value that can be compared, and does not change: tensors as their bytes, parameters as their numbers."""
     if id(value) in numbers:
@@ -423,8 +362,6 @@ def _state_of(generator: Any) -> Any:
 
 def _frozen_tensor(tensor: Tensor) -> Any:
     tensor = tensor.detach()
-    if tensor.numel() > MOST_COMPARED:
-        return (tensor.shape, tensor.dtype, tensor.data_ptr(), tensor._version)
     dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
     plain = dense.cpu().resolve_conj().resolve_neg().contiguous()
     return (tensor.shape, tensor.dtype, plain.reshape(-1).view(torch.uint8).numpy().tobytes())

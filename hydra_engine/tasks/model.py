@@ -60,8 +60,7 @@ class Model(nn.Sequential, NamesLayers):
 
     example: what the module's forward takes, as batches then give it: a tensor, a tuple of positional or a dict of
     keyword arguments. Its values matter only where the forward decides something by them. Without an example, the
-    first batch of the task serves; where the module's children run in order, each on what the one before returned,
-    these are then its layers.
+    first batch of the task serves.
 
     whole: names of modules that become no more than one layer each, as in `named_modules()`: of one, say, that uses its
     children in another order for other batches. "" names the module itself.
@@ -109,9 +108,8 @@ class Model(nn.Sequential, NamesLayers):
             if example is not None:
                 self.convert(example)
                 return
-            if self.whole or not _may_be_chain(x):
-                self._set(is_converted=True, is_pending=True)
-                return
+            self._set(is_converted=True, is_pending=True)
+            return
         # Not named_children(), which leaves out the second place of a module that runs twice.
         if isinstance(x, nn.Module):
             layers = [(name, layer) for name, layer in x._modules.items() if layer is not None]
@@ -203,8 +201,8 @@ class Model(nn.Sequential, NamesLayers):
         found = next(iter(self._modules.values()), None)
         if isinstance(found, OneLayer):
             return OneLayer(self.source, spreads=found.spreads, is_plain=True)
-        if self.is_converted or self.has_own_forward:
-            return OneLayer(self.source, spreads=self.is_converted, is_plain=True)
+        if self.is_converted:
+            return OneLayer(self.source, spreads=True, is_plain=True)
         return self
 
     def become_one_layer(self, because: str) -> Callable[[], None]:
@@ -366,14 +364,6 @@ class Model(nn.Sequential, NamesLayers):
         forward = None if self.is_by_hand else getattr(self.source, "forward", None)
         return forward is not None and argument in inspect.signature(forward).parameters
 
-    @property
-    def has_own_forward(self) -> bool:
-        """True if the model came from a module whose `forward` is not `nn.Sequential`'s."""
-        source: nn.Module | None = self.__dict__["source"]
-        if isinstance(source, Model):
-            return source.has_own_forward
-        return source is not None and not self.has_names_of_source and type(source).forward is not nn.Sequential.forward
-
 
 def switch_off_checkpointing(module: nn.Module) -> None:
     """Set the flag `gradient_checkpointing`, as models of `transformers` have it, to False, with a warning."""
@@ -459,12 +449,6 @@ def _depends_on_mode(module: nn.Module) -> bool:
     name = type(module).__name__
     switch = next((switch for kind, switch in _BY_MODE.items() if kind in name), None)
     return switch is not None and bool(getattr(module, switch, True))
-
-
-def _may_be_chain(module: nn.Module) -> bool:
-    """Return True if a module holds nothing but children that can be called."""
-    children = [child for child in module._modules.values() if child is not None]
-    return bool(children) and not (module._parameters or module._buffers) and all(map(_can_be_called, children))
 
 
 def _can_be_called(layer: nn.Module) -> bool:

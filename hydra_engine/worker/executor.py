@@ -33,7 +33,6 @@ from partitioners.skips import Frame
 
 Modes: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 Arrived: TypeAlias = "tuple[list[Arrival | None], list[Tensor]]"  # where a value enters a graph, and what is in there
-OnRecomputed: TypeAlias = "Callable[[Shard, int, Sequence[Tensor]], None]"  # sees micro-batch m's recomputed output
 
 # Entered by every unit, so made once.
 NOTHING = nullcontext()
@@ -57,7 +56,6 @@ class UnitSpec(NamedTuple):
     is_last: bool = True  # no gradients of other micro-batches will be added to these: narrow ones are rounded
     written: Collection[int] = ()  # buffers that a backward is known to write to
     changes: AttributeChanges | None = None  # of Python attributes, that were tried; None: all were
-    on_recomputed: OnRecomputed | None = None
     norm_groups: NormGroups | None = None  # of parameters, whose gradients are measured by micro-batch
 
 
@@ -66,10 +64,10 @@ class Inspector(Protocol):
 
     carries: bool  # units find the Python attributes that those before have left
 
-    # A unit begins, with these parameters; a micro-batch starts from this, a layer or the loss from this value.
-    def begins(self, kind: str, shard: Shard, views: Mapping[int, Tensor]) -> None: ...
+    # A unit begins, with these parameters; a micro-batch starts from this, layers or (1) the loss from this of a batch.
+    def begins(self, shard: Shard, views: Mapping[int, Tensor]) -> None: ...
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None: ...
-    def enters_layer(self, value: Any, target: Any = None) -> None: ...
+    def gets(self, side: int, value: Any) -> None: ...
 
     # The buffers as a recomputed forward left them, and after the backward, to say which of them that has written to.
     def begins_backward(self, buffers: Mapping[int, Tensor]) -> None: ...
@@ -206,7 +204,7 @@ class UnitRunning:
             if self._saved is not None:
                 self._saved.begin(self._views.values())
             if self._inspector is not None:
-                self._inspector.begins(self._spec.kind, self._shard, self._views)
+                self._inspector.begins(self._shard, self._views)
             if self._spec.kind == EVALUATE:
                 layers = self._structure.layers[self._shard.first : self._end]
                 self._was_training = [(module, module.training) for layer in layers for module in layer.modules()]
@@ -257,7 +255,7 @@ class UnitRunning:
                     is_compiled=executor.compiled is not None,
                 )
                 with drawing:
-                    out = self._through_layers(m, micro, drawing)
+                    out = self._through_layers(micro, drawing)
         if spec.kind in (FUSED, BACKWARD):
             out.norms = self._gradients.measured()
         if spec.in_pieces and spec.kind in (FUSED, BACKWARD):
@@ -292,7 +290,7 @@ class UnitRunning:
             taken = {index: taken[index] for index in self._written}
         return UnitOutput(gradients=gradients, buffers=taken, updated=updated, norms=norms)
 
-    def _through_layers(self, m: int, micro: MicroInput, drawing: Drawing) -> MicroOutput:
+    def _through_layers(self, micro: MicroInput, drawing: Drawing) -> MicroOutput:
         """Run the layers forward, and backward where the unit has a backward."""
         executor, kind = self._executor, self._spec.kind
         arrivals, tensors = self._arrive(micro.value)
@@ -333,7 +331,7 @@ class UnitRunning:
                 scaled.backward()  # type: ignore[no-untyped-call]
         else:
             with self._watching_buffers():
-                self._backward(value, micro, m, skips, frame)
+                self._backward(value, micro, skips, frame)
         return MicroOutput(
             random=drawing.state,
             gradients=self._of_arrivals(arrivals) if self._shard.index else None,
@@ -419,14 +417,14 @@ class UnitRunning:
         return arrivals, tensors
 
     def _layers(self, value: Any) -> Any:
-        executor, structure, inspector = self._executor, self._structure, self._inspector
+        executor, structure = self._executor, self._structure
         compiled = executor.compiled
         if self._spec.locked or self._spec.keep_saved or self._spec.kind == EVALUATE:
             compiled = None
+        if self._inspector is not None and self._shard.is_first:
+            self._inspector.gets(0, value)
         for k in range(self._shard.first, self._shard.last):
             executor.current = structure.names[k]
-            if inspector is not None:
-                inspector.enters_layer(value)
             value = structure.layers[k](value) if compiled is None else compiled.run(k, value)
         return value
 
@@ -435,7 +433,7 @@ class UnitRunning:
         self._executor.current = "loss_fn"
         target = micro.target.value()
         if self._inspector is not None:
-            self._inspector.enters_layer(value, target)
+            self._inspector.gets(1, target)
         loss = self._executor.loss_fn(value, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -450,13 +448,10 @@ class UnitRunning:
             found[name] = _figure(name, metric(value, micro.target.value()))
         return found
 
-    def _backward(self, value: Any, micro: MicroInput, m: int, skips: Mapping[str, Arrived], frame: Frame) -> None:
+    def _backward(self, value: Any, micro: MicroInput, skips: Mapping[str, Arrived], frame: Frame) -> None:
         """Run the backward of a shard that passes a value on."""
-        shard, compiled, on_recomputed = self._shard, self._executor.compiled, self._spec.on_recomputed
+        shard = self._shard
         tensors = Boundary.of(value, f"the output of {self._executor.shown}").tensors
-        # A metered unit runs uncompiled, and another one of its step may not.
-        if on_recomputed is not None and (compiled is None or not compiled.any_graph):
-            on_recomputed(shard, m, tensors)
         roots: list[tuple[Tensor, Tensor]] = []
         # What skips layers comes first, from the highest shard that got it down: autograd's order in the whole model.
         for name in sorted(micro.skip_gradients, key=lambda each: -shard.above[each]):

@@ -7,7 +7,7 @@ so there is one way out for good and bad.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import add
@@ -20,7 +20,7 @@ from hydra_engine.data import same_bits
 from hydra_engine.devices import COMPUTE, INPUT, LOAD, STORE, OpenDevice, Promise, Timer
 from hydra_engine.errors import DeviceGone, DeviceLost
 from hydra_engine.host import BuffersChanged
-from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
+from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
 from hydra_engine.trace import Timing, Trace
 from hydra_engine.worker.claims import Claims
 from hydra_engine.worker.executor import NOTHING, Executor, UnitSpec
@@ -114,8 +114,7 @@ class Runner:
         """Run the layers on one micro-batch after the other; each one's output is on its way before the next begins."""
         claim, graphs, micro_batches = run.claim, run.graphs, run.micro_batches
         state, cut, j, kind = claim.state, claim.state.cut, claim.shard.index, claim.unit.kind
-        layers, is_forward = (claim.shard.first, claim.shard.last), kind == FORWARD
-        has_gradients = kind in (FUSED, BACKWARD)
+        is_forward, has_gradients = kind == FORWARD, kind in (FUSED, BACKWARD)
         spec = UnitSpec(
             kind,
             claim.shard,
@@ -128,7 +127,6 @@ class Runner:
             written=state.observed.written_buffers,
             changes=state.observed.attributes,
             norm_groups=state.norm_groups,
-            on_recomputed=state.check_repeated if layers not in state.measured.repeating else None,
         )
         last: MicroOutput | None = None
         with executor.run(spec, claim.views, run.buffers, run.so_far, graphs.saved, graphs.graphs) as running:
@@ -137,15 +135,10 @@ class Runner:
                     self._submit_input(run, m + 1)  # two are charged, this one and the next
                 micro = self._take_input(run, m)
                 entered = [] if has_gradients else [(tensor, tensor._version) for tensor in micro.value.tensors]
-                given = [] if kind == BACKWARD else [(*each, each[2]._version) for each in micro.of_batch()]
                 out = running.micro(m, micro)
-                written = [each[:3] for each in given if each[2]._version != each[3]]
-                if written and executor.inspector is None:
-                    executor.current = ""  # any of its layers
-                    state.check_batch_is_free(claim.shard, m, written, training=kind != EVALUATE)
                 if not has_gradients:
-                    self._note_shared(run, entered, out, micro.from_batch)
-                del micro, given, written
+                    self._note_shared(run, entered, out)
+                del micro
                 if is_forward:
                     self._keep_input(run, m, entered, out)
                 last = self._emit(run, m, out)
@@ -279,14 +272,10 @@ class Runner:
 
     # -- what a unit leaves
 
-    def _note_shared(self, run: UnitRun, entered: Entered, out: MicroOutput, from_batch: Mapping[int, int]) -> None:
+    def _note_shared(self, run: UnitRun, entered: Entered, out: MicroOutput) -> None:
         """Note which tensors of a forward's output are one of its input, as it came, and whose memory others hold."""
         if out.value is None:
             return
-        if from_batch:
-            places = {entered[k][0].untyped_storage().data_ptr(): number for k, number in from_batch.items()}
-            leaving = ((i, places.get(t.untyped_storage().data_ptr())) for i, t in enumerate(out.value.tensors))
-            out.from_batch = {i: number for i, number in leaving if number is not None}
         intact = {tensor.data_ptr(): k for k, (tensor, version) in enumerate(entered) if tensor._version == version}
         found = ((i, tensor, intact.get(tensor.data_ptr())) for i, tensor in enumerate(out.value.tensors))
         out.passed = {i: k for i, tensor, k in found if k is not None and _is_alike(tensor, entered[k][0])}

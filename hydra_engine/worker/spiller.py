@@ -188,8 +188,7 @@ class Spiller:
         staging, j, copies = state.staging, shard.index, Pairs()
         value = staging.entering(j, m)
         value = value.around(() if has_graph else [self._value(state, kind, j, each, copies) for each in value.tensors])
-        from_batch = {} if has_graph else staging.from_batch(j, m)
-        micro = MicroInput(value=value, random=staging.random[j, m], from_batch=from_batch)
+        micro = MicroInput(value=value, random=staging.random[j, m])
 
         def placed_all(value: Boundary) -> Boundary:
             return value.around(self._place_all(value.tensors, copies))
@@ -238,7 +237,6 @@ class Spiller:
             # What leaves the last shard is the caller's.
             passed = {} if state.cut.is_last(shard) else out.passed
             staging.put_boundary(j + 1, m, out.value, self._send, self._device.place, passed)
-            staging.put_from_batch(j + 1, m, out.from_batch)
         if kind != BACKWARD:
             staging.random[j + 1, m] = out.random
         for name, value in out.skips.items():

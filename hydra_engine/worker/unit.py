@@ -38,12 +38,6 @@ class MicroInput:
     tied: dict[int, Tensor] = field(default_factory=dict)  # slot -> gradient from the shards above
     skips: dict[str, Boundary] = field(default_factory=dict)  # values that skip layers and are gotten here
     skip_gradients: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)  # from the shards above
-    from_batch: Mapping[int, int] = field(default_factory=dict)  # which of the batch's inputs a tensor of `value` is
-
-    def of_batch(self) -> list[tuple[tuple[int, int], int, Tensor]]:
-        """Those that lie, in plain PyTorch, in the batch's memory: (inputs or target, which of these), which here."""
-        found = [((0, number), k, self.value.tensors[k]) for k, number in self.from_batch.items()]
-        return found + [((1, k), k, tensor) for k, tensor in enumerate(self.target.tensors if self.target else ())]
 
     def tensors(self) -> list[Tensor]:
         values = [value for value in (self.value, self.target, *self.skips.values()) if value]
@@ -70,9 +64,8 @@ class MicroOutput:
     # Read by whoever stores them: the lane that computes must not wait for the device.
     loss: float | Tensor | None = None
     metrics: dict[str, float | Tensor] = field(default_factory=dict)  # of an evaluation
-    # Of the tensors of `value`: those that lie in the memory of one of the batch's inputs, by its number there; those
-    # that are a tensor of the input as it came; and those whose memory something else that stays on the device holds.
-    from_batch: Mapping[int, int] = field(default_factory=dict)
+    # Of the tensors of `value`: those that are a tensor of the input as it came; and those whose memory something else
+    # that stays on the device holds.
     passed: Mapping[int, int] = field(default_factory=dict)
     held: Collection[int] = ()
 

@@ -346,31 +346,6 @@ class Leaves(nn.Module):
         return self.aux_loss
 
 
-class LeavesInNone(Leaves):
-    """The attribute is there before, and no number."""
-
-    aux_loss = None
-
-
-class LeavesInZero(Leaves):
-    """It is there before, as a number; a forward that decides by values makes one layer of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.aux_loss = torch.zeros(())
-
-    def leave(self, value):
-        self.aux_loss = value if value < 9 else 2 * value
-
-
-class LeavesInList(Leaves):
-    def leave(self, value):
-        self.losses = [value]
-
-    def left(self):
-        return sum(self.losses)
-
-
 class HasAuxiliary(Two):
     part = Leaves
 
@@ -379,18 +354,6 @@ class HasAuxiliary(Two):
 
     def forward(self, x):
         return self.b(self.expert(self.a(x)))
-
-
-@pytest.mark.parametrize(
-    "part", [pytest.param(Leaves, marks=pytest.mark.net), LeavesInNone, LeavesInZero, LeavesInList]
-)
-def test_a_part_of_the_loss_in_an_attribute_is_refused_by_its_name_and_module(part):
-    module = type("Net", (HasAuxiliary,), {"part": part})()
-    name = "losses" if part is LeavesInList else "aux_loss"
-    with pytest.raises(
-        ValueError, match=rf"in an attribute, {name} of expert \({part.__name__}\), and .*: return that too"
-    ):
-        exact.run([task_of(module, batches(), lambda y, x: F.mse_loss(y, x) + module.expert.left())]).raise_failures()
 
 
 class Returns(HasAuxiliary):

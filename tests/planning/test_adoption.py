@@ -393,7 +393,7 @@ def test_layers_that_work_in_place_on_a_batch_are_rehearsed_with_each_loader():
             return 3
 
     assert adopted(make("first", Fresh()), make("second", Fresh())) == [None, None]
-    with pytest.raises(ValueError, match=r"second: 0 .* works in place on the inputs of a batch that loader"):
+    with pytest.raises(ValueError, match=r"second: 0 .*: work in place on the inputs of a batch that loader"):
         orchestra_of(make("first", Fresh()), make("second", batches())).generate()
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from partitioners import Presharded
@@ -142,22 +141,8 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize("layer", HIDDEN)
-@pytest.mark.parametrize("beside", [nn.Identity, lambda: nn.Dropout(0.3)], ids=["alone", "dropout"])
-def test_layer_with_a_state_of_its_own_is_refused(layer, beside):
-    assert_refused(
-        "(another|forward changes)", lambda: model_with(beside(), HIDDEN[layer]()), shards=("one", "each", "two")
-    )
-    assert_refused("(another|forward changes)", lambda: model_with(HIDDEN[layer](), beside()))
-
-
-@pytest.mark.parametrize("place", ["first", "last"])
-@pytest.mark.parametrize("layer", HIDDEN)
-def test_layer_with_a_state_of_its_own_at_an_end_is_refused(layer, place):
-    def build():
-        hidden = HIDDEN[layer]()
-        return nn.Sequential(hidden, *model_with()) if place == "first" else nn.Sequential(*model_with(), hidden)
-
-    assert_refused("(another|forward changes)", build)
+def test_layer_with_a_state_of_its_own_is_refused(layer):
+    assert_refused("forward changes", lambda: model_with(HIDDEN[layer](), nn.Dropout(0.3)))
 
 
 class Loss:
@@ -257,41 +242,6 @@ def test_record_that_is_named_is_exact():
     for kind, named in (("list", "history"), ("average", "average"), ("tensor", "calls")):
         assert_exact(lambda kind=kind: model_with(Statistics(kind, [])), records=(f"2.{named}",))
     assert_refused("'history", lambda: model_with(Statistics("list", [])), records=("2.hist", "2.historyy"))
-
-
-def late_closure():
-    calls = [0]
-
-    def loss_fn(output, target):
-        calls[0] += 1
-        return F.cross_entropy(output, target) * (1 if calls[0] < 100 else 2)
-
-    return loss_fn
-
-
-class LateLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.calls = {"now": 0}
-
-    def forward(self, output, target):
-        self.calls["now"] += 1
-        return F.cross_entropy(output, target) * (1 if self.calls["now"] < 100 else 2)
-
-
-NUM_CALLS = 0
-
-
-def late_global(output, target):
-    global NUM_CALLS
-    NUM_CALLS += 1
-    return F.cross_entropy(output, target) * (1 if NUM_CALLS < 100 else 2)
-
-
-@pytest.mark.parametrize("make", [late_closure, LateLoss, lambda: late_global], ids=["closure", "module", "global"])
-def test_loss_with_a_counter_that_matters_only_later_is_refused(make):
-    for number in (1, 3):
-        assert_refused("loss_fn.*(calls|NUM_CALLS)", model_with, lambda model: make(), accumulation_steps=number)
 
 
 @pytest.mark.net
@@ -406,152 +356,23 @@ def test_frozen_parameter_that_a_forward_writes_to_is_refused():
     assert_refused("parameter", lambda: model_with(Writes("mul").requires_grad_(False)))
 
 
-class Leaves(nn.Module):
-    """Leaves a term of the loss on itself."""
-
-    def __init__(self, start, nested=False):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.nested = nested
-        if start is not ...:
-            self.aux = copy.copy(start)
-
-    def forward(self, x):
-        x = self.linear(x)
-        if isinstance(getattr(self, "aux", None), list):
-            self.aux[:] = [x.square().mean()]
-        else:
-            self.aux = x.square().mean()
-        return x
-
-
-def test_loss_that_reads_a_number_or_a_flag_of_the_model_is_exact():
-    def loss_of(model):
-        return lambda output, target: F.cross_entropy(output, target) * (2 if model.training else 1) * model[2].scale
-
-    class Scaled(Leaves):
-        scale = 0.5
-
-    assert_exact(lambda: model_with(Scaled(None)), loss_of)
-
-
-class Reads(nn.Module):
-    """Uses what another layer has left on itself."""
-
-    def __init__(self, other):
-        super().__init__()
-        self.other = [other]  # a list hides it from the model
-
-    def forward(self, x):
-        return x * (1 + self.other[0].aux)
-
-
-@pytest.mark.parametrize("start", [..., 0.0], ids=["absent", "number"])
-def test_layer_that_reads_what_a_layer_of_another_shard_left_is_refused(start):
-    def build():
-        layer = Leaves(start)
-        return model_with(layer, Reads(layer))
-
-    assert_refused("(aux|Reads)", build, shards=("each",))
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, dropout, **options):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), nn.Tanh())
-        self.options = options
-
-    def forward(self, x):
-        return checkpoint(self.body, x, use_reentrant=False, **self.options)
-
-
-def test_checkpoint_in_a_layer_is_exact():
-    assert_exact(lambda: model_with(Checkpointed(0.3), nn.Dropout(0.2)))
-    assert_exact(lambda: model_with(Checkpointed(0.0, preserve_rng_state=False), nn.Dropout(0.2)))
-
-
 class LateBuffer(nn.Module):
-    def __init__(self, how):
+    def __init__(self):
         super().__init__()
-        self.how = how
-        self.register_buffer("mean", torch.zeros(8) if how == "to none" else None)
+        self.register_buffer("mean", None)
 
     def forward(self, x):
-        if self.how == "in forward":
-            self.mean = x.detach().mean(0)
-        elif self.how == "to none":
-            self.mean = None
-        elif self.how == "registered":
-            self.register_buffer("new", torch.ones(8))
-        elif self.how == "in backward":
-            x = x * 1.0
-            x.register_hook(lambda grad: setattr(self, "mean", grad.mean(0)))
+        x = x * 1.0
+        x.register_hook(lambda grad: setattr(self, "mean", grad.mean(0)))
         return x * 1.0
 
 
-@pytest.mark.parametrize("how", ["in forward", "to none", "registered", "in backward"])
-def test_buffer_that_comes_or_goes_is_refused(how):
-    assert_refused("(mean|new)", lambda: model_with(LateBuffer(how)))
+def test_buffer_that_comes_in_a_backward_is_refused():
+    assert_refused("mean", lambda: model_with(LateBuffer()))
 
 
 def test_buffer_that_stays_none_is_exact():
-    assert_exact(lambda: model_with(LateBuffer("never"), nn.BatchNorm1d(8, track_running_stats=False)))
-
-
-class MakesAnew(nn.Module):
-    """Copies itself by making a new one, which draws."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def __deepcopy__(self, memo):
-        made = MakesAnew()
-        for name, parameter in self.linear._parameters.items():
-            made.linear._parameters[name] = copy.deepcopy(parameter, memo)
-        return made
-
-    def forward(self, x):
-        return self.linear(x)
-
-
-class LossThatMakesAnew(MakesAnew):
-    def __deepcopy__(self, memo):
-        nn.Linear(8, 8)
-        return self
-
-    def forward(self, output, target):
-        return F.cross_entropy(output, target)
-
-
-def test_layer_that_draws_as_it_is_copied_leaves_the_generators_alone():
-    for shards in ("one", "each"):
-        model, loss = model_with(MakesAnew(), nn.Dropout(0.2)), LossThatMakesAnew()
-        with unchanged(model):
-            orchestrator(task_for(model, loss.forward, shards)).generate()
-    assert_exact(lambda: model_with(MakesAnew(), nn.Dropout(0.2)))
-
-
-class ReadsGradients(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * (1 if self.weight.grad is None else 2)
-
-
-def test_forward_that_reads_gradients_is_exact_in_one_micro_batch():
-    assert_exact(lambda: model_with(ReadsGradients(8, 8)))
-
-
-class SeedsAll(nn.Module):
-    def forward(self, x):
-        torch.manual_seed(11)
-        return x + torch.randn(x.shape)
-
-
-def test_layer_that_seeds_the_global_generator_leaves_it_alone():
-    model = model_with(SeedsAll(), nn.Dropout(0.2))
-    with unchanged(model):
-        orchestrator(task_for(model)).generate()
-    assert_exact(lambda: model_with(SeedsAll(), nn.Dropout(0.2)))
+    assert_exact(lambda: model_with(nn.BatchNorm1d(8, track_running_stats=False)))
 
 
 class Statistics(nn.Module):
@@ -596,68 +417,6 @@ def test_layer_that_goes_on_changing_an_attribute_is_refused_by_name(kind, named
 
 def nested(layer):
     return nn.Sequential(nn.Sequential(nn.Tanh(), layer), nn.Tanh())
-
-
-class Later(nn.Module):
-    """Does something else after some steps, which a rehearsal does not reach."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.calls, self.how = 0, how
-        self.average = 0.0
-        self.number = torch.tensor(0)
-
-    def forward(self, x):
-        self.calls += 1
-        self.number += 1
-        self.average = 0.5 * self.average + 1.0
-        late = {
-            "greater": lambda: self.calls > 3,
-            "swapped": lambda: 3 < self.calls,  # noqa: SIM300
-            "modulo": lambda: self.calls % 4 == 0,
-            "equal": lambda: self.calls == 4,
-            "min": lambda: min(self.calls / 1000, 1.0) > 0.004,
-            "average": lambda: self.average > 1.9,
-            "tensor": lambda: bool(self.number > 3),
-            "tensor of number": lambda: bool(torch.tensor(self.calls) > 3),
-        }[self.how]()
-        return x * 2 if late else x * 1
-
-
-LATER = ["greater", "swapped", "modulo", "equal", "min", "average", "tensor", "tensor of number"]
-
-
-class LooksUp(nn.Module):
-    """Waits for a step in ways that no value of the count but that one shows."""
-
-    num_calls = 0
-
-    def __init__(self, how, calls):
-        super().__init__()
-        self.calls, self.how = 0, how
-        self.outside = lambda: calls.__setitem__(0, calls[0] + 1) or calls[0]
-
-    def forward(self, x):
-        if self.how == "class":
-            type(self).num_calls += 1
-            return x * {7: 2.0}.get(self.num_calls, 1.0)
-        if self.how == "closure":
-            return x * {7: 2.0}.get(self.outside(), 1.0)
-        self.calls += 1
-        return x * ({7: 2.0}.get(self.calls, 1.0) if self.how == "dict" else 1.0 + (str(self.calls) == "7"))
-
-
-@pytest.mark.parametrize("how", ["dict", "text", "class", "closure"])
-def test_count_that_something_is_looked_up_by_is_refused(how):
-    wanted = "(calls|again on the same input)"  # what is outside goes on counting, from one try to the next
-    assert_refused(wanted, lambda: model_with(LooksUp(how, [0])))
-    assert_refused(wanted, lambda: nn.Sequential(LooksUp(how, [0]), *model_with()))
-    assert_refused(wanted, lambda: nn.Sequential(*model_with(), LooksUp(how, [0])), accumulation_steps=3)
-
-
-@pytest.mark.parametrize("how", [pytest.param(next(iter(LATER)), marks=pytest.mark.net), *list(LATER)[1:]])
-def test_counter_that_matters_only_later_is_refused(how):
-    assert_refused("(calls|average|number)", lambda: model_with(Later(how)))
 
 
 class Cached(nn.Module):
@@ -764,7 +523,7 @@ def test_check_of_an_own_forward_changes_nothing():
     torch.manual_seed(0)
     model = OwnForward()
     orchestra = orchestrator(task_for(nn.Sequential(nn.Linear(8, 4))))
-    with unchanged(model), pytest.raises(ValueError, match=r"predict.*writes to its parameter"):
+    with unchanged(model):
         orchestra.predict(model, [x for x, _ in data(1)])
     with unchanged(model):
         orchestrator(ModelTask(model, F.cross_entropy, data(), LR, seed=SEED)).generate()

@@ -42,7 +42,7 @@ IN_THE_NET = {
     "whole": """
         late_binds_its_weight_to_other_memory merges_on_eval late_write_in_a_retry late_scale_of_the_longest_so_far
         loss_with_numpy_generator lock_in_a_layer optimizer_GlobalCounter_task attribute_view counter_in_a_closure
-        memory_bank layer_above_works_in_place_on_whole_part_of_list_batches sparse_boundary
+        memory_bank sparse_boundary
         optimizer_NormScaled_shard object_that_moves_its_tensor pruned
         dataset_draws_from_numpy_after_10 loss_masks_the_target_in_place
         masks_a_target_that_every_micro_batch_has first_layer_works_in_place_on_an_array backward_of_a_shared_buffer
@@ -74,6 +74,11 @@ UNSEEN = """
     parameter_hook_writes_a_buffer parameter_hook_reads_a_buffer_that_changes parameter_hook_reads_another_gradient
     gradient_noise_by_hook optimizer_NoiseLater_shard optimizer_NoiseLater_task
     parameter_hook_reads_another_weight_early layer_leaves_gradients_changed layer_leaves_autocast_changed
+    late_works_in_place_on_the_batch late_work_in_place_on_what_is_also_the_target
+    late_work_in_place_on_validation_after_copies_in_training
+    layer_above_works_in_place_on_whole_part_of_list_batches layer_above_works_in_place_on_view_part_of_list_batches
+    late_layer_above_works_in_place_on_whole_part_of_list_batches
+    late_layer_above_works_in_place_on_view_part_of_list_batches
 """
 CASES = [
     pytest.param(name, where, marks=[pytest.mark.net] * (name in IN_THE_NET[where].split()))
@@ -197,6 +202,6 @@ def test_generator_that_keeps_a_batch_which_a_layer_changes_is_refused():
         [ModelTask(model, F.cross_entropy, loader(), name=NAME)], devices=[EmulatedDevice("4MiB")]
     )
     with pytest.raises(
-        ValueError, match=r"^odd-one: 0 \(\w+\) works in place on the inputs .* that loader\[\d+\] keeps"
+        ValueError, match=r"^odd-one: 0 \(\w+\) to 1 .*: work in place on the inputs .* that loader\[\d+\] keeps"
     ):
         orchestra.generate()

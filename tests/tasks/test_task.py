@@ -113,27 +113,6 @@ class TestModel:
         assert list(model.state_dict()) == list(source.state_dict())
         assert all(a is b for a, b in zip(model.parameters(), source.parameters(), strict=True))
 
-    def test_takes_children_in_order(self):
-        class Net(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.second_in_the_alphabet = nn.Linear(2, 2)
-                self.first = nn.ReLU()
-                self.nothing = None
-                self.again = self.first
-
-            def forward(self, x):
-                return self.first(self.first(self.second_in_the_alphabet(x)))
-
-        net = Net()
-        model = Model(net)
-        assert list(model._modules) == ["second_in_the_alphabet", "first", "again"]
-        assert model[1] is model[2]
-        assert torch.equal(model(torch.ones(1, 2)), net(torch.ones(1, 2)))
-        assert model.has_own_forward
-        for source in ([nn.Linear(2, 2)], nn.Sequential(nn.Linear(2, 2)), Model(nn.Sequential(nn.Linear(2, 2)))):
-            assert not Model(source).has_own_forward
-
     def test_takes_lists_and_dicts_of_modules_that_can_be_called(self):
         class Dense(nn.ModuleDict):
             def __call__(self, x):
