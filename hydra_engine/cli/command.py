@@ -350,7 +350,7 @@ _VERBS = {
         "Calls the function for each training and trains its tasks for a few steps in float32 on the CPU: in plain "
         "PyTorch, then by the engine in one piece, with a shard for each layer on devices that come and go, and saved "
         "and resumed in the middle. Prints the first step and the first tensors that differ, and the rule of "
-        "docs/limits.md that is likely broken. Do so before a long run on GPUs, with a small model of the same kind: "
+        "docs/contract.md that is likely broken. Do so before a long run on GPUs, with a small model of the same kind: "
         "it takes the DRAM of the tasks' models, gradients, states and activations. Exit code 1: something differs.",
         (
             "hydra-engine verify my_models:small_tasks",

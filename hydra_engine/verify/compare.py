@@ -127,7 +127,7 @@ class Verification:
             differing = {each.text: None for each in task.differences.values() if each is not None}
             lines += [f"  {text}" for text in differing]
             if task.likely is not None:
-                lines.append(f"  likely: {task.likely} (docs/limits.md)")
+                lines.append(f"  likely: {task.likely} (docs/contract.md)")
             lines.append("")
         lines.append("same, bit for bit" if self.is_same else "not the same")
         return "\n".join(lines)
