@@ -60,8 +60,8 @@ class Trap:
     def __init__(self):
         self.fires_at = None
         self.fired = threading.Event()
-        self._calls = []  # grows: a number that every forward counts up would be refused
-        self._action = SimpleQueue()  # nobody looks into it: a layer must not refer to the orchestrator
+        # Nobody looks into queues: what every forward counts up is refused, and so is the orchestrator in a layer.
+        self._calls, self._action = SimpleQueue(), SimpleQueue()
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo):
@@ -69,15 +69,15 @@ class Trap:
 
     def arm(self, fires_at, action=None):
         """Act at call number `fires_at` from now, counting from 0; the action is to raise unless given."""
-        self._calls, self.fires_at = [], fires_at
+        self._calls, self.fires_at = SimpleQueue(), fires_at
         while not self._action.empty():
             self._action.get()
         self._action.put(action or self.fail)
 
     def touch(self):
         with self._lock:
-            call = len(self._calls)
-            self._calls.append(call)
+            call = self._calls.qsize()
+            self._calls.put(None)
         if call == self.fires_at:
             self.fired.set()
             self._action.get()()

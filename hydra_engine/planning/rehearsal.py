@@ -218,8 +218,9 @@ class _Onlooker:
         batch = self._state.staging.given
         for side, found in enumerate(tensors):
             for k, tensor in enumerate(found):
-                # `.cpu()` would close gaps between elements.
-                if not identical(copy_in_dram(tensor), (batch.inputs, batch.targets)[side][self._m].tensors[k]):
+                # No copy where it is in DRAM, which would be metered; `.cpu()` would close gaps between elements.
+                here = tensor if tensor.device.type == "cpu" else copy_in_dram(tensor)
+                if not identical(here, (batch.inputs, batch.targets)[side][self._m].tensors[k]):
                     self.written.add((side, self._m, k))
 
     def begins_backward(self, buffers: Mapping[int, Tensor]) -> None:

@@ -728,7 +728,9 @@ def drawing_task(cuda, ends, **options):
 
     _, loss_fn, loader = zoo.mlp()
     model = drawing_model(generator)
-    return ModelTask(model, loss_fn, loader, LR, 1, seed=SEED, partitioner=Presharded(ends), **options), model
+    records = [f"{k}.generator" for k in (0, 2, 4)]  # the stand-in counts its calls
+    options |= {"seed": SEED, "partitioner": Presharded(ends), "records": records}
+    return ModelTask(model, loss_fn, loader, LR, 1, **options), model
 
 
 def test_draws_of_a_device_go_on_from_step_to_step_as_in_one_resident_model(cuda):
@@ -827,7 +829,9 @@ def striking_task(cuda):
     batches = [(torch.randn(4, 12), torch.randint(5, (4,))) for _ in range(6)]
     batches[STRUCK_STEP][0][0, 0] = Asserts.VALUE
     model = nn.Sequential(Asserts(lambda: cuda.strike()), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 5))
-    return ModelTask(model, F.cross_entropy, batches, LR, name="struck", partitioner=Presharded([1, 4])), model
+    return ModelTask(
+        model, F.cross_entropy, batches, LR, name="struck", partitioner=Presharded([1, 4]), records=["0.strike"]
+    ), model
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import gc
 import hashlib
 import operator
 import pickle
+import sys
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -446,8 +447,9 @@ class TestInAFolder:
     """Plans beside checkpoints, found by an orchestrator that remembers nothing."""
 
     @pytest.fixture
-    def planned(self, tmp_path, num_rehearsals):
+    def planned(self, tmp_path, num_rehearsals, monkeypatch):
         """Train, take the last checkpoint away, and let go of all but the files."""
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # tests in parallel have none
         orchestra_of(task_of("first"), checkpoint_dir=tmp_path, checkpoint_every=2).train_models()
         newest = max(tmp_path.glob("checkpoint-*"))
         newest.unlink()
