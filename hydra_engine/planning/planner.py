@@ -37,7 +37,7 @@ from hydra_engine.host import (
     kept_pools,
     layout_of,
 )
-from hydra_engine.planning.adoption import Rehearsals, Rehearsed, signature_of
+from hydra_engine.planning.adoption import Rehearsals, Rehearsed, kind_of
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.cuts import (
     CutChoice,
@@ -805,11 +805,11 @@ class Planner:
     def plan(self) -> TaskPlan:
         task, state, saved, device = self._task, self.state, self._planned.saved, self._target.device
         Structure(state.layout, torch.device("cpu"))  # raises for layers without replicas, before any is run
-        structure, rehearsals = signature_of(state), self._planned.rehearsals
+        rehearsals = self._planned.rehearsals
         num_samples = self._sample().num_samples
         state.place = device.torch_device
-        beside = None if structure is None else self._beside()
-        found = rehearsals.get(structure, beside)
+        kind = kind_of(state, self._beside)
+        found = rehearsals.get(kind)
         if found is not None and self._adopt(found):
             return replace(self._as_plan(), adopted_from=None if found.task == state.name else found.task)
         if state.place.type != "cpu":
@@ -863,7 +863,7 @@ class Planner:
         if is_open and self._trains and together is None:
             self._raise_number(step_s)
         choice, predicted = self._planned.choice, self._planned.predicted
-        rehearsals.put(structure, beside, Rehearsed.of(state, self._estimate.input_bytes, choice, predicted))
+        rehearsals.put(kind, Rehearsed.of(state, self._estimate.input_bytes, choice, predicted))
         return self._as_plan()
 
     @contextmanager
