@@ -182,12 +182,9 @@ def verify(
 
     Raises TypeError or ValueError for arguments, and what `make_tasks` raises. What the engine refuses is a difference.
     """
-    for name, number in (
-        ("steps", steps),
-        ("devices", devices),
-        ("micro_batches", 1 if micro_batches is None else micro_batches),
-    ):
-        whole_number(name, number)
+    for name, number in {"steps": steps, "devices": devices, "micro_batches": micro_batches}.items():
+        if number is not None:
+            whole_number(name, number)
     EmulatedDevice(memory)  # refuses a wrong size before any work
     trials = _Trials(make_tasks, -(-steps // BATCHES), memory, devices, micro_batches)
     plain = trials.plainly()
