@@ -631,8 +631,8 @@ class PlannedTask:
         if len(task.model) > 1:
             ways.append(
                 "differentiated layer by layer, so that neither the loss nor a layer can differentiate with respect to "
-                "what came before it (make one layer of those that it reaches through; nn.Sequential(nn.Sequential(*layers)) "
-                "makes one of all)"
+                "what came before it (make one layer of those that it reaches through; "
+                "nn.Sequential(nn.Sequential(*layers)) makes one of all)"
             )
         return f"{plain} works; here it runs {', '.join(ways) or 'in a copy of the model, several times'}"
 
