@@ -6,7 +6,6 @@ then changes once more is refused with the layer's name.
 
 from __future__ import annotations
 
-import random
 import sys
 import weakref
 from collections import defaultdict
@@ -18,7 +17,6 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -28,7 +26,6 @@ from hydra_engine.data import (
     Batch,
     ClassLimits,
     IndexLimit,
-    RandomState,
     Stream,
     TaskGenerator,
     capture,
@@ -40,6 +37,7 @@ from hydra_engine.data import (
 from hydra_engine.devices import COMPUTE, DeviceSpec, OpenDevice, Promise
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.host import LayerFault, Shard, TaskOptimizer, TaskState, writes
+from hydra_engine.planning.same_model import random_state
 from hydra_engine.schedule import BACKWARD, FORWARD, Computed, Event, Failed, Stored, Unit
 from hydra_engine.tasks import Purpose
 from hydra_engine.trace import Trace
@@ -58,7 +56,7 @@ Part: TypeAlias = "tuple[int, int, int]"
 Opened: TypeAlias = "Callable[[int], AbstractContextManager[OpenDevice]]"
 
 # Nobody's process-wide states, for units that must not depend on them. Of any seed.
-NOBODYS = RandomState(seeded(19), random.Random(19).getstate(), np.random.RandomState(19).get_state())
+NOBODYS = random_state(19)
 LOSS = "loss_fn"
 PASSING = "out of date as soon as its unit is over"
 # Attributes that a message names.
