@@ -171,9 +171,14 @@ class _Onlooker:
         self._buffers: dict[int, Tensor] = {}  # as they were before a backward
         # (inputs or target, micro-batch) of a batch whose containers were changed, and with the tensor that was.
         self.rearranged: set[tuple[int, int]] = set()
-        self.written: set[Part] = set()
+        self.written: dict[Part, Shard] = {}  # and by which shard
         # What a micro-batch was given: the tensors, and inputs or target, the value, what was in it.
+        self._shard: Shard | None = None
         self._m, self._tensors = 0, list[Sequence[Tensor]]()
+        # What enters a shard in the memory of the batch, by what the shard below has given: which part of it, in which
+        # version. `_passed`: by the shard's first layer, micro-batch and number of the tensor.
+        self._entered: list[tuple[Part, Tensor, int]] = []
+        self._passed: dict[Part, Part] = {}
         self._given: list[tuple[int, Any, list[Any], pytree.TreeSpec]] = []
         self._state, self._classes, self.writes = state, classes, _Writes(state)
 
@@ -190,8 +195,23 @@ class _Onlooker:
 
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
         self._note_batch()
-        self._m = m
+        self._shard, self._m = shard, m
         self._tensors = [micro.value.tensors if shard.is_first else (), micro.target.tensors if micro.target else ()]
+        parts = {
+            k: (0, m, k) if shard.is_first else self._passed.get((shard.first, m, k))
+            for k in range(len(micro.value.tensors))
+        }
+        self._entered = [
+            (part, micro.value.tensors[k], micro.value.tensors[k]._version)
+            for k, part in parts.items()
+            if part is not None
+        ]
+
+    def gives(self, shard: Shard, m: int, tensors: Sequence[Tensor]) -> None:
+        within = {_address(tensor): part for part, tensor, _ in self._entered if tensor.layout == torch.strided}
+        for k, tensor in enumerate(tensors):
+            if tensor.layout == torch.strided and _address(tensor) in within:
+                self._passed[shard.last, m, k] = within[_address(tensor)]
 
     def gets(self, side: int, value: Any) -> None:
         self._given.append((side, value, *pytree.tree_flatten(value)))
@@ -201,6 +221,12 @@ class _Onlooker:
     def _note_batch(self) -> None:
         """Note what a micro-batch's layers and the loss have changed of the copy of the batch that they were given."""
         given, self._given, tensors, self._tensors = self._given, [], self._tensors, []
+        if self._shard is None:
+            return
+        for part, tensor, version in self._entered:
+            if tensor._version != version:
+                self.written[part] = self._shard
+        self._entered = []
         for side, value, leaves, spec in given:
             now, now_spec = pytree.tree_flatten(value)
             if now_spec != spec or any(a is not b for a, b in zip(now, leaves, strict=True)):
@@ -211,7 +237,7 @@ class _Onlooker:
                 # No copy where it is in DRAM, which would be metered; `.cpu()` would close gaps between elements.
                 here = tensor if tensor.device.type == "cpu" else copy_in_dram(tensor)
                 if not identical(here, (batch.inputs, batch.targets)[side][self._m].tensors[k]):
-                    self.written.add((side, self._m, k))
+                    self.written[side, self._m, k] = self._shard
 
     def begins_backward(self, buffers: Mapping[int, Tensor]) -> None:
         self._buffers = {index: copy_in_dram(buffer) for index, buffer in buffers.items()}
@@ -308,7 +334,7 @@ class _Rehearsal:
     def run(self, batch: Batch) -> dict[tuple[str, int], float]:
         """Run a batch's units, with process-wide generators of nobody's: seconds of each."""
         state = self.state
-        self.onlooker.written, self.onlooker.rearranged = set(), set()
+        self.onlooker.written, self.onlooker.rearranged = {}, set()
         self.classes.training = batch.training
         tensors = [each for pair in batch.boundaries for value in pair for each in value.tensors]
         self.classes.batch_sizes = {size for each in tensors for size in each.shape}
@@ -416,16 +442,15 @@ class _Checks:
             held = {id(e) for _, e, _ in reach(("", batch.micro_batches[m][side]), copied_only=True)}
             path = next((p for p, e, _ in reach(("loader", loader)) if isinstance(e, CONTAINERS) and id(e) in held), "")
             if path:
-                raise self._in_place(side, f"{path} keeps, a dict or list")
+                raise self._in_place(side, state.cut.shards[-1 if side else 0], f"{path} keeps, a dict or list")
         is_listed = state.task.purpose is Purpose.TRAIN and isinstance(state.task.validation, (list, tuple))
         for side, m, k in sorted(found.written):
             where = state.staging.given.seen_by(m, side, k, loader)
             if where or (not batch.training and is_listed):
-                raise self._in_place(side, where or "the list of validation= keeps")
+                raise self._in_place(side, found.written[side, m, k], where or "the list of validation= keeps")
 
-    def _in_place(self, side: int, where: str) -> ValueError:
+    def _in_place(self, side: int, shard: Shard, where: str) -> ValueError:
         state = self._state
-        shard = state.cut.shards[-1 if side else 0]
         names = [*map(state.layout.shown, state.layout.names[shard.first : shard.last]), *([LOSS] if side else ())]
         return ValueError(
             f"{state.name}: {spanned(names)}: work in place on the {('inputs', 'target')[side]} of a batch that "

@@ -64,10 +64,12 @@ class Inspector(Protocol):
 
     carries: bool  # units find the Python attributes that those before have left
 
-    # A unit begins, with these parameters; a micro-batch starts from this, layers or (1) the loss from this of a batch.
+    # A unit begins, with these parameters; a micro-batch starts from this, layers or (1) the loss from this of a batch;
+    # it ends with these.
     def begins(self, shard: Shard, views: Mapping[int, Tensor]) -> None: ...
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None: ...
     def gets(self, side: int, value: Any) -> None: ...
+    def gives(self, shard: Shard, m: int, tensors: Sequence[Tensor]) -> None: ...
 
     # The buffers as a recomputed forward left them, and after the backward, to say which of them that has written to.
     def begins_backward(self, buffers: Mapping[int, Tensor]) -> None: ...
@@ -256,6 +258,8 @@ class UnitRunning:
                 )
                 with drawing:
                     out = self._through_layers(micro, drawing)
+                if inspector is not None and out.value is not None:
+                    inspector.gives(self._shard, m, out.value.tensors)
         if spec.kind in (FUSED, BACKWARD):
             out.norms = self._gradients.measured()
         if spec.in_pieces and spec.kind in (FUSED, BACKWARD):
