@@ -132,7 +132,8 @@ def plain_state(*roots: tuple[str, object], copied_only: bool = False, besides: 
 def shown(value: Any) -> str | None:
     """Return text that tells the state of a value from others; None for what holds other values, or nothing."""
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or value.is_meta:
+        is_plain = type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # fake tensors have no memory
+        if value.layout != torch.strided or value.is_meta or not is_plain:
             return f"{BYTES}{value.dtype} {tuple(value.shape)} {value.layout}"
         memory = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
         return f"{BYTES}{value.dtype} {tuple(value.shape)} {_hash(memory.numpy().data)}"

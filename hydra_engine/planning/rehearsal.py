@@ -191,7 +191,9 @@ class _Onlooker:
                 self.left.pop(k, None)
 
     def is_bound(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.layout == torch.strided and _address(value) in self.places
+        if not isinstance(value, Tensor) or type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return False  # fake tensors, which the profile may leave in a list of features, have no memory
+        return value.layout == torch.strided and _address(value) in self.places
 
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
         self._note_batch()
