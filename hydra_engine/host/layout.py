@@ -22,7 +22,6 @@ from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parame
 from partitioners.replicas import Replicas
 
 _VERSION = attrgetter("_version")
-PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class LayerFault(ValueError):
@@ -457,11 +456,6 @@ class Structure:
         for index, buffer in buffers.items():
             self.buffers[index].data = buffer
 
-    def unbound(self) -> dict[int, str]:
-        """Ids of the placeholders that are empty now, and what they stand for."""
-        places = zip([*self.parameters, *self.buffers], self._registered, strict=True)
-        return {id(place): each.name for place, each in places if each.tensor.numel() and not place.numel()}
-
     def take_buffers(self, first: int, end: int) -> dict[int, Tensor]:
         """The buffers of layers `[first, end)` as their forward left them, also where it bound a new tensor."""
         found: dict[int, Tensor] = {}
@@ -478,10 +472,8 @@ class Structure:
         """Numbers that change when a parameter is written to, other than through `.data`."""
         return list(map(_VERSION, map(self.parameters.__getitem__, slots)))
 
-    def check_parameters(
-        self, views: Mapping[int, Tensor], versions: Sequence[int], *, has_hooks: bool = False
-    ) -> None:
-        """Refuse what was written to since it was bound to its view, is switched, or `has_hooks` now.
+    def check_parameters(self, views: Mapping[int, Tensor], versions: Sequence[int]) -> None:
+        """Refuse what was written to since it was bound to its view, or is switched.
 
         Views are by slot. An LSTM on a GPU moves its weights elsewhere for cuDNN, with the same values; on the CPU
         nothing does. Raises LayerFault.
@@ -492,11 +484,6 @@ class Structure:
             is_moved = parameter.data_ptr() != view.data_ptr()
             if is_on_cpu if is_moved else parameter._version != version:
                 raise LayerFault(f"a layer {writes(self.slot_names[index])}")
-            if has_hooks and any(map(parameter.__getattribute__, PARAMETER_HOOKS)):
-                raise LayerFault(
-                    f"a layer registers a hook on its parameter {self.slot_names[index]!r} in its forward, limit: "
-                    f"before training, since such hooks act on the host, once per step; register it there"
-                )
             if parameter.requires_grad != self._requires_grad[index] and self._trains:
                 raise LayerFault(
                     f"a layer switches requires_grad of its parameter {self.slot_names[index]!r}, limit: as before "

@@ -74,6 +74,7 @@ UNSEEN = """
     parameter_hook_writes_a_buffer parameter_hook_reads_a_buffer_that_changes parameter_hook_reads_another_gradient
     gradient_noise_by_hook optimizer_NoiseLater_shard optimizer_NoiseLater_task
     parameter_hook_reads_another_weight_early layer_leaves_gradients_changed layer_leaves_autocast_changed
+    late_registers_a_hook_on_its_weight
     late_works_in_place_on_the_batch late_work_in_place_on_what_is_also_the_target
     late_work_in_place_on_validation_after_copies_in_training
     layer_above_works_in_place_on_whole_part_of_list_batches layer_above_works_in_place_on_view_part_of_list_batches
