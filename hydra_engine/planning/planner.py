@@ -69,7 +69,7 @@ from partitioners import (
     slab_bytes,
 )
 from partitioners.boundary import UnfitTensor
-from partitioners.cost import ChangesParameters, skips_of
+from partitioners.cost import skips_of
 from partitioners.plain_numbers import plain
 from partitioners.profile import names, noted, spanned
 
@@ -1161,7 +1161,7 @@ def _naming(name: str, purpose: Purpose) -> Iterator[None]:
         reads_another = isinstance(error, (AttributeError, RuntimeError)) and (
             isinstance(getattr(error, "obj", None), nn.Module) or "graph a second time" in str(error)
         )
-        if not reads_another and not isinstance(error, ChangesParameters):
+        if not reads_another:
             remedy = None
             if purpose is Purpose.PREDICT:
                 remedy = (

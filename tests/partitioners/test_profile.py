@@ -372,12 +372,6 @@ def test_an_exception_in_a_layer_keeps_its_type_and_names_the_layer():
     names(note_of(caught.value), layer="1 (Linear)")
 
 
-def test_a_layer_that_changes_its_parameters_in_forward_is_refused():
-    embedding = nn.Embedding(9, 4, max_norm=0.1)
-    with refused(ValueError, says="parameter weight"):
-        costs_of(embedding, inputs=torch.tensor([1, 2, 3]))
-
-
 def test_a_lazy_layer_is_refused():
     with refused(ValueError, says="lazy"):
         costs_of(nn.LazyLinear(4))
