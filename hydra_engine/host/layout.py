@@ -15,7 +15,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.data import ALIGNMENT_BYTES, identical, residue
+from hydra_engine.data import ALIGNMENT_BYTES, identical
 from partitioners.boundary import extent, extent_bytes
 from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
@@ -169,7 +169,6 @@ class ModelLayout:
     ) -> None:
         """`alignment_bytes`: that the place of every parameter is a multiple of, in DRAM and in slabs.
 
-        Only where that is the CPU's own do buffers keep their addresses modulo it: other devices have other rules.
         source: the module in whose order, and by whose names, parameters are known; None: by those of the layers.
         shown: tells how the user knows a layer or a path in one, for messages. trained: ids of parameters that train
         at some time, also where they are frozen now.
@@ -181,7 +180,6 @@ class ModelLayout:
         both = named.named_parameters, named.named_buffers
         for name, tensor in chain(*(each(remove_duplicate=False) for each in both)):
             self._source_names.setdefault(id(tensor), []).append(name)
-        self.keeps_residues = alignment_bytes == ALIGNMENT_BYTES
         self.layers = [*layers, *([loss] if loss is not None else [])]
         self.names = [*names, *(["loss_fn"] if loss is not None else [])]
         self.num_layers = len(layers)
@@ -301,19 +299,18 @@ class ModelLayout:
                 if numbers is not None and index not in numbers:
                     continue
                 module, own, value = layer.get_submodule(path), before[index], values[index]
-                is_there = not self.keeps_residues or residue(own) == residue(value)
-                if own.shape == value.shape and own.dtype == value.dtype and is_there:
+                if own.shape == value.shape and own.dtype == value.dtype:
                     # Expanded ones cannot be written to.
                     if not identical(own, value) and (own.stride() == value.stride() or not torch.equal(own, value)):
                         own.copy_(value)
-                else:  # a forward bound a tensor of another kind, or at another address
+                else:  # a forward bound a tensor of another kind
                     module._buffers[name] = self.buffers[index] = value
 
     def aligned(self, num_bytes: int) -> int:
         return -(-num_bytes // self._alignment_bytes) * self._alignment_bytes
 
     def buffer_bytes(self, buffer: Tensor) -> int:
-        return self.aligned((residue(buffer) if self.keeps_residues else 0) + extent_bytes(buffer))
+        return self.aligned(extent_bytes(buffer))
 
     def trainable_slots(self) -> list[Slot]:
         """Trainable parameters, in the order of `model.parameters()`."""

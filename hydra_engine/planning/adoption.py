@@ -253,7 +253,6 @@ class _Walk:
     def __init__(self, state: TaskState) -> None:
         self.tokens: list[Hashable] = []
         self._slots = {id(slot.parameter): slot for slot in state.layout.slots}
-        self._keeps_residues = state.layout.keeps_residues
         self._seen: dict[int, tuple[int, object]] = {}  # with the values, or another might get an id
 
     def add_all(self, *values: Any) -> None:
@@ -321,7 +320,7 @@ class _Walk:
             value.device,
             value.requires_grad,
             None if slot is None else (slot.index, slot.offset, slot.link_dtype),
-            residue(value) if self._keeps_residues and slot is None else 0,
+            residue(value) if slot is None else 0,
         )
         self._add_items(vars(value))
 
