@@ -1,4 +1,4 @@
-"""Units print and parse back, chains have the drawn order, a step's graph knows its critical path."""
+"""Units print and parse back, chains have the drawn order, a schedule's graph knows its critical path."""
 
 import networkx as nx
 import pytest
