@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from hydra_engine.data import copy_of, flat, place_in_dram, residue
+from hydra_engine.data import copy_of, flat, place_in_dram
 from hydra_engine.host.blocked import new_private
 from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.layout import ModelLayout, Shard, SlabPiece, Slot
@@ -78,7 +78,7 @@ class Gradients:
         self.places, self._lent, self._free = [None] * len(self._layout.slots), {}, SimpleQueue()
         if self.storages and not self.is_lent:
             for slot in self._layout.trainable_slots():
-                self.places[slot.index] = self._own_place(slot)
+                self.places[slot.index] = slot.gradient_view(self.storages[0], slot.link_offset)
         else:
             for storage in self.storages:
                 self._free.put(storage)
@@ -106,23 +106,10 @@ class Gradients:
                 self.places[index] = None
             self._free.put(self._lent.pop(shard.index))
 
-    def _own_place(self, slot: Slot) -> Tensor:
-        """Place of a gradient for good, unless it is lent one. It begins where autograd's own would."""
-        return slot.gradient_view(self.storages[0], slot.link_offset)
-
     def of(self, slot: Slot) -> Tensor:
         gradient = self.places[slot.index]
         assert gradient is not None
         return gradient
-
-    def place(self, slot: Slot, gradient: Tensor) -> Tensor:
-        """Place for a gradient that arrives. Of one that autograd left as a view it keeps the address modulo 64."""
-        place = self.of(slot)
-        if gradient.device.type == "cpu" and residue(place) != residue(gradient):
-            is_new = residue(gradient) or self.is_lent  # lent room is cut anew for each step
-            place = place_in_dram(gradient) if is_new else self._own_place(slot)
-            self.places[slot.index] = place
-        return place
 
 
 class HostPool:
@@ -219,7 +206,7 @@ class HostPool:
             freed.add(slot.num_bytes)
         return_free_memory()
         self.renew(self.layout.trainable_slots())
-        self.buffers = [copy_of(buffer) for buffer in self.layout.buffers]
+        self.buffers = [copy_of(buffer, 0) for buffer in self.layout.buffers]
         self.is_open = True
 
     def _new_masters(self) -> dict[int, SplitMaster]:

@@ -236,7 +236,7 @@ def kind_of(state: TaskState, beside: Callable[[], Hashable]) -> str | None:
 
 def _texts(state: TaskState, roots: Sequence[tuple[str, Any]]) -> Iterator[str]:
     """Describe everything that these hold, in texts that are equal for values of a kind that hold each other alike."""
-    slots, keeps_residues = {id(slot.parameter): slot for slot in state.layout.slots}, state.layout.keeps_residues
+    slots = {id(slot.parameter): slot for slot in state.layout.slots}
     held = [module for _, root in roots if isinstance(root, nn.Module) for module in _modules(root)]
     first: dict[int, int] = {}
     yield repr([first.setdefault(id(module), k) for k, module in enumerate(held)])  # which are the same
@@ -260,7 +260,7 @@ def _texts(state: TaskState, roots: Sequence[tuple[str, Any]]) -> Iterator[str]:
             place = None if slot is None else (slot.index, slot.offset, slot.link_dtype)
             form = value.stride() if value.layout == torch.strided else value.layout
             yield repr((value.shape, form, value.dtype, value.device, value.requires_grad, place))
-            yield str(residue(value) if keeps_residues and slot is None else 0)
+            yield str(residue(value) if slot is None else 0)
         elif isinstance(value, np.ndarray):
             yield repr((value.shape, value.strides, value.dtype.str))
         elif isinstance(value, types.FunctionType):

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -163,7 +163,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
 class _Onlooker:
     """Looks on while units run: the executor's inspector."""
 
-    def __init__(self, state: TaskState, classes: ClassLimits) -> None:
+    def __init__(self, state: TaskState, classes: ClassLimits, limit: IndexLimit) -> None:
         self.carries = False
         self.places: set[int] = set()  # storages that parameters lie in, while they are bound
         self.left: dict[int, Sequence[Contents]] = {}  # by layer, what the last unit that changed it left
@@ -180,7 +180,7 @@ class _Onlooker:
         self._entered: list[tuple[Part, Tensor, int]] = []
         self._passed: dict[Part, Part] = {}
         self._given: list[tuple[int, Any, list[Any], pytree.TreeSpec]] = []
-        self._state, self._classes, self.writes = state, classes, _Writes(state)
+        self._state, self._classes, self._limit, self.writes = state, classes, limit, _Writes(state)
 
     def begins(self, shard: Shard, views: Mapping[int, Tensor]) -> None:
         self.places |= {_address(view) for view in views.values()}
@@ -217,8 +217,7 @@ class _Onlooker:
 
     def gets(self, side: int, value: Any) -> None:
         self._given.append((side, value, *pytree.tree_flatten(value)))
-        if side:
-            self._classes.enters(value)
+        (self._classes if side else self._limit).enters(value)
 
     def _note_batch(self) -> None:
         """Note what a micro-batch's layers and the loss have changed of the copy of the batch that they were given."""
@@ -253,6 +252,7 @@ class _Onlooker:
 
     def ends(self) -> None:
         self.writes.views = {}  # what comes now may write to them
+        self._limit.enters(None)
         self._note_batch()
 
     def leaves(self, layer: int, attributes: Attributes) -> None:
@@ -311,12 +311,10 @@ class _Rehearsal:
                 metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
             self._worker.admit(state, partial(_within, self.modes), (loss_fn, metrics))
             self.executor = self._worker.executor(state.name)
-            for attributes in self.executor.attributes:
-                attributes.ignore_hooks()
             self.classes = ClassLimits({size for slot in state.layout.slots for size in slot.shape})
-            self.onlooker = self.executor.inspector = _Onlooker(state, self.classes)
-            self.modes += [self.onlooker.writes, self.classes]
             self._limit = IndexLimit(self.executor.structure.layers[0])
+            self.onlooker = self.executor.inspector = _Onlooker(state, self.classes, self._limit)
+            self.modes += [self.onlooker.writes, self.classes, self._limit]
             self._gradients = [slot.parameter.grad for slot in state.layout.slots]  # the user's
             for slot in state.layout.slots:
                 slot.parameter.grad = None
@@ -346,7 +344,7 @@ class _Rehearsal:
         for kind, shard in state.cut.chains[batch.training]:
             unit = Unit(state.name, kind, shard, batch.step)
             seeds = _Seeds() if kind != BACKWARD and shard in state.cut.drawing - state.cut.locked else None
-            with self._limit.watched() if shard == 0 else nullcontext(), self._nobodys(seeds):
+            with self._nobodys(seeds):
                 outcome = self._unit(unit)
                 error = outcome.error if isinstance(outcome, Failed) and kind == FORWARD else None
                 if isinstance(error, (RuntimeError, TypeError)) and not isinstance(error, DeviceOutOfMemory):

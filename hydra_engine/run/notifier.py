@@ -118,7 +118,7 @@ class UsersModel:
                 module._buffers[name] = own  # which devices' copies are made around
                 own.copy_(value)
             if not identical(own, values[index]):
-                values[index] = self._shown[index] = copy_of(own)
+                values[index] = self._shown[index] = copy_of(own, 0)
                 is_changed = True
         return is_changed
 

@@ -261,7 +261,7 @@ def test_the_likely_rule_follows_from_the_first_run_that_differs(run, what, begi
 
 
 # Of what no check sees, those that change no result within a few steps.
-LATE = ("forward_that_sets_a_gradient", "attribute_of_Numbering")
+LATE = ("forward_that_sets_a_gradient", "attribute_of_Numbering", "late_registers_a_hook_on_its_weight")
 
 
 @pytest.mark.rest
