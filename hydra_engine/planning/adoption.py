@@ -40,7 +40,7 @@ from partitioners.reach import __file__ as REACH
 # Kinds whose plans are remembered; the first to be seen are forgotten.
 MOST_KNOWN = 64
 # Values that are looked at. A layer that leads to more leads to the program around it.
-MOST_VALUES = 2**16
+MOST_VALUES = 2**17
 
 _TORCH_MODULE: Any = torch.nn.modules.module
 _HOOK = re.compile(r"hooks\w*(\[\d+\])?")
@@ -247,7 +247,7 @@ def _texts(state: TaskState, roots: Sequence[tuple[str, Any]]) -> Iterator[str]:
         if number == MOST_VALUES:
             raise ValueError("too many values")
         # Keys of hooks say how many the process has had. Of globals, values do not count.
-        path = _HOOK.sub("hooks", path)
+        path = _HOOK.sub("hooks", path) if "hooks" in path else path
         if GLOBALS in path or path.endswith("hooks.keys()"):
             continue
         kind: Any = value if isinstance(value, type) else type(value)
