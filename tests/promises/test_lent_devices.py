@@ -4,6 +4,7 @@ import _thread
 import queue
 import threading
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
