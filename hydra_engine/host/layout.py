@@ -397,7 +397,8 @@ def writes(name: str) -> str:
     """Say that a layer writes to its parameter."""
     return (
         f"writes to its parameter {name!r}, limit: only the optimizer changes parameters; compute the changed one anew "
-        f"in each forward (torch.nn.utils.parametrize), or change it after training and evaluation"
+        f"in each forward (torch.nn.utils.parametrize), keep what a forward changes in a buffer (the weights of a mean "
+        f"teacher, say), leave out options such as max_norm, or change it after training and evaluation"
     )
 
 

@@ -6,18 +6,14 @@ then changes once more is refused with the layer's name.
 
 from __future__ import annotations
 
-import hashlib
-import operator
 import random
 import sys
 import weakref
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, TypeAlias
@@ -39,13 +35,11 @@ from hydra_engine.data import (
     copy_in_dram,
     identical,
     installed,
-    memory_of,
     seeded,
 )
 from hydra_engine.devices import COMPUTE, DeviceSpec, OpenDevice, Promise
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.host import LayerFault, Shard, TaskOptimizer, TaskState, writes
-from hydra_engine.planning.trial import frozen
 from hydra_engine.schedule import BACKWARD, FORWARD, Computed, Event, Failed, Stored, Unit
 from hydra_engine.tasks import Purpose
 from hydra_engine.trace import Trace
@@ -54,11 +48,10 @@ from partitioners.boundary import UnfitTensor
 from partitioners.copies import copy_of_function
 from partitioners.measure import generator_key
 from partitioners.profile import noted, spanned
-from partitioners.reach import CLASS, CONTAINERS, GLOBALS, PLAIN, reach
-from partitioners.replicas import GENERATORS
+from partitioners.reach import BYTES, CLASS, CONTAINERS, GLOBALS, reach, shown
 
 # By the attributes that lead there, and whether it is the copy's own: what is there.
-PlainState: TypeAlias = "dict[tuple[str, bool], list[str]]"
+OwnedState: TypeAlias = "dict[tuple[str, bool], list[str]]"
 # Of a batch: (inputs or target, which micro-batch, which tensor).
 Part: TypeAlias = "tuple[int, int, int]"
 # Of a device for as long as the body runs, with room for slabs of so many bytes; nobody else uses it meanwhile.
@@ -67,7 +60,6 @@ Opened: TypeAlias = "Callable[[int], AbstractContextManager[OpenDevice]]"
 # Nobody's process-wide states, for units that must not depend on them. Of any seed.
 NOBODYS = RandomState(seeded(19), random.Random(19).getstate(), np.random.RandomState(19).get_state())
 LOSS = "loss_fn"
-BYTES = "bytes "  # before a digest
 PASSING = "out of date as soon as its unit is over"
 # Attributes that a message names.
 REMEDY = (
@@ -228,7 +220,8 @@ class _Onlooker:
 
     def ends_backward(self, buffers: Mapping[int, Tensor]) -> set[int]:
         before, self._buffers = self._buffers, {}
-        written = {index for index, old in before.items() if index in buffers and not _is_same(old, buffers[index])}
+        both = ((index, old, buffers[index]) for index, old in before.items() if index in buffers)
+        written = {index for index, old, new in both if not identical(old, copy_in_dram(new))}
         self._state.observed.written_buffers |= written
         return written
 
@@ -249,11 +242,6 @@ class _Onlooker:
             values[each.layer, each.attribute].add(each.value)
         for (layer, attribute), found in values.items():
             yield layer, attribute, found.pop() if len(found) == 1 else ""
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    b = b.to(a.device)
-    return a.shape == b.shape and (torch.equal(a, b) or _digest([a]) == _digest([b]))
 
 
 class _Seeds:
@@ -475,13 +463,13 @@ class _Checks:
                 found[f"{name}.{path}" if path else name] = module
         return found
 
-    def _plain_state(self) -> PlainState:
+    def _plain_state(self) -> OwnedState:
         """What the copies hold beside parameters and buffers, which are placeholders here."""
         structure, layout = self._executor.structure, self._state.layout
         besides = {id(each) for each in (*structure.parameters, *structure.buffers, *layout.layers)}
         copies = {id(each) for _, layer in self._roots if isinstance(layer, nn.Module) for each in layer.modules()}
         copies |= {id(each) for each in structure.parameters}
-        found: PlainState = {}
+        found: OwnedState = {}
         for path, value, is_copied in reach(*self._roots, plain=True, besides=besides):
             # A closure of the loss has been copied with it.
             is_own = is_copied or (path.startswith(LOSS) and CLASS not in path and GLOBALS not in path)
@@ -492,11 +480,11 @@ class _Checks:
                 )
             if self._onlooker.is_bound(value):
                 found[path, is_own] = [PASSING]
-            elif (shown := _shown(value)) is not None:
-                found.setdefault((path, is_own), []).append(shown)
+            elif (text := shown(value)) is not None:
+                found.setdefault((path, is_own), []).append(text)
         return found
 
-    def _compare(self, before: PlainState, after: PlainState) -> None:
+    def _compare(self, before: OwnedState, after: OwnedState) -> None:
         """Refuse what a second run of the same input has changed again: it matters now, or at some later step.
 
         Lists and the like outside of a layer, in a closure or a global, may grow: they are where records are kept.
@@ -547,34 +535,3 @@ def _is_of_one(value: Any, copies: Collection[int], *, is_own: bool) -> bool:
         return False
     keys = (each() if isinstance(each, weakref.ref) else each for each in list(value))
     return any(id(part) in copies for each in keys for part in (each if isinstance(each, tuple) else [each]))
-
-
-def _shown(value: Any) -> str | None:
-    """What tells the state of a value from others, and is to be compared; None for what holds others, or nothing."""
-    if isinstance(value, Tensor):
-        return BYTES + (_digest([value]).hex() if value.layout == torch.strided else str(value.layout))
-    if isinstance(value, np.ndarray):
-        return BYTES + (_hash(value.tobytes()) if value.dtype != object else "")
-    if isinstance(value, GENERATORS):
-        return BYTES + _hash(repr(frozen(value, {})).encode())
-    if isinstance(value, (bytearray, array)):
-        return BYTES + _hash(bytes(value))
-    if isinstance(value, (*PLAIN, count)):
-        return repr(value)
-    if isinstance(value, Iterator) and type(value).__module__ == "builtins":
-        return f"{operator.length_hint(value)} values"  # that are to come
-    return None
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _digest(tensors: Iterable[Tensor | None]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        if tensor is None:
-            digest.update(b"none")
-        else:
-            digest.update(memory_of(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.digest()
