@@ -284,7 +284,7 @@ def _texts(state: TaskState, values: list[str], roots: Sequence[tuple[str, Any]]
                 f"{each}={os.environ[each]}" for each in code.co_consts if isinstance(each, str) and each in os.environ
             )
             packages.update(_package(names[each]) for each in code.co_names if each in names)
-        if GLOBALS in path or path.endswith("hooks.keys()"):
+        if GLOBALS in path or path.endswith(("hooks.keys()", "_object_hash")):  # of transformers, by an address
             continue
         kind: Any = value if isinstance(value, type) else type(value)
         if kind not in kinds:

@@ -210,6 +210,27 @@ def test_models_of_one_module_with_a_forward_of_its_own_are_alike():
     assert adopted(make("first", 0), make("second", 0, is_deep=False)) == [None, None]
 
 
+class Bare(nn.Module):
+    """Uses weights of its own, of which a layer that is made has a set."""
+
+    def __init__(self):
+        super().__init__()
+        for name in "gfedcba":
+            setattr(self, name, nn.Parameter(torch.ones(8)))
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        weights = [self.g, self.f, self.e, self.d, self.c, self.b, self.a]
+        return self.last(self.first(x) * torch.stack(weights).sum(0))
+
+
+def test_weights_of_a_made_layer_stand_in_the_same_order_in_every_process():
+    task = task_of("first", model=Model(Bare()), partitioner="pilot")
+    orchestra_of(task)
+    names = [name for layer in task.model for name, _ in layer.named_parameters()]
+    assert [name for name in names if len(name) == 1] == [*"abcdefg"], names
+
+
 class Changes:
     """What a second model has other than the first: each changes a model in place."""
 
