@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gc
 import logging
@@ -61,7 +62,9 @@ _ITERATORS: tuple[type, ...] = (
     *(type(iter([])), type(iter(())), type(iter({})), type(iter(range(0))), type(iter(range(1 << 64)))),
 )
 # Where code of a user's own may count, beside a function.
-_KEEPERS: tuple[type, ...] = (bytearray, array, SimpleNamespace, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+_KEEPERS: tuple[type, ...] = (
+    *(bytearray, array, SimpleNamespace, argparse.Namespace, weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
+)
 _COUNTED: tuple[type, ...] = (*PLAIN, *CONTAINERS, *_KEEPERS, *_ITERATORS, torch.Tensor, np.ndarray)
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 BYTES = "bytes "  # before a digest
@@ -95,7 +98,7 @@ def reach(
     copied_only: only values that a deepcopy leads to.
     plain: also numbers and strings, each at every place, as tensors then are; also in globals that a function names,
     and in classes, modules, functions and objects of the user's own that it names.
-    code: also classes and built-in functions, of which none leads further.
+    code: also classes and built-in functions, of which none leads further, and methods of classes of the user's own.
     besides: ids of objects to leave out.
     """
     seen: dict[int, object] = {}  # with the values, so that no other takes over an id
@@ -117,7 +120,7 @@ def reach(
             continue
         (copied if is_copied else shared).extend(_each(where, _copied_by(value), ends))
         if not copied_only:
-            shared.extend(_each(where, _shared_by(value, plain=plain), ends))
+            shared.extend(_each(where, _shared_by(value, plain=plain, code=code), ends))
 
 
 def plain_state(*roots: tuple[str, object], copied_only: bool = False, besides: Collection[int] = ()) -> PlainState:
@@ -237,17 +240,18 @@ def _held_by(value: object, names: Collection[str]) -> Iterator[tuple[str, objec
         yield "", value
 
 
-def _shared_by(value: Any, *, plain: bool = False) -> Iterator[tuple[str, object]]:
+def _shared_by(value: Any, *, plain: bool, code: bool) -> Iterator[tuple[str, object]]:
     """Yield the values that a copy holds as well."""
     inside = f"{CLASS}." if plain else ""
     if isinstance(value, weakref.ref):
         yield "()", value()
     elif plain and isinstance(value, MethodType) and isinstance(value.__self__, type):  # apply of a Function
         yield from _held_by(value.__self__, ())
-    elif isinstance(value, nn.Module):
+    elif isinstance(value, nn.Module) or (code and _is_users(type(value).__module__)):
         for kind in type(value).__mro__:
             if kind.__module__.partition(".")[0] not in ("torch", "builtins"):
-                yield from ((f".{inside}{name}", each) for name, each in list(vars(kind).items()))
+                for name, each in list(vars(kind).items()):
+                    yield f".{inside}{name}", each.fget if isinstance(each, property) else each
     elif isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:

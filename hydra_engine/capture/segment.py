@@ -108,7 +108,7 @@ def layers_of(model: nn.Module, inputs: Any, *, evaluates: bool = False, whole: 
     last = len(program.pieces) - 1
     layers = [Segment(programs, k, last, piece.text) for k, piece in enumerate(program.pieces)]
     for layer, names in zip(layers, programs.holdings, strict=True):
-        for name in sorted(names, key=lambda each: each.count(".")):
+        for name in sorted(names, key=lambda each: (each.count("."), each)):  # in every process, for plans on disk
             layer.add(model, name)
     for k, name in _unused(model, layers, programs.holdings):
         layers[k].add(model, name)

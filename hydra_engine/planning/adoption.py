@@ -4,14 +4,15 @@ Two tasks are of a kind if all is equal that a rehearsal depends on: the classes
 of tensors, plain attributes, options, and the code of the model, the loss, the metrics and their hooks, with what
 closures hold. Values of tensors and globals do not count, nor does the first batch, whose sizes are compared apart.
 
-Plans are also in a folder beside a run's checkpoints, for resumes and other processes. There the files of the program
-and the engine, and the versions of Python and torch, have to be the same, too.
+Plans are also in a folder beside a run's checkpoints, for resumes and other processes. There the values of globals, the
+command line, the files of the program and the engine, and the versions of Python and packages have to be the same, too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 import pickle
 import re
@@ -23,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,13 +35,15 @@ from hydra_engine.host import Cut, KnownUnits, Measured, Observed, TaskState, ha
 from hydra_engine.planning.cuts import CutChoice, PredictedCut
 from hydra_engine.system import warn
 from hydra_engine.tasks import Purpose
-from partitioners.reach import CONTAINERS, GLOBALS, PLAIN, reach
+from partitioners.reach import CLASS, CONTAINERS, GLOBALS, PLAIN, reach, shown
 from partitioners.reach import __file__ as REACH
 
 # Kinds whose plans are remembered; the first to be seen are forgotten.
 MOST_KNOWN = 64
 # Values that are looked at. A layer that leads to more leads to the program around it.
 MOST_VALUES = 2**17
+# Numbers of a tensor that may be a setting, as a rate of dropout is.
+MOST_NUMBERS = 64
 
 _TORCH_MODULE: Any = torch.nn.modules.module
 _HOOK = re.compile(r"hooks\w*(\[\d+\])?")
@@ -63,6 +66,13 @@ _OPTIONS = (
     "records",
     "compile",
 )
+
+
+class Kind(NamedTuple):
+    """Digests of what a plan depends on."""
+
+    structure: str
+    values: str  # what may differ between processes that run one program: globals, the environment, packages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,21 +121,31 @@ class Rehearsals:
         self._found: dict[str, Rehearsed] = {}
         self._files: dict[str, str] = {}  # names of those that are, or may be, in the folder
 
-    def get(self, kind: str | None) -> Rehearsed | None:
+    def get(self, kind: Kind | None) -> Rehearsed | None:
         """Return what was found out of a task of this kind."""
-        found, folder = self._found.get(kind or ""), self._folder()
-        if kind is None or found is not None or folder is None or (program := _program(len(sys.modules))) is None:
+        if kind is None:
+            return None
+        found, folder = self._found.get(kind.structure), self._folder()
+        if found is not None or folder is None or (program := _program(len(sys.modules))) is None:
             return found
-        name = self._files[kind] = f"{_digest([kind, program])}.plan"
+        name = self._files[kind.structure] = f"{_digest([*kind, program])}.plan"
         found = _read(folder / name)
         if found is not None:
-            self._found[kind] = found
+            self._found[kind.structure] = found
         return found
 
-    def put(self, kind: str | None, rehearsed: Rehearsed) -> None:
+    def forget(self, kind: Kind) -> None:
+        """Plan tasks of this kind anew: one has failed with a plan that it took over, which may be why."""
+        self._found.pop(kind.structure, None)
+        name, folder = self._files.pop(kind.structure, None), self._folder()
+        if name is not None and folder is not None:
+            with suppress(OSError):
+                (folder / name).unlink()
+
+    def put(self, kind: Kind | None, rehearsed: Rehearsed) -> None:
         """Remember it, unless its layers work in place on a batch: that depends on who keeps the batch."""
         if kind is not None and not rehearsed.observed.works_on_batch:
-            self._found[kind] = rehearsed
+            self._found[kind.structure] = rehearsed
             for oldest in list(self._found)[:-MOST_KNOWN]:
                 del self._found[oldest]
 
@@ -135,8 +155,8 @@ class Rehearsals:
         if folder is None or not self._files:
             return
         with suppress(OSError):
-            for kind, name in self._files.items():
-                rehearsed = self._found.get(kind)
+            for structure, name in self._files.items():
+                rehearsed = self._found.get(structure)
                 if rehearsed is not None and not (folder / name).exists():
                     _write(folder / name, rehearsed)
             for old in sorted(folder.glob("*.plan"), key=os.path.getmtime)[:-MOST_KNOWN]:
@@ -186,7 +206,7 @@ class _Plan(pickle.Unpickler):
 
 @cache
 def _program(_: int) -> str | None:
-    """Return the digest of this program: its modules but for installed ones, the engine; None: it is in no file."""
+    """Return the digest of this program: its arguments, its own modules, the engine; None: it is in no file."""
     if getattr(sys.modules.get("__main__"), "__file__", None) is None:
         return None
     installed = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
@@ -194,7 +214,7 @@ def _program(_: int) -> str | None:
     own = sorted({file for file in map(os.path.realpath, filter(None, files)) if not file.startswith(installed)})
     engine = [Path(__file__).parents[1], Path(REACH).parent]
     own += [str(path) for folder in engine for path in sorted(folder.rglob("*.py"))]
-    return _digest((sys.version, torch.__version__, *map(_file_digest, own)))
+    return _digest((repr(sys.argv[1:]), sys.version, torch.__version__, *map(_file_digest, own)))
 
 
 @cache
@@ -213,8 +233,8 @@ def _digest(texts: Iterable[str]) -> str:
     return _sha256(b"".join(_sha256(text.encode()) for text in texts)).hex()
 
 
-def kind_of(state: TaskState, beside: Callable[[], Hashable]) -> str | None:
-    """Return a digest of all of a task that its plan depends on; None: it is not compared with others.
+def kind_of(state: TaskState, beside: Callable[[], Hashable]) -> Kind | None:
+    """Return digests of all of a task that its plan depends on; None: it is not compared with others.
 
     beside: what it depends on beside the task's structure.
     """
@@ -226,16 +246,21 @@ def kind_of(state: TaskState, beside: Callable[[], Hashable]) -> str | None:
         options |= {name: getattr(task, name) for name in ("optimizer", "param_groups", "lr", "lr_scheduler")}
     source = task.model.source if task.model.is_converted else None
     roots = {"loss_fn": task.loss_fn, "metrics": task.metrics, "source": source, "options": options}
+    values: list[str] = []
     try:
-        texts = [*_texts(state, [*zip(layout.names, layout.layers, strict=True), *roots.items()])]
+        texts = [*_texts(state, values, [*zip(layout.names, layout.layers, strict=True), *roots.items()])]
     except Exception:  # of whatever a layer holds, too: it is rehearsed, and may fail there
         return None
     states = tuple(state.measured.state_bytes.items())
-    return _digest([*texts, repr(_comparable((task.validation is None, states, *_settings(), beside())))])
+    texts.append(repr(_comparable((task.validation is None, states, *_settings(), beside()))))
+    return Kind(_digest(texts), _digest(values))
 
 
-def _texts(state: TaskState, roots: Sequence[tuple[str, Any]]) -> Iterator[str]:
-    """Describe everything that these hold, in texts that are equal for values of a kind that hold each other alike."""
+def _texts(state: TaskState, values: list[str], roots: Sequence[tuple[str, Any]]) -> Iterator[str]:
+    """Describe everything that these hold, in texts that are equal for values of a kind that hold each other alike.
+
+    values: is given what counts in another process only.
+    """
     slots = {id(slot.parameter): slot for slot in state.layout.slots}
     held = [module for _, root in roots if isinstance(root, nn.Module) for module in _modules(root)]
     first: dict[int, int] = {}
@@ -243,16 +268,28 @@ def _texts(state: TaskState, roots: Sequence[tuple[str, Any]]) -> Iterator[str]:
     # Made of the source, and of the first batch.
     made = {id(module) for module in held if type(module).__module__.startswith("hydra_engine.capture.")}
     kinds: set[type] = set()
+    packages: set[str] = set()
+    # A resume brings their values back before it plans.
+    saved = {id(each) for module in held for each in (*module.parameters(), *module.buffers())}
     for number, (path, value, _) in enumerate(reach(*roots, plain=True, code=True, besides=made)):
         if number == MOST_VALUES:
             raise ValueError("too many values")
-        # Keys of hooks say how many the process has had. Of globals, values do not count.
-        path = _HOOK.sub("hooks", path) if "hooks" in path else path
-        if GLOBALS in path or path.endswith("hooks.keys()"):
+        path = _HOOK.sub("hooks", path) if "hooks" in path else path  # keys of hooks say how many the process has had
+        is_small = isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) <= MOST_NUMBERS
+        if (is_small and id(value) not in saved) or (GLOBALS in path and isinstance(value, PLAIN)):
+            values.append(f"{path}: {shown(value)}")
+        elif isinstance(value, types.FunctionType):
+            code, names = value.__code__, value.__globals__
+            values += (
+                f"{each}={os.environ[each]}" for each in code.co_consts if isinstance(each, str) and each in os.environ
+            )
+            packages.update(_package(names[each]) for each in code.co_names if each in names)
+        if GLOBALS in path or path.endswith(("hooks.keys()", "_object_hash")):  # of transformers, by an address
             continue
         kind: Any = value if isinstance(value, type) else type(value)
         if kind not in kinds:
             kinds.add(kind)
+            packages.add(_package(kind))
             yield from _class_texts(kind)
         yield f"{path}: {kind.__module__}.{kind.__qualname__}"
         if isinstance(value, Tensor):
@@ -266,7 +303,15 @@ def _texts(state: TaskState, roots: Sequence[tuple[str, Any]]) -> Iterator[str]:
         elif isinstance(value, types.FunctionType):
             yield repr(_comparable(value.__code__))
         elif not hasattr(value, "__dict__") and not isinstance(value, (*CONTAINERS, tuple, frozenset)):
-            yield repr(value)  # with an address, unless that says all
+            text = repr(value)  # with an address, unless that says all
+            yield text.partition(" at 0x")[0] if CLASS in path else text
+    values += (f"{each} {getattr(sys.modules.get(each), '__version__', '')}" for each in sorted(packages))
+
+
+def _package(value: Any) -> str:
+    """Name the package that a value is of."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    return str(name).partition(".")[0]
 
 
 def _modules(root: nn.Module) -> Iterator[nn.Module]:

@@ -140,7 +140,11 @@ class TaskList:
             self._told += (*found[0].reader.messages, *found[0].doubts)
 
     def save_plans(self) -> None:
-        """Save plans beside checkpoints, for a resume in another process."""
+        """Save plans beside checkpoints, for a resume in another process, but for those that a task failed with."""
+        for planned in self.all:
+            if planned.adopted is not None and planned.report.status == FAILED:
+                self._rehearsals.forget(planned.adopted)
+                planned.adopted = None
         self._rehearsals.save()
 
     def drop(self, planned: PlannedTask) -> None:

@@ -1,8 +1,10 @@
 """A task of the structure of one that was planned takes over its plan; one that differs in anything is rehearsed."""
 
+import argparse
 import gc
 import hashlib
 import operator
+import os
 import pickle
 import sys
 import weakref
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,12 +27,35 @@ pytestmark = pytest.mark.rest
 
 SCALE = 0.5  # a global that a layer reads
 EPOCHS = 2
+ARGS = argparse.Namespace(rate=0.0)
 
 
 @dataclass
 class Config:
     width: int = 8
     bias: bool = True
+
+
+class Rate:
+    """Reads a global from a method, and the environment."""
+
+    def __call__(self):
+        return ARGS.rate + float(os.environ.get("HYDRA_TEST_RATE", "0"))
+
+
+class Reads(nn.Module):
+    """Reads a rate, and calls a package."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = Rate()
+
+    @property
+    def factor(self):
+        return np.exp(self.rate())
+
+    def forward(self, x):
+        return x * self.factor
 
 
 class Scaled(nn.Module):
@@ -182,6 +208,27 @@ def test_models_of_one_module_with_a_forward_of_its_own_are_alike():
         assert report.tasks[name].losses == reference.train(Whole(seed), loss, batches(), seed=0, **settings).losses
     assert adopted(make("first", 0), make("second", 0, scale=2.0)) == [None, None]
     assert adopted(make("first", 0), make("second", 0, is_deep=False)) == [None, None]
+
+
+class Bare(nn.Module):
+    """Uses weights of its own, of which a layer that is made has a set."""
+
+    def __init__(self):
+        super().__init__()
+        for name in "gfedcba":
+            setattr(self, name, nn.Parameter(torch.ones(8)))
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        weights = [self.g, self.f, self.e, self.d, self.c, self.b, self.a]
+        return self.last(self.first(x) * torch.stack(weights).sum(0))
+
+
+def test_weights_of_a_made_layer_stand_in_the_same_order_in_every_process():
+    task = task_of("first", model=Model(Bare()), partitioner="pilot")
+    orchestra_of(task)
+    names = [name for layer in task.model for name, _ in layer.named_parameters()]
+    assert [name for name in names if len(name) == 1] == [*"abcdefg"], names
 
 
 class Changes:
@@ -495,10 +542,14 @@ class TestInAFolder:
         orchestra_of(task_of("second", **self.others()[other]), checkpoint_dir=planned).generate()
         assert bool(num_rehearsals) == (other not in ("the same", "other seed"))
 
-    @pytest.mark.parametrize("what", ["torch", "a file of the program"])
+    @pytest.mark.parametrize("what", ["torch", "a file of the program", "the command line", "a global"])
     def test_so_is_one_of_another_program(self, planned, num_rehearsals, monkeypatch, what):
         if what == "torch":
             monkeypatch.setattr(torch, "__version__", "2.0.0")
+        elif what == "the command line":
+            monkeypatch.setattr(sys, "argv", [sys.argv[0], "--dropout", "0.1"])
+        elif what == "a global":
+            monkeypatch.setattr(f"{__name__}.SCALE", 0.25)
         else:
             digest = adoption._file_digest
             monkeypatch.setattr(adoption, "_file_digest", lambda path: "another" if path == __file__ else digest(path))
@@ -506,6 +557,36 @@ class TestInAFolder:
         orchestra_of(task_of("second"), checkpoint_dir=planned).generate()
         adoption._program.cache_clear()
         assert num_rehearsals
+
+    def test_what_code_reads_from_elsewhere_is_compared(self, monkeypatch):
+        def kind():
+            layer = Reads()
+            layer.extra = torch.ones(2)
+            layer.register_buffer("trained", values.pop())
+            task = with_layer("first", layer)
+            [planned] = orchestra_of(task)._tasks.all
+            return adoption.kind_of(planned.state, tuple)
+
+        values = [torch.zeros(2), torch.ones(2)] * 4
+        first = kind()
+        assert kind() == first  # whatever a buffer holds
+        for change in (
+            lambda: monkeypatch.setenv("HYDRA_TEST_RATE", "0.1"),
+            lambda: monkeypatch.setattr(ARGS, "rate", 0.1),
+            lambda: monkeypatch.setattr(np, "__version__", "0"),
+        ):
+            change()
+            second = kind()
+            assert (second.structure == first.structure, second.values == first.values) == (True, False)
+            monkeypatch.undo()
+
+    def test_the_plan_of_a_task_that_fails_is_removed(self, planned, num_rehearsals):
+        loader = batches()
+        loader[2] = loader[2][0], loader[2][1] + 3
+        with pytest.raises(IndexError, match="second failed"):
+            orchestra_of(task_of("second", loader=loader), checkpoint_dir=planned).train_models(resume=True)
+        assert not num_rehearsals
+        assert not [*(planned / "plans").iterdir()]
 
     @pytest.mark.parametrize("damage", ["a bit", "the end", "everything", "a call"])
     def test_so_is_one_whose_file_is_damaged(self, planned, num_rehearsals, capfd, damage):
