@@ -53,7 +53,8 @@ class UsersModel:
         """`secure`: waits until parameters, by slot, may change. refresh: has devices copy modules anew."""
         self._state, self._secure, self._refresh = state, secure, refresh
         model, layout = state.task.model, state.layout
-        self._watch = ModelWatch(model.__dict__["source"], model, state.task.loss_fn)
+        roots = model.__dict__["source"], model, state.task.loss_fn
+        self._watch = ModelWatch(*roots, is_recorded=model.is_converted)
         self._parameters = [slot.parameter for slot in layout.slots]
         self._trainable = [slot.index for slot in layout.trainable_slots()]
         self._buffers = [
