@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from partitioners.boundary import Boundary
-from partitioners.cost import ChangesParameters
 from partitioners.precision import DTYPES, cast, compute_norms_in_float32, kept_parameters
 from partitioners.reach import reach
 from partitioners.replicas import Replicas
@@ -77,17 +76,6 @@ class Copies:
             copied = self.layer(part) if self.dtype is torch.float32 else copy.deepcopy(part)
         return copied if self.dtype is torch.float32 else _Float32Loss(copied)
 
-    def check_unchanged(self, part: nn.Module, copied: nn.Module) -> None:
-        """Refuse a layer whose copy has other parameters than it began with."""
-        found = dict(copied.named_parameters())
-        for name, original in part.named_parameters():
-            now = found.get(name)
-            if now is None:
-                raise ChangesParameters(name)
-            before = original if original.dtype == now.dtype else self._parameter(original, now.dtype)
-            if not _same_values(before.detach(), now.detach().to(before.device)):
-                raise ChangesParameters(name)
-
     def inputs(self, value: Any) -> Any:
         """Return the value that enters the first layer."""
         value = pytree.tree_map_only(Tensor, self._tensor, value)
@@ -136,10 +124,6 @@ class _Float32Loss(nn.Module):
 
     def forward(self, output: Any, target: Any) -> Tensor:
         return self.loss_fn(cast(output, torch.float32), target)
-
-
-def _same_values(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or (a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
 def copy_of_function(function: Any, modules: Iterable[nn.Module] = ()) -> Any:

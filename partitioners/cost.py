@@ -159,17 +159,6 @@ class Partitioner(Protocol):
         """
 
 
-class ChangesParameters(ValueError):
-    """A layer changed one of its parameters while it ran."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"parameter {name}: changed while the layer ran, limit: only the optimizer changes parameters; compute the "
-            f"changed one anew in each forward (torch.nn.utils.parametrize), keep what forward changes in a buffer "
-            f"(register_buffer, as for the weights of a mean teacher), and leave out options such as max_norm"
-        )
-
-
 class LayerTooLarge(ValueError):
     """A single layer needs more memory than the device has."""
 

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from partitioners.boundary import Boundary, UnfitTensor, fingerprint
 from partitioners.copies import Copies, FakeCopies
-from partitioners.cost import ALIGNMENT_BYTES, LayerCost
+from partitioners.cost import LayerCost
 from partitioners.measure import STATED_RATES, Rates, Work, count, count_evaluation, run_once, timed
 from partitioners.meter import MemoryMeter
 from partitioners.precision import DTYPES
@@ -88,8 +88,7 @@ def profile(
     same shapes, the first is timed.
 
     Leaves parameters, gradients, buffers, generators, flags, grad mode and the loss's own state as they were: a layer
-    is copied while it is measured. A layer that changes its own parameters is refused. An exception in a layer comes
-    out as it is, with a note that names the layer.
+    is copied while it is measured. An exception in a layer comes out as it is, with a note that names the layer.
     """
     place = _place(device)
     if precision not in DTYPES:
@@ -250,11 +249,7 @@ class _Profiler:
                 noted(error, f"in {' or '.join(named)}, while it was profiled")
                 raise
             # A copy: layers of equal structure were counted once, and lie at other addresses.
-            fields = fields | {
-                "shares_with": shares[index],
-                "shared_bytes": shared_bytes[index],
-                "padding_bytes": fields["padding_bytes"] + self._residue_bytes(layer, loss_fn),
-            }
+            fields = fields | {"shares_with": shares[index], "shared_bytes": shared_bytes[index]}
             costs.append(LayerCost(index=index, name=name, **fields))
         return costs
 
@@ -278,7 +273,6 @@ class _Profiler:
         if kind not in self._timed:
             work = work or self._work(self._real, layer, loss_fn)
             seconds, output = timed(work, self._real.value, self._synchronize)
-            self._reals.check_unchanged(layer, work.layer)
             self._timed[kind] = seconds, output, work.leaving
         seconds, output, leaving = self._timed[kind]
         self._real.go_on(output, leaving)
@@ -308,22 +302,6 @@ class _Profiler:
         fields, kind, output, leaving = self._counted[key]
         self._fake.go_on(output, leaving)
         return fields, kind
-
-    def _residue_bytes(self, layer: nn.Module, loss_fn: Any) -> int:
-        """Bytes that buffers need on top because they do not begin at a multiple of 64 (views, mapped files).
-
-        On the CPU they keep their addresses modulo 64, by which kernels are chosen.
-        """
-        if self._place.type != "cpu":
-            return 0
-        found = 0
-        for part in (each for each in (layer, loss_fn) if isinstance(each, nn.Module)):
-            for tensor in part.buffers():
-                if tensor.layout != torch.strided:
-                    continue
-                start, num_bytes = tensor.data_ptr() % ALIGNMENT_BYTES, tensor.numel() * tensor.element_size()
-                found += start + -(start + num_bytes) % ALIGNMENT_BYTES - -num_bytes % ALIGNMENT_BYTES
-        return found
 
     def _work(self, batch: _Batch, layer: nn.Module, loss_fn: Any) -> Work:
         copies = batch.copies

@@ -5,13 +5,18 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import operator
 import os
+import pickle
+import random
 import sys
 import sysconfig
 import weakref
 from array import array
 from collections import deque
 from collections.abc import Collection, Iterator
+from hashlib import blake2b
+from itertools import count
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -22,7 +27,7 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -44,7 +49,7 @@ class Shared:
 # Classes, modules and loggers lead to the whole program; values of `Skips` are of one forward, its copies have none; a
 # handle leads to hooks that their module leads to as well.
 _ENDS = (*PLAIN, type, ModuleType, BuiltinFunctionType, CodeType, logging.Logger, Skips, Shared, RemovableHandle)
-_NO_VALUES = tuple(each for each in _ENDS if each not in PLAIN)
+_CODE = (type, BuiltinFunctionType)
 # Code of others, which keeps its state to itself.
 _INSTALLED = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("purelib", "platlib", "stdlib"))
 _OURS = ("torch", "hydra_engine", "partitioners")
@@ -58,6 +63,10 @@ _ITERATORS: tuple[type, ...] = (
 # Where code of a user's own may count, beside a function.
 _KEEPERS: tuple[type, ...] = (bytearray, array, SimpleNamespace, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _COUNTED: tuple[type, ...] = (*PLAIN, *CONTAINERS, *_KEEPERS, *_ITERATORS, torch.Tensor, np.ndarray)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+BYTES = "bytes "  # before a digest
+# By the attributes that lead there: what is there.
+PlainState: TypeAlias = "dict[str, list[str]]"
 # Dicts of its own that a module looks attributes up in.
 IN_MODULES = ("_parameters", "_buffers", "_modules")
 
@@ -71,7 +80,11 @@ class Held(NamedTuple):
 
 
 def reach(
-    *roots: tuple[str, object], copied_only: bool = False, plain: bool = False, besides: Collection[int] = ()
+    *roots: tuple[str, object],
+    copied_only: bool = False,
+    plain: bool = False,
+    code: bool = False,
+    besides: Collection[int] = (),
 ) -> Iterator[Held]:
     """Yield the roots, by these names, and everything that they hold, each once, by the shortest path.
 
@@ -82,10 +95,11 @@ def reach(
     copied_only: only values that a deepcopy leads to.
     plain: also numbers and strings, each at every place, as tensors then are; also in globals that a function names,
     and in classes, modules, functions and objects of the user's own that it names.
+    code: also classes and built-in functions, of which none leads further.
     besides: ids of objects to leave out.
     """
     seen: dict[int, object] = {}  # with the values, so that no other takes over an id
-    ends = _NO_VALUES if plain else _ENDS
+    ends = tuple(each for each in _ENDS if not (plain and each in PLAIN) and not (code and each in _CODE))
     copied, shared = deque(roots), deque[tuple[str, object]]()
     while copied or shared:
         is_copied = bool(copied)
@@ -99,11 +113,47 @@ def reach(
         if is_again and not (plain and isinstance(value, torch.Tensor)):
             continue
         yield Held(where, value, is_copied)
-        if is_again:
+        if is_again or isinstance(value, _CODE):
             continue
         (copied if is_copied else shared).extend(_each(where, _copied_by(value), ends))
         if not copied_only:
             shared.extend(_each(where, _shared_by(value, plain=plain), ends))
+
+
+def plain_state(*roots: tuple[str, object], copied_only: bool = False, besides: Collection[int] = ()) -> PlainState:
+    """Return the state of everything that these hold, as text that can be compared; arguments as those of `reach`."""
+    found: PlainState = {}
+    for path, value, _ in reach(*roots, copied_only=copied_only, plain=True, besides=besides):
+        if (text := shown(value)) is not None:
+            found.setdefault(path, []).append(text)
+    return found
+
+
+def shown(value: Any) -> str | None:
+    """Return text that tells the state of a value from others; None for what holds other values, or nothing."""
+    if isinstance(value, torch.Tensor):
+        is_plain = type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # fake tensors have no memory
+        if value.layout != torch.strided or value.is_meta or not is_plain:
+            return f"{BYTES}{value.dtype} {tuple(value.shape)} {value.layout}"
+        memory = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return f"{BYTES}{value.dtype} {tuple(value.shape)} {_hash(memory.numpy().data)}"
+    if isinstance(value, np.ndarray):
+        return f"{BYTES}{value.dtype} {value.shape} {_hash(b'' if value.dtype == object else value.tobytes())}"
+    if isinstance(value, torch.Generator):
+        return shown(value.get_state())
+    if isinstance(value, GENERATORS):
+        return BYTES + _hash(pickle.dumps(value))
+    if isinstance(value, (bytearray, array)):
+        return BYTES + _hash(bytes(value))
+    if isinstance(value, (*PLAIN, count)):
+        return repr(value)
+    if isinstance(value, Iterator) and type(value).__module__ == "builtins":
+        return f"{operator.length_hint(value)} values"  # that are to come
+    return None
+
+
+def _hash(data: Any) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 def _each(where: str, found: Iterator[tuple[str, object]], ends: tuple[type, ...]) -> Iterator[tuple[str, object]]:
@@ -119,7 +169,8 @@ def _copied_by(value: Any) -> Iterator[tuple[str, object]]:
             yield f"[{key!r}]" if isinstance(key, PLAIN) else "[...]", each
             yield ".keys()", key
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from ((f"[{k}]", each) for k, each in enumerate(list(value)))
+        ordered = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else list(value)
+        yield from ((f"[{k}]", each) for k, each in enumerate(ordered))
     elif isinstance(value, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif isinstance(value, MethodType):

@@ -13,7 +13,6 @@ So whatever the engine changes or restores in a replica, the user's module doesn
 from __future__ import annotations
 
 import copy
-import random
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,13 +20,10 @@ from functools import partial
 from types import CellType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
-from partitioners.reach import CONTAINERS, PLAIN, Shared
+from partitioners.reach import CONTAINERS, GENERATORS, PLAIN, Shared
 
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 # What they lead to is the user's, unless an attribute leads there as well.
 _SHARED = (FunctionType, partial, weakref.ref)
 

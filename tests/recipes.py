@@ -8,7 +8,6 @@ A recipe is a function without arguments. It returns a dict: what differs from a
 import copy
 import random
 import sys
-import threading
 import weakref
 from array import array
 from functools import partial
@@ -19,7 +18,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
@@ -75,25 +73,6 @@ class Base(nn.Module):
 # -- B5, D28, F37: copies
 
 
-class Stubborn(Base):
-    def __deepcopy__(self, memo):
-        return self
-
-
-class Rebuilding(Base):
-    def __deepcopy__(self, memo):
-        made = Rebuilding()
-        made.load_state_dict(self.state_dict())
-        return made
-
-
-class HalfCopy(Base):
-    def __deepcopy__(self, memo):
-        made = copy.copy(self)
-        made.__dict__ = dict(self.__dict__)
-        return made
-
-
 class ClonedTable:
     """Copies a tensor that begins beside a multiple of 64 by itself."""
 
@@ -113,16 +92,6 @@ class ScaledByATable(Base):
         return x * self.held.table
 
 
-class Locked(Base):
-    def __init__(self):
-        super().__init__()
-        self.lock = threading.Lock()
-
-    def odd(self, x):
-        with self.lock:
-            return x.tanh()
-
-
 class DenseBlock(nn.ModuleDict):
     def forward(self, x):
         found = [x]
@@ -138,53 +107,17 @@ class ListBlock(nn.ModuleList):
         return x
 
 
-class Hidden(Base):
-    """Another layer in a plain list: not a submodule."""
-
-    def __init__(self, other):
-        super().__init__()
-        self.other = [other]
-
-    def odd(self, x):
-        return self.other[0](x)
-
-
-@recipe
-def layer_of_another_shard_hidden_in_a_list():
-    first = nn.Linear(8, 8)
-    return {"layers": [first, nn.Tanh(), Hidden(first), nn.Linear(8, 3)]}
-
-
 RECIPES |= {
-    "jit_script": lambda: around(torch.jit.script(nn.Linear(8, 8))),
-    "jit_trace_nested": lambda: around(nn.Sequential(nn.Tanh(), torch.jit.trace(nn.Linear(8, 8), torch.ones(2, 8)))),
-    "jit_first": lambda: {"layers": [torch.jit.script(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 3)]},
-    "deepcopy_returns_self": lambda: around(Stubborn(), expect="exact"),
-    "deepcopy_makes_a_new_one": lambda: around(nn.Sequential(Rebuilding()), expect="exact"),
-    "deepcopy_is_shallow": lambda: around(HalfCopy(), expect="exact"),
     "object_that_moves_its_tensor": lambda: around(ScaledByATable(), expect="exact"),
     "old_weight_norm": lambda: around(torch.nn.utils.weight_norm(nn.Linear(8, 8)), expect="exact"),
-    "pruned": lambda: around(prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)),
-    "old_spectral_norm": lambda: around(torch.nn.utils.spectral_norm(nn.Linear(8, 8))),
-    "lock_in_a_layer": lambda: around(nn.Sequential(Locked()), expect="exact"),
     "module_dict_with_forward": lambda: around(
         DenseBlock({"a": nn.Linear(8, 4), "b": nn.Linear(12, 4)}), expect="exact"
     ),
     "module_list_with_forward": lambda: around(ListBlock([nn.Linear(8, 8), nn.Linear(8, 8)]), expect="exact"),
-    "layer_hidden_in_a_list": lambda: around(Hidden(nn.Linear(8, 8))),
 }
 
 
 # -- B19: views
-
-
-class AttributeView(Base):
-    def __init__(self):
-        super().__init__()
-        self.turned = self.linear.weight.detach().t()
-
-    def odd(self, x):
-        return x @ self.turned
 
 
 class BufferView(Base):
@@ -218,7 +151,6 @@ class HiddenInDict(Base):
 
 
 RECIPES |= {
-    "attribute_view": lambda: around(AttributeView()),
     "buffer_view_of_parameter": lambda: around(nn.Sequential(BufferView())),
     "buffer_view_of_buffer": lambda: around(TwoBuffers()),
     "view_in_a_dict": lambda: around(HiddenInDict(), expect="differs"),
@@ -537,6 +469,17 @@ def loss_module_holds_a_layer():
 
 
 @recipe
+def layer_takes_the_norm_of_another_ones_weight():
+    class Scaled(Base):
+        def odd(self, x):
+            return x * self.others[0].weight.detach().norm()
+
+    first, second = nn.Linear(8, 8), Scaled()
+    second.others = [first]
+    return {"layers": [first, nn.Tanh(), second, nn.Linear(8, 3)]}
+
+
+@recipe
 def layer_reads_what_another_left():
     class Reading(Base):
         def __init__(self, other):
@@ -580,13 +523,6 @@ class LateBuffer(Base):
         return x - self.b
 
 
-class RegistersLate(Base):
-    def odd(self, x):
-        if not hasattr(self, "late"):
-            self.register_buffer("late", x.detach().mean(0))
-        return x - self.late
-
-
 class DropsItsBuffer(Base):
     def __init__(self):
         super().__init__()
@@ -596,13 +532,6 @@ class DropsItsBuffer(Base):
         if self.b is not None:
             x, self.b = x * self.b * 2, None
         return x
-
-
-class MakesAParameter(Base):
-    def odd(self, x):
-        if not hasattr(self, "scale"):
-            self.scale = nn.Parameter(torch.full((8,), 2.0))
-        return x * self.scale
 
 
 class Bank(Base):
@@ -618,9 +547,7 @@ class Bank(Base):
 
 RECIPES |= {
     "buffer_set_in_forward": lambda: around(LateBuffer()),
-    "buffer_registered_in_forward": lambda: around(nn.Sequential(RegistersLate())),
     "buffer_becomes_none": lambda: around(DropsItsBuffer()),
-    "parameter_made_in_forward": lambda: around(MakesAParameter()),
     "memory_bank": lambda: around(Bank()),
 }
 

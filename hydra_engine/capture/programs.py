@@ -25,7 +25,7 @@ from hydra_engine.capture.cuts import Lives, choose_cuts
 from hydra_engine.capture.names import names_of_layers
 from hydra_engine.capture.outputs import carried
 from hydra_engine.capture.piece import Piece
-from hydra_engine.capture.shadow import Caches, Shadow, is_opaque, on_meta, state_of
+from hydra_engine.capture.shadow import Caches, Shadow, is_opaque, state_of
 from hydra_engine.capture.sizes import BySize, Recorded, stand_ins
 from hydra_engine.capture.tape import (
     HERE,
@@ -138,9 +138,6 @@ class Programs(Shared):
         self._named = dict(model.named_modules())
         self._kept: set[str] = set(whole)
         self._ran_on: dict[str, list[Tensor | None]] = {}  # values that kept modules ran on, for batches without
-        self._known: dict[torch.dtype | None, list[_Known]] = {}  # what was recorded, by `narrow`
-        # By `narrow`: one in whose attributes forwards leave something, and why nothing may depend on that.
-        self._left: dict[torch.dtype | None, tuple[Shadow, Unknown]] = {}
         self._roots: dict[Form, _Node] = {}
         self._sizes = BySize()
         self.by_name: dict[str, Program] = {}
@@ -169,8 +166,7 @@ class Programs(Shared):
         """Forget what was recorded, since an attribute was changed: forwards are recorded again, and cut as before."""
         if not self.are_of_now():
             self._state = _state(self.model)
-            for recorded in (self._known, self._left, self._roots):
-                recorded.clear()
+            self._roots.clear()
             self._sizes = BySize()
 
     def flags(self, forced: bool | None) -> tuple[bool, ...]:
@@ -287,26 +283,8 @@ class Programs(Shared):
                 raise self._depends(
                     shadow.owner(again), f"changes {_shown(again)} with each call, which its layers would not"
                 )
-            why = self._depends(owner, f"changes {named}, which calls for other batches depend on")
-            self._left.setdefault(form.narrow, (shadow, why))
         batch.asked[:] = recorded.asked
-        self._check_others(_Known(form, batch.without_values(), recorded.text()), caches)
         return recorded
-
-    def _check_others(self, made: _Known, caches: Caches) -> None:
-        """Raise `Unknown` if what calls for one form of batches leave in attributes changes those for another one."""
-        known = self._known.setdefault(made.form.narrow, [])
-        if made.form.narrow in self._left:
-            shadow, why = self._left[made.form.narrow]
-            others = known if len(known) < 2 else (known[0], known[-1])
-            for each in (made, *(one for other in others for one in (other, made))):
-                try:
-                    found = self._run(shadow, each.form, each.batch, caches)
-                except Exception:  # such as an answer to another question
-                    raise why from None
-                if found.text() != each.text:
-                    raise why
-        known.append(made)
 
     def _depends(self, path: str, why: str) -> Unknown:
         forward = type(self._named[path]).forward
@@ -366,8 +344,6 @@ class Programs(Shared):
                 f"its own, or switch it off"
             )
         self._kept.add(path)
-        self._known.clear()  # they run otherwise now
-        self._left.clear()
 
     def _is_held_whole(self, path: str) -> bool:
         """Return True if a layer holds the module, or one around it, and not only what is in it."""
@@ -455,14 +431,6 @@ class Programs(Shared):
         return all(any(name == each or name.startswith(f"{each}.") for each in held) for name in call.held)
 
 
-class _Known(NamedTuple):
-    """A form of batches that was recorded."""
-
-    form: Form
-    batch: _Batch
-    text: str
-
-
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -490,18 +458,6 @@ class _Batch:
         self.has_values = not any(isinstance(each, FakeTensor) or each.is_meta for each in tensors)
         self.can_compute = True  # anything; without: it answers as it is told to
         self.asked: list[tuple[Asked, Any]] = []
-
-    def without_values(self) -> _Batch:
-        """Return a batch of the same form that answers what was asked so far as this one did."""
-
-        def bare(tensor: Tensor) -> Tensor:
-            return on_meta(tensor).requires_grad_(tensor.requires_grad)
-
-        inputs = pytree.tree_map_only(Tensor, bare, self.inputs)
-        tensors = [each for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor)]
-        found = _Batch(inputs, tensors, [answer for _, answer in self.asked])
-        found.here, found.has_values = self.here, False
-        return found
 
     def of_sizes(self, sizes: Sequence[Sequence[Any]]) -> _Batch:
         """Return a batch of other sizes, which may be symbols, that answers what was asked so far as this one did."""

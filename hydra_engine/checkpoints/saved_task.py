@@ -108,8 +108,7 @@ class SavedTask:
             raise ValueError(f"{self._name}: the model is not the one that was saved: {error}") from error
         for name, parameter in other.items():
             parameter.copy_(of_loss[name])
-        starts = self._state["buffer_residues"]
-        layout.put_buffers([copy_of(value, start) for value, start in zip(buffers, starts, strict=True)])
+        layout.put_buffers([copy_of(value, 0) for value in buffers])
 
     def put_optimizer(self, optimizer: TaskOptimizer) -> list[str]:
         """Let a task's optimizer and schedule go on as they stood; returns what the program gives otherwise.

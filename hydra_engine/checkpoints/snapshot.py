@@ -23,7 +23,7 @@ from torch import Tensor
 from hydra_engine.adaptive import Adaptation, choices_to_state
 from hydra_engine.checkpoints.nested import losses_to_state, nested_files
 from hydra_engine.checkpoints.tensors import MovingTensor
-from hydra_engine.data import TaskPosition, residue
+from hydra_engine.data import TaskPosition
 from hydra_engine.host import BestWeights, TaskOptimizer, TaskState
 from hydra_engine.system import dram
 from hydra_engine.tasks import TaskReport
@@ -165,8 +165,6 @@ class Snapshot:
             "position": self._position.to_state(),
             "schedule": self._optimizer.schedule(),
             "buffers": self._buffers,  # by number; also those that no state dict has, and the loss's
-            # Modulo 64: kernels choose by addresses, and where the model is built anew it may lie elsewhere.
-            "buffer_residues": [residue(buffer) for buffer in self._buffers],
             "loss_parameters": loss_parameters,
             "losses": losses_to_state(report.losses[: self.steps]),
             "validation_losses": losses_to_state(report.validation_losses[:num]),

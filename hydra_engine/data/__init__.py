@@ -17,7 +17,6 @@ from hydra_engine.data.memory import (
     copy_of,
     flat,
     identical,
-    memory_of,
     place_for,
     place_in_dram,
     residue,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -19,40 +18,25 @@ def direct_limit(layer: nn.Module) -> int | None:
     return layer.num_embeddings if isinstance(layer, nn.Embedding) else None
 
 
-class IndexLimit:
-    """The number that indices into a layer must stay below, as its first run shows: embeddings get them unchanged."""
+class IndexLimit(TorchFunctionMode):
+    """Notes the number that indices into a layer must stay below, as its runs show: embeddings get them unchanged."""
 
     def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
         self.found = direct_limit(layer)
-        self._layer = layer
         self._entered: set[int] = set()  # storages of integers
-        self._is_seen = False
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Run the body, which runs the layer."""
-        inside = [module for module in self._layer.modules() if isinstance(module, nn.Embedding)]
-        if self._is_seen or not inside or inside == [self._layer]:
-            yield
-            return
-        self._is_seen = True
-        handles = [self._layer.register_forward_pre_hook(self._enters)]
-        handles += [module.register_forward_pre_hook(self._looks_up) for module in inside]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enters(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    def enters(self, value: Any) -> None:
+        """Note what the layer gets next; None: it is through."""
+        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
         self._entered = {each.untyped_storage().data_ptr() for each in tensors if not each.is_floating_point()}
 
-    def _looks_up(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        assert isinstance(module, nn.Embedding)
-        indices = arguments[0] if arguments else None
-        if isinstance(indices, Tensor) and indices.untyped_storage().data_ptr() in self._entered:
-            self.found = min(module.num_embeddings, self.found or module.num_embeddings)
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.embedding and self._entered and args[0].untyped_storage().data_ptr() in self._entered:
+            self.found = min(args[1].shape[0], self.found or args[1].shape[0])
+        return func(*args, **(kwargs or {}))
 
 
 def check_indices(value: Boundary, limit: int, layer: str) -> None:

@@ -108,11 +108,6 @@ class Reader:
         """The sample's inputs as the loader gave them, for a forward that takes whole batches."""
         return self._sample_item().inputs
 
-    @property
-    def sample_target(self) -> Any:
-        """The sample's target, as the loader gave it."""
-        return self._sample_item().target
-
     def _sample_item(self) -> Item:
         found = self._largest or self._peek()
         assert found is not None

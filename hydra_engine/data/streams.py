@@ -220,9 +220,9 @@ class GlobalGenerators:
         drawn: the body drew from them, as nothing else was called and had ever drawn there; this moves the stream.
         """
         with self._changed:
+            before = None if self._turns else capture()
             self._num_calls, self._num_present = self._num_calls + 1, self._num_present + 1
             counts, is_alone = (self._num_turns, self._num_calls), self._num_present == 1
-            before = None if self._turns else capture()
         try:
             yield
         finally:

@@ -15,14 +15,13 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.data import ALIGNMENT_BYTES, identical, residue
+from hydra_engine.data import ALIGNMENT_BYTES, identical
 from partitioners.boundary import extent, extent_bytes
 from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
 from partitioners.replicas import Replicas
 
 _VERSION = attrgetter("_version")
-PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class LayerFault(ValueError):
@@ -170,7 +169,6 @@ class ModelLayout:
     ) -> None:
         """`alignment_bytes`: that the place of every parameter is a multiple of, in DRAM and in slabs.
 
-        Only where that is the CPU's own do buffers keep their addresses modulo it: other devices have other rules.
         source: the module in whose order, and by whose names, parameters are known; None: by those of the layers.
         shown: tells how the user knows a layer or a path in one, for messages. trained: ids of parameters that train
         at some time, also where they are frozen now.
@@ -182,7 +180,6 @@ class ModelLayout:
         both = named.named_parameters, named.named_buffers
         for name, tensor in chain(*(each(remove_duplicate=False) for each in both)):
             self._source_names.setdefault(id(tensor), []).append(name)
-        self.keeps_residues = alignment_bytes == ALIGNMENT_BYTES
         self.layers = [*layers, *([loss] if loss is not None else [])]
         self.names = [*names, *(["loss_fn"] if loss is not None else [])]
         self.num_layers = len(layers)
@@ -302,19 +299,18 @@ class ModelLayout:
                 if numbers is not None and index not in numbers:
                     continue
                 module, own, value = layer.get_submodule(path), before[index], values[index]
-                is_there = not self.keeps_residues or residue(own) == residue(value)
-                if own.shape == value.shape and own.dtype == value.dtype and is_there:
+                if own.shape == value.shape and own.dtype == value.dtype:
                     # Expanded ones cannot be written to.
                     if not identical(own, value) and (own.stride() == value.stride() or not torch.equal(own, value)):
                         own.copy_(value)
-                else:  # a forward bound a tensor of another kind, or at another address
+                else:  # a forward bound a tensor of another kind
                     module._buffers[name] = self.buffers[index] = value
 
     def aligned(self, num_bytes: int) -> int:
         return -(-num_bytes // self._alignment_bytes) * self._alignment_bytes
 
     def buffer_bytes(self, buffer: Tensor) -> int:
-        return self.aligned((residue(buffer) if self.keeps_residues else 0) + extent_bytes(buffer))
+        return self.aligned(extent_bytes(buffer))
 
     def trainable_slots(self) -> list[Slot]:
         """Trainable parameters, in the order of `model.parameters()`."""
@@ -397,7 +393,8 @@ def writes(name: str) -> str:
     """Say that a layer writes to its parameter."""
     return (
         f"writes to its parameter {name!r}, limit: only the optimizer changes parameters; compute the changed one anew "
-        f"in each forward (torch.nn.utils.parametrize), or change it after training and evaluation"
+        f"in each forward (torch.nn.utils.parametrize), keep what a forward changes in a buffer (the weights of a mean "
+        f"teacher, say), leave out options such as max_norm, or change it after training and evaluation"
     )
 
 
@@ -457,11 +454,6 @@ class Structure:
         for index, buffer in buffers.items():
             self.buffers[index].data = buffer
 
-    def unbound(self) -> dict[int, str]:
-        """Ids of the placeholders that are empty now, and what they stand for."""
-        places = zip([*self.parameters, *self.buffers], self._registered, strict=True)
-        return {id(place): each.name for place, each in places if each.tensor.numel() and not place.numel()}
-
     def take_buffers(self, first: int, end: int) -> dict[int, Tensor]:
         """The buffers of layers `[first, end)` as their forward left them, also where it bound a new tensor."""
         found: dict[int, Tensor] = {}
@@ -478,10 +470,8 @@ class Structure:
         """Numbers that change when a parameter is written to, other than through `.data`."""
         return list(map(_VERSION, map(self.parameters.__getitem__, slots)))
 
-    def check_parameters(
-        self, views: Mapping[int, Tensor], versions: Sequence[int], *, has_hooks: bool = False
-    ) -> None:
-        """Refuse what was written to since it was bound to its view, is switched, or `has_hooks` now.
+    def check_parameters(self, views: Mapping[int, Tensor], versions: Sequence[int]) -> None:
+        """Refuse what was written to since it was bound to its view, or is switched.
 
         Views are by slot. An LSTM on a GPU moves its weights elsewhere for cuDNN, with the same values; on the CPU
         nothing does. Raises LayerFault.
@@ -492,11 +482,6 @@ class Structure:
             is_moved = parameter.data_ptr() != view.data_ptr()
             if is_on_cpu if is_moved else parameter._version != version:
                 raise LayerFault(f"a layer {writes(self.slot_names[index])}")
-            if has_hooks and any(map(parameter.__getattribute__, PARAMETER_HOOKS)):
-                raise LayerFault(
-                    f"a layer registers a hook on its parameter {self.slot_names[index]!r} in its forward, limit: "
-                    f"before training, since such hooks act on the host, once per step; register it there"
-                )
             if parameter.requires_grad != self._requires_grad[index] and self._trains:
                 raise LayerFault(
                     f"a layer switches requires_grad of its parameter {self.slot_names[index]!r}, limit: as before "

@@ -40,7 +40,7 @@ from hydra_engine.host.blocked import (
     step_natively,
     step_whole,
 )
-from hydra_engine.host.hooks import call_hooks, has_hooks
+from hydra_engine.host.hooks import call_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.pool import HostPool
@@ -223,11 +223,6 @@ class TaskOptimizer:
     def loss_scale(self) -> float | None:
         """Factor of the next step's loss; None: it has none."""
         return None if self._loss_scale is None else self._loss_scale.scale
-
-    @property
-    def steps_in_place(self) -> bool:
-        """True if no update gives weights other memory, not even for a moment."""
-        return self._is_torchs and not has_hooks(self._layout)
 
     def commit(self, staging: StepStaging, pool: HostPool, epoch: int) -> StepRecord:
         """Record a step; one with a gradient that is not finite is skipped whole. `end_step` follows."""

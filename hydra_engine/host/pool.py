@@ -6,21 +6,30 @@ import threading
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from hydra_engine.data import copy_of, flat, place_in_dram, residue
+from hydra_engine.data import copy_of, flat, place_in_dram
 from hydra_engine.host.blocked import new_private
 from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.layout import ModelLayout, Shard, SlabPiece, Slot
 from hydra_engine.host.split import SplitMaster, SplitWeight, discard_values, row_of
-from hydra_engine.system import Freed, HostMemory, is_alone, keep_small_pages, return_free_memory
+from hydra_engine.system import Freed, HostMemory, is_alone, keep_small_pages, num_users, return_free_memory
 from hydra_engine.tasks import Best
 
 # Shards whose gradients are in DRAM with early release: one is updated while the next one's arrive.
 NUM_LOANS = 2
+
+
+class Shown(NamedTuple):
+    """How parameters are before their user has them."""
+
+    versions: list[int]  # by slot
+    num_users: int  # tensors in the memory of trainable ones, and the like
+
 
 # Pools that are closed and keep their memory, pages and all, until they are opened again.
 _KEPT: WeakSet[HostPool] = WeakSet()
@@ -69,7 +78,7 @@ class Gradients:
         self.places, self._lent, self._free = [None] * len(self._layout.slots), {}, SimpleQueue()
         if self.storages and not self.is_lent:
             for slot in self._layout.trainable_slots():
-                self.places[slot.index] = self._own_place(slot)
+                self.places[slot.index] = slot.gradient_view(self.storages[0], slot.link_offset)
         else:
             for storage in self.storages:
                 self._free.put(storage)
@@ -97,23 +106,10 @@ class Gradients:
                 self.places[index] = None
             self._free.put(self._lent.pop(shard.index))
 
-    def _own_place(self, slot: Slot) -> Tensor:
-        """Place of a gradient for good, unless it is lent one. It begins where autograd's own would."""
-        return slot.gradient_view(self.storages[0], slot.link_offset)
-
     def of(self, slot: Slot) -> Tensor:
         gradient = self.places[slot.index]
         assert gradient is not None
         return gradient
-
-    def place(self, slot: Slot, gradient: Tensor) -> Tensor:
-        """Place for a gradient that arrives. Of one that autograd left as a view it keeps the address modulo 64."""
-        place = self.of(slot)
-        if gradient.device.type == "cpu" and residue(place) != residue(gradient):
-            is_new = residue(gradient) or self.is_lent  # lent room is cut anew for each step
-            place = place_in_dram(gradient) if is_new else self._own_place(slot)
-            self.places[slot.index] = place
-        return place
 
 
 class HostPool:
@@ -210,7 +206,7 @@ class HostPool:
             freed.add(slot.num_bytes)
         return_free_memory()
         self.renew(self.layout.trainable_slots())
-        self.buffers = [copy_of(buffer) for buffer in self.layout.buffers]
+        self.buffers = [copy_of(buffer, 0) for buffer in self.layout.buffers]
         self.is_open = True
 
     def _new_masters(self) -> dict[int, SplitMaster]:
@@ -315,23 +311,31 @@ class HostPool:
                 place.copy_(data)
                 slot.parameter.data = place
 
-    def take_over(self, touched: Collection[int], versions: Sequence[int]) -> None:
+    def as_shown(self) -> Shown:
+        """Note how parameters are as their user gets them."""
+        versions = [slot.parameter._version for slot in self.layout.slots]
+        return Shown(versions, num_users(self._weights))
+
+    def take_over(self, touched: Collection[int], shown: Shown) -> None:
         """Take over weights as their user has left them between two steps.
 
-        touched: slots that may have been written to, where writes are followed. versions: of all slots, before that.
+        touched: slots that may have been written to, where writes are followed. shown: how they were before that.
+        Raises ValueError where a frozen weight was written to that another task has, too, and where a parameter was
+        given other memory while a tensor of its own was kept: that would have the values of the parameter.
         """
+        data = self._moved(shown)
         renewed = []
-        for slot, version in zip(self.layout.slots, versions, strict=True):
+        for slot, version in zip(self.layout.slots, shown.versions, strict=True):
             block, parameter = self._blocks.get(slot.index), slot.parameter
             storage, start = (self._weights, slot.offset) if block is None else (block.storage, block.offset)
-            is_moved = parameter.data_ptr() != storage.data_ptr() + start or parameter.stride() != slot.stride
+            is_moved = slot.index in data
             is_written = parameter._version != version
             if slot.index in self.masters:
                 continue
             if is_moved:
-                place, data = slot.view(storage, start), parameter.data
-                whole = flat if data.stride() == slot.stride else torch.Tensor.detach  # an expanded one takes no other
-                whole(place).copy_(whole(data))
+                place, value = slot.view(storage, start), data[slot.index]
+                whole = flat if value.stride() == slot.stride else torch.Tensor.detach  # an expanded one takes no other
+                whole(place).copy_(whole(value))
                 parameter.data = place
             if block is None and (is_moved or is_written or slot.index in touched):
                 renewed.append(slot)
@@ -344,6 +348,25 @@ class HostPool:
                     )
                 block.cast_anew()
         self.renew(renewed)
+
+    def _moved(self, shown: Shown) -> dict[int, Tensor]:
+        """Values of the parameters, by slot, that lie elsewhere now; a copy of what another one's place has."""
+        moved: dict[int, Tensor] = {}
+        names, first, end = [], self._weights.data_ptr(), self._weights.data_ptr() + self._weights.nbytes()
+        for slot in self.layout.slots:
+            block, parameter = self._blocks.get(slot.index), slot.parameter
+            place = first + slot.offset if block is None else block.storage.data_ptr() + block.offset
+            if parameter.data_ptr() != place or parameter.stride() != slot.stride:
+                is_here = first <= parameter.data_ptr() < end
+                moved[slot.index] = parameter.data.clone() if is_here else parameter.data
+                if block is None and not is_here and slot.index not in self.masters:
+                    names.append(slot.name)
+        if names and num_users(self._weights) > shown.num_users - len(names):
+            raise ValueError(
+                f"gave parameter {names[0]!r} other memory, by .data, and kept a tensor that lies in its own; keep a "
+                f"clone(), and write to the parameter in place (copy_)"
+            )
+        return moved
 
     @property
     def frozen_version(self) -> int:

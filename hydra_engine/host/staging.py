@@ -53,8 +53,6 @@ class StepParts:
     is_narrow: bool  # gradients in less than float32 are added in it, and rounded once all are there
     place: Callable[[int], Tensor]  # where a slot's gradient belongs in the end
     has_gradient: dict[int, bool]  # by slot, set here
-    # Told of a slot's first gradient, before its place is asked for.
-    fit: Callable[[int, Tensor], object] = lambda slot, gradient: None
 
     def __post_init__(self) -> None:
         self.ranges = part_ranges(self.num_micro_batches, self.num_parts)
@@ -83,7 +81,6 @@ class StepParts:
         for slot, gradient in gradients.items():
             self.has_gradient[slot] = gradient is not None
             if gradient is not None:
-                self.fit(slot, gradient)
                 # The last ones were rounded on the device.
                 copy(self.place(slot) if end == self.num_micro_batches else self._sum(slot), gradient)
         finish()
@@ -107,7 +104,6 @@ class StepParts:
                 if self.has_gradient.get(slot):
                     self._sum(slot).add_(gradient)
                 else:
-                    self.fit(slot, gradient)
                     self._sum(slot).copy_(gradient)
                     self.has_gradient[slot] = True
             end += 1

@@ -14,16 +14,16 @@ import hashlib
 import io
 import os
 import pickle
+import re
 import sys
 import sysconfig
 import types
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,19 +34,16 @@ from hydra_engine.host import Cut, KnownUnits, Measured, Observed, TaskState, ha
 from hydra_engine.planning.cuts import CutChoice, PredictedCut
 from hydra_engine.system import warn
 from hydra_engine.tasks import Purpose
-from partitioners import reach
-from partitioners.reach import PLAIN
-
-Signature: TypeAlias = "tuple[Hashable, ...]"
+from partitioners.reach import CONTAINERS, GLOBALS, PLAIN, reach
+from partitioners.reach import __file__ as REACH
 
 # Kinds whose plans are remembered; the first to be seen are forgotten.
 MOST_KNOWN = 64
 # Values that are looked at. A layer that leads to more leads to the program around it.
-MOST_VALUES = 2**16
+MOST_VALUES = 2**17
 
 _TORCH_MODULE: Any = torch.nn.modules.module
-# Attributes of modules whose keys say how many hooks the process has had.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK = re.compile(r"hooks\w*(\[\d+\])?")
 # Whose code does not change from task to task.
 _LIBRARIES = ("builtins", "torch", "numpy", "hydra_engine", "partitioners", "transformers")
 # Options of a task that its plan depends on, beside layers, loss and metrics.
@@ -107,33 +104,30 @@ class Rehearsed:
 
 
 class Rehearsals:
-    """Remembers what was rehearsed, by the signature of the kind; also in a folder, if `folder()` is one."""
+    """Remembers what was rehearsed, by the kind of task; also in a folder, if `folder()` is one."""
 
     def __init__(self, folder: Callable[[], Path | None] = lambda: None) -> None:
         self._folder = folder
-        self._found: dict[Signature, dict[Hashable, Rehearsed]] = {}
-        self._files: dict[tuple[Signature, Hashable], str] = {}  # names of those that are, or may be, in the folder
+        self._found: dict[str, Rehearsed] = {}
+        self._files: dict[str, str] = {}  # names of those that are, or may be, in the folder
 
-    def get(self, structure: Signature | None, beside: Hashable) -> Rehearsed | None:
-        """Return what was found out of a task of this structure; beside: what else its plan depends on."""
-        if structure is None:
-            return None
-        found, folder = self._found.get(structure, {}).get(beside), self._folder()
-        if found is not None or folder is None or (program := _program(len(sys.modules))) is None:
+    def get(self, kind: str | None) -> Rehearsed | None:
+        """Return what was found out of a task of this kind."""
+        found, folder = self._found.get(kind or ""), self._folder()
+        if kind is None or found is not None or folder is None or (program := _program(len(sys.modules))) is None:
             return found
-        texts = map(str, map(_comparable, (structure, beside)))
-        name = self._files[structure, beside] = _digest(text.encode() for text in (*texts, program)) + ".plan"
+        name = self._files[kind] = f"{_digest([kind, program])}.plan"
         found = _read(folder / name)
         if found is not None:
-            self._found.setdefault(structure, {})[beside] = found
+            self._found[kind] = found
         return found
 
-    def put(self, structure: Signature | None, beside: Hashable, rehearsed: Rehearsed) -> None:
+    def put(self, kind: str | None, rehearsed: Rehearsed) -> None:
         """Remember it, unless its layers work in place on a batch: that depends on who keeps the batch."""
-        if structure is not None and not rehearsed.observed.works_on_batch:
-            self._found.setdefault(structure, {})[beside] = rehearsed
+        if kind is not None and not rehearsed.observed.works_on_batch:
+            self._found[kind] = rehearsed
             for oldest in list(self._found)[:-MOST_KNOWN]:
-                self._found.pop(oldest, None)
+                del self._found[oldest]
 
     def save(self) -> None:
         """Write to the folder what is not there; the oldest files go. What the disk does not take is planned anew."""
@@ -141,8 +135,8 @@ class Rehearsals:
         if folder is None or not self._files:
             return
         with suppress(OSError):
-            for (structure, beside), name in self._files.items():
-                rehearsed = self._found.get(structure, {}).get(beside)
+            for kind, name in self._files.items():
+                rehearsed = self._found.get(kind)
                 if rehearsed is not None and not (folder / name).exists():
                     _write(folder / name, rehearsed)
             for old in sorted(folder.glob("*.plan"), key=os.path.getmtime)[:-MOST_KNOWN]:
@@ -198,16 +192,16 @@ def _program(_: int) -> str | None:
     installed = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
     files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
     own = sorted({file for file in map(os.path.realpath, filter(None, files)) if not file.startswith(installed)})
-    engine = [Path(__file__).parents[1], Path(reach.__file__).parent]
+    engine = [Path(__file__).parents[1], Path(REACH).parent]
     own += [str(path) for folder in engine for path in sorted(folder.rglob("*.py"))]
-    return _digest(text.encode() for text in (sys.version, torch.__version__, *map(_file_digest, own)))
+    return _digest((sys.version, torch.__version__, *map(_file_digest, own)))
 
 
 @cache
 def _file_digest(path: str) -> str:
     """Digest of a file as this process has found it first."""
     with suppress(OSError):
-        return _digest([Path(path).read_bytes()])
+        return _sha256(Path(path).read_bytes()).hex()
     return ""
 
 
@@ -215,8 +209,80 @@ def _sha256(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()
 
 
-def _digest(parts: Iterable[bytes]) -> str:
-    return _sha256(b"".join(map(_sha256, parts))).hex()
+def _digest(texts: Iterable[str]) -> str:
+    return _sha256(b"".join(_sha256(text.encode()) for text in texts)).hex()
+
+
+def kind_of(state: TaskState, beside: Callable[[], Hashable]) -> str | None:
+    """Return a digest of all of a task that its plan depends on; None: it is not compared with others.
+
+    beside: what it depends on beside the task's structure.
+    """
+    task, layout = state.task, state.layout
+    if task.purpose is not Purpose.TRAIN or _TORCH_MODULE._has_any_global_hook() or has_hooks(layout):
+        return None
+    options = {name: getattr(task, name) for name in _OPTIONS}
+    if task.optimizer_device != "host":
+        options |= {name: getattr(task, name) for name in ("optimizer", "param_groups", "lr", "lr_scheduler")}
+    source = task.model.source if task.model.is_converted else None
+    roots = {"loss_fn": task.loss_fn, "metrics": task.metrics, "source": source, "options": options}
+    try:
+        texts = [*_texts(state, [*zip(layout.names, layout.layers, strict=True), *roots.items()])]
+    except Exception:  # of whatever a layer holds, too: it is rehearsed, and may fail there
+        return None
+    states = tuple(state.measured.state_bytes.items())
+    return _digest([*texts, repr(_comparable((task.validation is None, states, *_settings(), beside())))])
+
+
+def _texts(state: TaskState, roots: Sequence[tuple[str, Any]]) -> Iterator[str]:
+    """Describe everything that these hold, in texts that are equal for values of a kind that hold each other alike."""
+    slots = {id(slot.parameter): slot for slot in state.layout.slots}
+    held = [module for _, root in roots if isinstance(root, nn.Module) for module in _modules(root)]
+    first: dict[int, int] = {}
+    yield repr([first.setdefault(id(module), k) for k, module in enumerate(held)])  # which are the same
+    # Made of the source, and of the first batch.
+    made = {id(module) for module in held if type(module).__module__.startswith("hydra_engine.capture.")}
+    kinds: set[type] = set()
+    for number, (path, value, _) in enumerate(reach(*roots, plain=True, code=True, besides=made)):
+        if number == MOST_VALUES:
+            raise ValueError("too many values")
+        # Keys of hooks say how many the process has had. Of globals, values do not count.
+        path = _HOOK.sub("hooks", path) if "hooks" in path else path
+        if GLOBALS in path or path.endswith("hooks.keys()"):
+            continue
+        kind: Any = value if isinstance(value, type) else type(value)
+        if kind not in kinds:
+            kinds.add(kind)
+            yield from _class_texts(kind)
+        yield f"{path}: {kind.__module__}.{kind.__qualname__}"
+        if isinstance(value, Tensor):
+            slot = slots.get(id(value))
+            place = None if slot is None else (slot.index, slot.offset, slot.link_dtype)
+            form = value.stride() if value.layout == torch.strided else value.layout
+            yield repr((value.shape, form, value.dtype, value.device, value.requires_grad, place))
+            yield str(residue(value) if slot is None else 0)
+        elif isinstance(value, np.ndarray):
+            yield repr((value.shape, value.strides, value.dtype.str))
+        elif isinstance(value, types.FunctionType):
+            yield repr(_comparable(value.__code__))
+        elif not hasattr(value, "__dict__") and not isinstance(value, (*CONTAINERS, tuple, frozenset)):
+            yield repr(value)  # with an address, unless that says all
+
+
+def _modules(root: nn.Module) -> Iterator[nn.Module]:
+    return (module for _, module in root.named_modules(remove_duplicate=False))
+
+
+def _class_texts(kind: type) -> Iterator[str]:
+    """Describe a class by its code and plain values: it may be made anew for each task."""
+    for base in kind.__mro__:
+        for name, value in vars(base).items() if base.__module__.partition(".")[0] not in _LIBRARIES else ():
+            member = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+            member = member.fget if isinstance(member, property) else member
+            if isinstance(member, types.FunctionType):
+                yield f"{name} {_comparable(member.__code__)}"
+            elif type(member) in PLAIN and name not in ("__doc__", "__firstlineno__"):
+                yield f"{name} {member!r}"
 
 
 def _comparable(value: Hashable) -> Hashable:
@@ -227,124 +293,6 @@ def _comparable(value: Hashable) -> Hashable:
     if isinstance(value, frozenset):
         return tuple(sorted(map(repr, value)))
     return tuple(map(_comparable, value)) if isinstance(value, tuple) else repr(value)
-
-
-def signature_of(state: TaskState) -> Signature | None:
-    """All of a task that its plan depends on, but for the first batches; None: it is not compared with others."""
-    task, layout = state.task, state.layout
-    if task.purpose is not Purpose.TRAIN or _TORCH_MODULE._has_any_global_hook() or has_hooks(layout):
-        return None
-    options = {name: getattr(task, name) for name in _OPTIONS}
-    if task.optimizer_device != "host":
-        options |= {name: getattr(task, name) for name in ("optimizer", "param_groups", "lr", "lr_scheduler")}
-    source = task.model.source if task.model.is_converted else None
-    walk = _Walk(state)
-    try:
-        walk.add_all(layout.names, layout.layers, task.loss_fn, task.metrics, source, options)
-    except Exception:  # of whatever a layer holds, too: it is rehearsed, and may fail there
-        return None
-    states = tuple(state.measured.state_bytes.items())
-    return (*walk.tokens, task.validation is None, states, *_settings())
-
-
-class _Walk:
-    """Writes values down as a row of tokens, equal for values of a kind that hold each other in the same way."""
-
-    def __init__(self, state: TaskState) -> None:
-        self.tokens: list[Hashable] = []
-        self._slots = {id(slot.parameter): slot for slot in state.layout.slots}
-        self._keeps_residues = state.layout.keeps_residues
-        self._seen: dict[int, tuple[int, object]] = {}  # with the values, or another might get an id
-
-    def add_all(self, *values: Any) -> None:
-        for value in values:
-            self.add(value)
-
-    def add(self, value: Any) -> None:
-        """Write a value down."""
-        kind: Any = type(value)
-        if kind in PLAIN or isinstance(value, (np.generic, range, slice)):
-            self.tokens += (kind, repr(value))
-            return
-        if id(value) in self._seen:
-            self.tokens += ("again", self._seen[id(value)][0])
-            return
-        if len(self._seen) == MOST_VALUES:
-            raise ValueError("too many values")
-        self._seen[id(value)] = (len(self._seen), value)
-        if isinstance(value, Tensor):
-            self._add_tensor(value)
-        elif isinstance(value, np.ndarray):
-            self.tokens += (kind, value.shape, value.strides, value.dtype.str)
-        elif isinstance(value, type):
-            self._add_class(value)
-        elif isinstance(value, types.FunctionType):
-            self._add_function(value)
-        elif isinstance(value, types.MethodType):
-            self.add_all(kind, value.__self__, value.__func__)
-        elif isinstance(value, partial):
-            self.add_all(kind, value.func, value.args, value.keywords)
-        else:
-            self._add_object(value)
-
-    def _add_object(self, value: Any) -> None:
-        """Write down a container and what it contains, an object and its attributes, or else its text."""
-        self.add(type(value))
-        if type(value).__module__.startswith("hydra_engine.capture."):  # made of the source, and of the first batch
-            return
-        if isinstance(value, Mapping):
-            self._add_items(value)
-        elif isinstance(value, (list, tuple, deque)):
-            self.tokens.append(len(value))
-            self.add_all(*value)
-        elif isinstance(value, (set, frozenset)):
-            self.tokens += sorted(map(repr, value))
-        elif not hasattr(value, "__dict__"):
-            self.tokens.append(repr(value))  # with an address, unless that says all
-            return
-        if hasattr(value, "__dict__"):
-            hooks = {name: [*vars(value)[name].values()] for name in _HOOKS} if isinstance(value, nn.Module) else {}
-            self._add_items({**vars(value), **hooks})
-
-    def _add_items(self, items: Mapping[Any, Any]) -> None:
-        self.tokens.append(len(items))
-        for key, each in list(items.items()):
-            self.add_all(key, each)
-
-    def _add_tensor(self, value: Tensor) -> None:
-        slot = self._slots.get(id(value))
-        self.tokens += (
-            type(value),
-            value.shape,
-            value.stride() if value.layout == torch.strided else value.layout,
-            value.dtype,
-            value.device,
-            value.requires_grad,
-            None if slot is None else (slot.index, slot.offset, slot.link_dtype),
-            residue(value) if self._keeps_residues and slot is None else 0,
-        )
-        self._add_items(vars(value))
-
-    def _add_class(self, kind: type) -> None:
-        """Write down a class by its name, and by its code and plain values: it may be made anew for each task."""
-        self.tokens += (kind.__module__, kind.__qualname__)
-        for base in kind.__mro__:
-            for name, value in vars(base).items() if base.__module__.partition(".")[0] not in _LIBRARIES else ():
-                member = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-                member = member.fget if isinstance(member, property) else member
-                if isinstance(member, types.FunctionType):
-                    self.tokens += (name, member.__code__)
-                elif type(member) in PLAIN and name not in ("__doc__", "__firstlineno__"):
-                    self.tokens += (name, repr(member))
-
-    def _add_function(self, function: types.FunctionType) -> None:
-        self.tokens.append(function.__code__)
-        self.add_all(function.__defaults__, function.__kwdefaults__)
-        for cell in function.__closure__ or ():
-            try:
-                self.add(cell.cell_contents)
-            except ValueError:  # not assigned yet
-                self.tokens.append("empty")
 
 
 def _settings() -> Iterator[Hashable]:

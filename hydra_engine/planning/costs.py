@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, training_chain
-from partitioners.plain_numbers import make_plain, plain
+from partitioners.plain_numbers import finite_number, make_plain, plain, whole_number
 
 
 # More than 15 attributes: as those of ModelTask, they are figures of their own, which a caller names one by one.
@@ -89,9 +89,7 @@ class TaskCost:
                     f"one number for all"
                 )
         for name in ("num_steps", "num_micro_batches"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} of {self.name}: {value!r}, limit: a whole number, at least 1")
+            whole_number(f"{name} of {self.name}", getattr(self, name))
         times = self.first_step_times
         if not (_is_number(times) and 1 <= times < math.inf):
             raise ValueError(f"first_step_times of {self.name}: {times!r}, limit: a finite number, at least 1")
@@ -177,9 +175,7 @@ class DeviceCost:
             if not (value is None and name != "speed") and not (_is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"{name}: {value!r}, limit: finite, above 0")
         for name in ("unit_s", "variation"):
-            value = getattr(self, name)
-            if not (_is_number(value) and 0 <= value < math.inf):
-                raise ValueError(f"{name}: {value!r}, limit: finite, at least 0")
+            finite_number(name, getattr(self, name))
 
 
 class DeviceChange(NamedTuple):
@@ -228,8 +224,7 @@ class HostCost:
 
     def __post_init__(self) -> None:
         make_plain(self)
-        if not isinstance(self.optimizer_threads, int) or self.optimizer_threads < 1:
-            raise ValueError(f"optimizer_threads: {self.optimizer_threads!r}, limit: a whole number, at least 1")
+        whole_number("optimizer_threads", self.optimizer_threads)
         if self.cores is not None and not (_is_number(self.cores) and self.cores > 0):
             raise ValueError(f"cores: {self.cores!r}, limit: above 0; None for enough")
 

@@ -34,6 +34,10 @@ MOST_UNITS, RUN_UNITS = 24_000, 800
 UNITS_PER_S = 100
 # A task is cut anew where the whole run is predicted to be so many times shorter: another cut has to be rehearsed.
 LEAST_GAIN = 1.02
+# Bytes of a layer that grow with the samples of a micro-batch.
+_BY_SAMPLES = (
+    *("input_bytes", "output_bytes", "saved_bytes", "peak_bytes", "forward_peak_bytes", "held_bytes", "target_bytes"),
+)
 # Of another number of micro-batches, or with the optimizer elsewhere, so many cuts are tried.
 MOST_OTHERS = 4
 
@@ -227,20 +231,9 @@ def cut_cost(
 
 def _in_proportion(cost: LayerCost, share: float) -> LayerCost:
     """Return a layer's cost for such a share of a micro-batch's samples; its parameters stay."""
-    peak = cost.forward_peak_bytes
-    return replace(
-        cost,
-        input_bytes=math.ceil(share * cost.input_bytes),
-        output_bytes=math.ceil(share * cost.output_bytes),
-        saved_bytes=math.ceil(share * cost.saved_bytes),
-        peak_bytes=math.ceil(share * cost.peak_bytes),
-        forward_peak_bytes=None if peak is None else math.ceil(share * peak),
-        held_bytes=math.ceil(share * cost.held_bytes),
-        target_bytes=math.ceil(share * cost.target_bytes),
-        puts=tuple((name, math.ceil(share * num_bytes)) for name, num_bytes in cost.puts),
-        forward_s=share * cost.forward_s,
-        backward_s=share * cost.backward_s,
-    )
+    scaled = {name: math.ceil(share * getattr(cost, name)) for name in _BY_SAMPLES if getattr(cost, name) is not None}
+    puts = tuple((name, math.ceil(share * num_bytes)) for name, num_bytes in cost.puts)
+    return replace(cost, **scaled, puts=puts, forward_s=share * cost.forward_s, backward_s=share * cost.backward_s)
 
 
 def _may_keep(layers: Sequence[LayerCost], number: int) -> bool:

@@ -37,7 +37,7 @@ from hydra_engine.host import (
     kept_pools,
     layout_of,
 )
-from hydra_engine.planning.adoption import Rehearsals, Rehearsed, signature_of
+from hydra_engine.planning.adoption import Rehearsals, Rehearsed, kind_of
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.cuts import (
     CutChoice,
@@ -69,7 +69,7 @@ from partitioners import (
     slab_bytes,
 )
 from partitioners.boundary import UnfitTensor
-from partitioners.cost import ChangesParameters, skips_of
+from partitioners.cost import skips_of
 from partitioners.plain_numbers import plain
 from partitioners.profile import names, noted, spanned
 
@@ -619,26 +619,22 @@ class PlannedTask:
         if raised is not None:
             same = "the same" if str(raised) == str(error) else f"{type(raised).__name__}: {raised}"
             return " ".join([f"{plain} shows {same}", *getattr(raised, "__notes__", ())])
-        task, trains = self.task, self.task.purpose is Purpose.TRAIN
-        micro_batches = self.reader.sample(training=trains).micro_batches
-        inputs, target, _ = micro_batches[0]
-        if len(micro_batches) > 1 and plain_error(task.model.as_plain, [task.loss_fn], inputs, target, training=trains):
-            return (
-                f"{plain} works, and fails on the first of the {len(micro_batches)} micro-batches that it is computed "
-                f"in; take sizes from the inputs, or leave out accumulation_steps and max_device_batch"
+        task, ways = self.task, []
+        number = len(self.reader.sample(training=task.purpose is Purpose.TRAIN).micro_batches)
+        if number > 1:
+            ways.append(
+                f"in {number} micro-batches (take sizes from the inputs, or leave out accumulation_steps and "
+                f"max_device_batch)"
             )
         if task.precision != "float32":
-            return (
-                f"{plain} works in float32; where an operation has no {task.precision}, compute it in float32 "
-                f"(.float()), or leave out precision"
-            )
+            ways.append(f"in {task.precision} (compute in float32 what does not exist in it, or leave out precision)")
         if len(task.model) > 1:
-            return (
-                f"{plain} works; here layers are differentiated one by one, and neither the loss nor a layer can "
-                f"differentiate with respect to what came before it: make one layer of those that it reaches through; "
-                f"nn.Sequential(nn.Sequential(*layers)) makes one of all"
+            ways.append(
+                "differentiated layer by layer, so that neither the loss nor a layer can differentiate with respect to "
+                "what came before it (make one layer of those that it reaches through; "
+                "nn.Sequential(nn.Sequential(*layers)) makes one of all)"
             )
-        return f"{plain} works; here a copy of the model runs, several times"
+        return f"{plain} works; here it runs {', '.join(ways) or 'in a copy of the model, several times'}"
 
     def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int) -> None:
         """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
@@ -805,11 +801,11 @@ class Planner:
     def plan(self) -> TaskPlan:
         task, state, saved, device = self._task, self.state, self._planned.saved, self._target.device
         Structure(state.layout, torch.device("cpu"))  # raises for layers without replicas, before any is run
-        structure, rehearsals = signature_of(state), self._planned.rehearsals
+        rehearsals = self._planned.rehearsals
         num_samples = self._sample().num_samples
         state.place = device.torch_device
-        beside = None if structure is None else self._beside()
-        found = rehearsals.get(structure, beside)
+        kind = kind_of(state, self._beside)
+        found = rehearsals.get(kind)
         if found is not None and self._adopt(found):
             return replace(self._as_plan(), adopted_from=None if found.task == state.name else found.task)
         if state.place.type != "cpu":
@@ -822,9 +818,7 @@ class Planner:
                     check_converted(task.model, inputs, num_samples, training=training)
         is_auto = task.accumulation_steps == "auto"
         is_open = is_auto and saved is None
-        number = 1 if isinstance(task.accumulation_steps, str) else task.accumulation_steps
-        if task.max_device_batch is not None or task.adapts:
-            number = len(self._sample().micro_batches)
+        number = self._number(1)
         if is_auto and saved is not None:
             number = saved.accumulation_steps  # with others, its losses would differ from those before
         if any(hasattr(task.partitioner, name) for name in ("choose", "candidates")):  # it weighs times, not only bytes
@@ -863,8 +857,15 @@ class Planner:
         if is_open and self._trains and together is None:
             self._raise_number(step_s)
         choice, predicted = self._planned.choice, self._planned.predicted
-        rehearsals.put(structure, beside, Rehearsed.of(state, self._estimate.input_bytes, choice, predicted))
+        rehearsals.put(kind, Rehearsed.of(state, self._estimate.input_bytes, choice, predicted))
         return self._as_plan()
+
+    def _number(self, auto: int) -> int:
+        """Return the micro-batches of a step, as far as the user has said; `auto`: where that is left open."""
+        task = self._task
+        if task.max_device_batch is not None or task.adapts:
+            return len(self._sample().micro_batches)
+        return auto if isinstance(task.accumulation_steps, str) else task.accumulation_steps
 
     @contextmanager
     def _noting_fault(self) -> Iterator[None]:
@@ -879,11 +880,8 @@ class Planner:
         task, self.state.place = self._task, self._target.device.torch_device
         if task.optimizer_device == "device":  # it may not have been planned yet
             self.state.step_on_device(is_so=True)
-        number = self._sample().num_samples if task.accumulation_steps == "auto" or not self._trains else 1
-        number = task.accumulation_steps if isinstance(task.accumulation_steps, int) and self._trains else number
-        if task.max_device_batch is not None or task.adapts:
-            number = len(self._sample().micro_batches)
-        costs = self._costs(number)
+        num_samples = self._sample().num_samples
+        costs = self._costs(self._number(num_samples) if self._trains else num_samples)
         number = len(self._sample().micro_batches)
         budget = self._target.budget.with_micro_batches(number)
         may_cut = len(costs) == 1 or task.partitioner.revise([len(costs)], 0, costs) is not None
@@ -1161,7 +1159,7 @@ def _naming(name: str, purpose: Purpose) -> Iterator[None]:
         reads_another = isinstance(error, (AttributeError, RuntimeError)) and (
             isinstance(getattr(error, "obj", None), nn.Module) or "graph a second time" in str(error)
         )
-        if not reads_another and not isinstance(error, ChangesParameters):
+        if not reads_another:
             remedy = None
             if purpose is Purpose.PREDICT:
                 remedy = (
@@ -1177,8 +1175,7 @@ def _naming(name: str, purpose: Purpose) -> Iterator[None]:
                 noted(error, f"task {name}: {remedy}")
             raise
         note = "".join(f"{each}: " for each in getattr(error, "__notes__", ()))
-        remedy = f"; what another layer has left is not there: {REMEDY}" if reads_another else ""
-        raise ValueError(f"{name}: {note}{error}{remedy}") from error
+        raise ValueError(f"{name}: {note}{error}; what another layer has left is not there: {REMEDY}") from error
 
 
 def _begin_epoch(

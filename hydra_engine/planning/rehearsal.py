@@ -6,23 +6,17 @@ then changes once more is refused with the layer's name.
 
 from __future__ import annotations
 
-import hashlib
-import operator
-import random
 import sys
 import weakref
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -32,20 +26,18 @@ from hydra_engine.data import (
     Batch,
     ClassLimits,
     IndexLimit,
-    RandomState,
     Stream,
     TaskGenerator,
     capture,
     copy_in_dram,
     identical,
     installed,
-    memory_of,
     seeded,
 )
 from hydra_engine.devices import COMPUTE, DeviceSpec, OpenDevice, Promise
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.host import LayerFault, Shard, TaskOptimizer, TaskState, writes
-from hydra_engine.planning.trial import frozen
+from hydra_engine.planning.same_model import random_state
 from hydra_engine.schedule import BACKWARD, FORWARD, Computed, Event, Failed, Stored, Unit
 from hydra_engine.tasks import Purpose
 from hydra_engine.trace import Trace
@@ -54,20 +46,18 @@ from partitioners.boundary import UnfitTensor
 from partitioners.copies import copy_of_function
 from partitioners.measure import generator_key
 from partitioners.profile import noted, spanned
-from partitioners.reach import CLASS, CONTAINERS, GLOBALS, PLAIN, reach
-from partitioners.replicas import GENERATORS
+from partitioners.reach import BYTES, CLASS, CONTAINERS, GLOBALS, reach, shown
 
 # By the attributes that lead there, and whether it is the copy's own: what is there.
-PlainState: TypeAlias = "dict[tuple[str, bool], list[str]]"
+OwnedState: TypeAlias = "dict[tuple[str, bool], list[str]]"
 # Of a batch: (inputs or target, which micro-batch, which tensor).
 Part: TypeAlias = "tuple[int, int, int]"
 # Of a device for as long as the body runs, with room for slabs of so many bytes; nobody else uses it meanwhile.
 Opened: TypeAlias = "Callable[[int], AbstractContextManager[OpenDevice]]"
 
 # Nobody's process-wide states, for units that must not depend on them. Of any seed.
-NOBODYS = RandomState(seeded(19), random.Random(19).getstate(), np.random.RandomState(19).get_state())
+NOBODYS = random_state(19)
 LOSS = "loss_fn"
-BYTES = "bytes "  # before a digest
 PASSING = "out of date as soon as its unit is over"
 # Attributes that a message names.
 REMEDY = (
@@ -173,7 +163,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
 class _Onlooker:
     """Looks on while units run: the executor's inspector."""
 
-    def __init__(self, state: TaskState, classes: ClassLimits) -> None:
+    def __init__(self, state: TaskState, classes: ClassLimits, limit: IndexLimit) -> None:
         self.carries = False
         self.places: set[int] = set()  # storages that parameters lie in, while they are bound
         self.left: dict[int, Sequence[Contents]] = {}  # by layer, what the last unit that changed it left
@@ -181,11 +171,16 @@ class _Onlooker:
         self._buffers: dict[int, Tensor] = {}  # as they were before a backward
         # (inputs or target, micro-batch) of a batch whose containers were changed, and with the tensor that was.
         self.rearranged: set[tuple[int, int]] = set()
-        self.written: set[Part] = set()
+        self.written: dict[Part, Shard] = {}  # and by which shard
         # What a micro-batch was given: the tensors, and inputs or target, the value, what was in it.
+        self._shard: Shard | None = None
         self._m, self._tensors = 0, list[Sequence[Tensor]]()
+        # What enters a shard in the memory of the batch, by what the shard below has given: which part of it, in which
+        # version. `_passed`: by the shard's first layer, micro-batch and number of the tensor.
+        self._entered: list[tuple[Part, Tensor, int]] = []
+        self._passed: dict[Part, Part] = {}
         self._given: list[tuple[int, Any, list[Any], pytree.TreeSpec]] = []
-        self._state, self._classes, self.writes = state, classes, _Writes(state)
+        self._state, self._classes, self._limit, self.writes = state, classes, limit, _Writes(state)
 
     def begins(self, shard: Shard, views: Mapping[int, Tensor]) -> None:
         self.places |= {_address(view) for view in views.values()}
@@ -196,21 +191,43 @@ class _Onlooker:
                 self.left.pop(k, None)
 
     def is_bound(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.layout == torch.strided and _address(value) in self.places
+        if not isinstance(value, Tensor) or type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return False  # fake tensors, which the profile may leave in a list of features, have no memory
+        return value.layout == torch.strided and _address(value) in self.places
 
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
         self._note_batch()
-        self._m = m
+        self._shard, self._m = shard, m
         self._tensors = [micro.value.tensors if shard.is_first else (), micro.target.tensors if micro.target else ()]
+        parts = {
+            k: (0, m, k) if shard.is_first else self._passed.get((shard.first, m, k))
+            for k in range(len(micro.value.tensors))
+        }
+        self._entered = [
+            (part, micro.value.tensors[k], micro.value.tensors[k]._version)
+            for k, part in parts.items()
+            if part is not None
+        ]
+
+    def gives(self, shard: Shard, m: int, tensors: Sequence[Tensor]) -> None:
+        within = {_address(tensor): part for part, tensor, _ in self._entered if tensor.layout == torch.strided}
+        for k, tensor in enumerate(tensors):
+            if tensor.layout == torch.strided and _address(tensor) in within:
+                self._passed[shard.last, m, k] = within[_address(tensor)]
 
     def gets(self, side: int, value: Any) -> None:
         self._given.append((side, value, *pytree.tree_flatten(value)))
-        if side:
-            self._classes.enters(value)
+        (self._classes if side else self._limit).enters(value)
 
     def _note_batch(self) -> None:
         """Note what a micro-batch's layers and the loss have changed of the copy of the batch that they were given."""
         given, self._given, tensors, self._tensors = self._given, [], self._tensors, []
+        if self._shard is None:
+            return
+        for part, tensor, version in self._entered:
+            if tensor._version != version:
+                self.written[part] = self._shard
+        self._entered = []
         for side, value, leaves, spec in given:
             now, now_spec = pytree.tree_flatten(value)
             if now_spec != spec or any(a is not b for a, b in zip(now, leaves, strict=True)):
@@ -221,19 +238,21 @@ class _Onlooker:
                 # No copy where it is in DRAM, which would be metered; `.cpu()` would close gaps between elements.
                 here = tensor if tensor.device.type == "cpu" else copy_in_dram(tensor)
                 if not identical(here, (batch.inputs, batch.targets)[side][self._m].tensors[k]):
-                    self.written.add((side, self._m, k))
+                    self.written[side, self._m, k] = self._shard
 
     def begins_backward(self, buffers: Mapping[int, Tensor]) -> None:
         self._buffers = {index: copy_in_dram(buffer) for index, buffer in buffers.items()}
 
     def ends_backward(self, buffers: Mapping[int, Tensor]) -> set[int]:
         before, self._buffers = self._buffers, {}
-        written = {index for index, old in before.items() if index in buffers and not _is_same(old, buffers[index])}
+        both = ((index, old, buffers[index]) for index, old in before.items() if index in buffers)
+        written = {index for index, old, new in both if not identical(old, copy_in_dram(new))}
         self._state.observed.written_buffers |= written
         return written
 
     def ends(self) -> None:
         self.writes.views = {}  # what comes now may write to them
+        self._limit.enters(None)
         self._note_batch()
 
     def leaves(self, layer: int, attributes: Attributes) -> None:
@@ -249,11 +268,6 @@ class _Onlooker:
             values[each.layer, each.attribute].add(each.value)
         for (layer, attribute), found in values.items():
             yield layer, attribute, found.pop() if len(found) == 1 else ""
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    b = b.to(a.device)
-    return a.shape == b.shape and (torch.equal(a, b) or _digest([a]) == _digest([b]))
 
 
 class _Seeds:
@@ -297,12 +311,10 @@ class _Rehearsal:
                 metrics = {name: copy_of_function(metric, model) for name, metric in (task.metrics or {}).items()}
             self._worker.admit(state, partial(_within, self.modes), (loss_fn, metrics))
             self.executor = self._worker.executor(state.name)
-            for attributes in self.executor.attributes:
-                attributes.ignore_hooks()
             self.classes = ClassLimits({size for slot in state.layout.slots for size in slot.shape})
-            self.onlooker = self.executor.inspector = _Onlooker(state, self.classes)
-            self.modes += [self.onlooker.writes, self.classes]
             self._limit = IndexLimit(self.executor.structure.layers[0])
+            self.onlooker = self.executor.inspector = _Onlooker(state, self.classes, self._limit)
+            self.modes += [self.onlooker.writes, self.classes, self._limit]
             self._gradients = [slot.parameter.grad for slot in state.layout.slots]  # the user's
             for slot in state.layout.slots:
                 slot.parameter.grad = None
@@ -322,7 +334,7 @@ class _Rehearsal:
     def run(self, batch: Batch) -> dict[tuple[str, int], float]:
         """Run a batch's units, with process-wide generators of nobody's: seconds of each."""
         state = self.state
-        self.onlooker.written, self.onlooker.rearranged = set(), set()
+        self.onlooker.written, self.onlooker.rearranged = {}, set()
         self.classes.training = batch.training
         tensors = [each for pair in batch.boundaries for value in pair for each in value.tensors]
         self.classes.batch_sizes = {size for each in tensors for size in each.shape}
@@ -332,7 +344,7 @@ class _Rehearsal:
         for kind, shard in state.cut.chains[batch.training]:
             unit = Unit(state.name, kind, shard, batch.step)
             seeds = _Seeds() if kind != BACKWARD and shard in state.cut.drawing - state.cut.locked else None
-            with self._limit.watched() if shard == 0 else nullcontext(), self._nobodys(seeds):
+            with self._nobodys(seeds):
                 outcome = self._unit(unit)
                 error = outcome.error if isinstance(outcome, Failed) and kind == FORWARD else None
                 if isinstance(error, (RuntimeError, TypeError)) and not isinstance(error, DeviceOutOfMemory):
@@ -430,16 +442,15 @@ class _Checks:
             held = {id(e) for _, e, _ in reach(("", batch.micro_batches[m][side]), copied_only=True)}
             path = next((p for p, e, _ in reach(("loader", loader)) if isinstance(e, CONTAINERS) and id(e) in held), "")
             if path:
-                raise self._in_place(side, f"{path} keeps, a dict or list")
+                raise self._in_place(side, state.cut.shards[-1 if side else 0], f"{path} keeps, a dict or list")
         is_listed = state.task.purpose is Purpose.TRAIN and isinstance(state.task.validation, (list, tuple))
         for side, m, k in sorted(found.written):
             where = state.staging.given.seen_by(m, side, k, loader)
             if where or (not batch.training and is_listed):
-                raise self._in_place(side, where or "the list of validation= keeps")
+                raise self._in_place(side, found.written[side, m, k], where or "the list of validation= keeps")
 
-    def _in_place(self, side: int, where: str) -> ValueError:
+    def _in_place(self, side: int, shard: Shard, where: str) -> ValueError:
         state = self._state
-        shard = state.cut.shards[-1 if side else 0]
         names = [*map(state.layout.shown, state.layout.names[shard.first : shard.last]), *([LOSS] if side else ())]
         return ValueError(
             f"{state.name}: {spanned(names)}: work in place on the {('inputs', 'target')[side]} of a batch that "
@@ -475,13 +486,13 @@ class _Checks:
                 found[f"{name}.{path}" if path else name] = module
         return found
 
-    def _plain_state(self) -> PlainState:
+    def _plain_state(self) -> OwnedState:
         """What the copies hold beside parameters and buffers, which are placeholders here."""
         structure, layout = self._executor.structure, self._state.layout
         besides = {id(each) for each in (*structure.parameters, *structure.buffers, *layout.layers)}
         copies = {id(each) for _, layer in self._roots if isinstance(layer, nn.Module) for each in layer.modules()}
         copies |= {id(each) for each in structure.parameters}
-        found: PlainState = {}
+        found: OwnedState = {}
         for path, value, is_copied in reach(*self._roots, plain=True, besides=besides):
             # A closure of the loss has been copied with it.
             is_own = is_copied or (path.startswith(LOSS) and CLASS not in path and GLOBALS not in path)
@@ -492,11 +503,11 @@ class _Checks:
                 )
             if self._onlooker.is_bound(value):
                 found[path, is_own] = [PASSING]
-            elif (shown := _shown(value)) is not None:
-                found.setdefault((path, is_own), []).append(shown)
+            elif (text := shown(value)) is not None:
+                found.setdefault((path, is_own), []).append(text)
         return found
 
-    def _compare(self, before: PlainState, after: PlainState) -> None:
+    def _compare(self, before: OwnedState, after: OwnedState) -> None:
         """Refuse what a second run of the same input has changed again: it matters now, or at some later step.
 
         Lists and the like outside of a layer, in a closure or a global, may grow: they are where records are kept.
@@ -547,34 +558,3 @@ def _is_of_one(value: Any, copies: Collection[int], *, is_own: bool) -> bool:
         return False
     keys = (each() if isinstance(each, weakref.ref) else each for each in list(value))
     return any(id(part) in copies for each in keys for part in (each if isinstance(each, tuple) else [each]))
-
-
-def _shown(value: Any) -> str | None:
-    """What tells the state of a value from others, and is to be compared; None for what holds others, or nothing."""
-    if isinstance(value, Tensor):
-        return BYTES + (_digest([value]).hex() if value.layout == torch.strided else str(value.layout))
-    if isinstance(value, np.ndarray):
-        return BYTES + (_hash(value.tobytes()) if value.dtype != object else "")
-    if isinstance(value, GENERATORS):
-        return BYTES + _hash(repr(frozen(value, {})).encode())
-    if isinstance(value, (bytearray, array)):
-        return BYTES + _hash(bytes(value))
-    if isinstance(value, (*PLAIN, count)):
-        return repr(value)
-    if isinstance(value, Iterator) and type(value).__module__ == "builtins":
-        return f"{operator.length_hint(value)} values"  # that are to come
-    return None
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _digest(tensors: Iterable[Tensor | None]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        if tensor is None:
-            digest.update(b"none")
-        else:
-            digest.update(memory_of(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.digest()

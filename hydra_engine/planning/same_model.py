@@ -59,7 +59,7 @@ def check_converted(model: Model, inputs: Any, num_samples: int, *, training: bo
 
     def run(given: Any, forward: Callable[[Any], Any], seed: int = SEED) -> tuple[list[Any], Tensor]:
         given = pytree.tree_map_only(Tensor, copy_of, given)
-        state = _state(seed)
+        state = random_state(seed)
         with (
             _put_back([source, *model._modules.values()]),
             torch.set_grad_enabled(training),
@@ -104,7 +104,8 @@ def check_converted(model: Model, inputs: Any, num_samples: int, *, training: bo
             )
 
 
-def _state(seed: int = SEED) -> RandomState:
+def random_state(seed: int = SEED) -> RandomState:
+    """Return the states of all process-wide generators after a seed."""
     return RandomState(seeded(seed), random.Random(seed).getstate(), np.random.RandomState(seed).get_state())
 
 
@@ -141,7 +142,7 @@ def plain_error(
     parameters = list(model.parameters())
     before = [(each.grad, each.detach().clone()) for each in parameters]
     try:
-        with _put_back([model, *loss_fns]), torch.set_grad_enabled(training), installed(Stream(_state())):
+        with _put_back([model, *loss_fns]), torch.set_grad_enabled(training), installed(Stream(random_state())):
             if not training:
                 model.eval()
             inputs, target = pytree.tree_map_only(Tensor, copy_of, (inputs, target))

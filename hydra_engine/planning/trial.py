@@ -10,14 +10,11 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import random
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,7 +39,7 @@ from hydra_engine.host import (
 from hydra_engine.native import NarrowUpdate
 from hydra_engine.tasks import ModelTask
 from partitioners import MemoryMeter
-from partitioners.replicas import GENERATORS
+from partitioners.reach import PlainState, plain_state
 
 NUM_TIMED_STEPS = 5
 
@@ -69,25 +66,32 @@ class _Copy(NamedTuple):
     parameters: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
 
-    def told(self) -> Any:
-        """Weights and states, as values that can be compared."""
-        states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
-        return [frozen([*map(_frozen_tensor, self.parameters), *states], _numbers(self.parameters))]
+    def results(self) -> PlainState:
+        """Return weights and states, to be compared."""
+        states = [self.optimizer.state.get(each, {}) for each in self.parameters]
+        return plain_state(("weights", [each.data for each in self.parameters]), ("states", states))
+
+    def beside(self) -> PlainState:
+        """Return what the optimizer keeps beside the states of its parameters."""
+        own, mine = vars(self.optimizer), {id(each) for each in self.parameters}
+        roots = [(name, each) for name, each in own.items() if name == "param_groups" or name not in TORCHS]
+        others = {repr(key): state for key, state in self.optimizer.state.items() if id(key) not in mine}
+        return plain_state(*roots, ("state", others), copied_only=True, besides=mine)
 
 
 class _Trial:
     def __init__(self, task: ModelTask, name: str, slots: Sequence[Slot]) -> None:
         self._task, self._name, self._slots = task, name, slots
         generator = torch.Generator().manual_seed(0)
-        sizes = [[min(size, MOST_ELEMENTS) for size in slot.shape] for slot in slots]
-        kinds = [torch.complex64 if slot.dtype.is_complex else torch.float32 for slot in slots]
 
-        def drawn(scale: float = 1.0) -> list[Tensor]:
-            found = zip(slots, sizes, kinds, strict=True)
-            return [(torch.randn(s, dtype=k, generator=generator) * scale).to(slot.dtype) for slot, s, k in found]
+        def drawn(scale: float = 1.0) -> Iterator[Tensor]:
+            for slot in slots:
+                sizes = [min(size, MOST_ELEMENTS) for size in slot.shape]
+                kind = torch.complex64 if slot.dtype.is_complex else torch.float32
+                yield (torch.randn(sizes, dtype=kind, generator=generator) * scale).to(slot.dtype)
 
-        self._weights = drawn()
-        self._gradients = [drawn(scale) for scale in SCALES]
+        self._weights = list(drawn())
+        self._gradients = [list(drawn(scale)) for scale in SCALES]
         self._kind = ""  # of the optimizer, for messages
 
     def run(self) -> dict[int, int]:
@@ -104,29 +108,25 @@ class _Trial:
         if by_shard and has_step_hooks(plain.optimizer):
             raise self._refused("has step hooks, which would be called once for each shard")
         if is_torchs(plain.optimizer):
-            self._step_plain(plain, self._gradients[0])
+            self._step(plain, self._gradients[0])
         else:
-            self._compare(plain, by_shard=by_shard)
+            self._compare(plain, self._made(), by_shard=by_shard)
         return self._state_bytes(plain)
 
-    def _compare(self, plain: _Copy, *, by_shard: bool) -> None:
-        """Step an optimizer that may do anything, and another that the factory made, by parts where a run does it."""
-        optimizer, mine, engine = plain.optimizer, _numbers(plain.parameters), self._made()
+    def _compare(self, plain: _Copy, engine: _Copy, *, by_shard: bool) -> None:
+        """Step two optimizers that may do anything, the second one by parts where a run does it."""
         for index, gradients in enumerate(self._gradients):
-            before = _beside(optimizer, mine)
-            self._step_plain(plain, gradients)
-            after = _beside(optimizer, mine)
-            changed = [key for key in before | after if before.get(key) != after.get(key)]
+            before = plain.beside()
+            self._step(plain, gradients)
+            after = plain.beside()
+            changed = [path for path in before | after if before.get(path) != after.get(path)]
             if changed and by_shard:
                 raise self._refused(
                     f"keeps state in its groups or attributes instead of in optimizer.state of each parameter "
                     f"({', '.join(changed[:3])}), and would lose it when shards are stepped one by one"
                 )
-            if by_shard:
-                self._step_by_parts(engine, gradients, num_parts=2 + index)
-            else:
-                self._step_plain(engine, gradients)
-            if plain.told() == engine.told():
+            self._step(engine, gradients, num_parts=2 + index if by_shard else 1)
+            if plain.results() == engine.results():
                 continue
             if by_shard:
                 raise self._refused(
@@ -159,42 +159,41 @@ class _Trial:
             for value in optimizer.state.get(slot.parameter, {}).values():
                 if isinstance(value, Tensor) and value.shape == slot.parameter.shape:
                     memo[id(value)] = value[tuple(slice(size) for size in parameter.shape)].clone()
+        made: torch.optim.Optimizer = object.__new__(type(optimizer))
+        memo[id(optimizer)] = made
         try:
-            return _copied_optimizer(optimizer, memo)
+            # All its attributes, of which its own `__deepcopy__` takes three.
+            made.__dict__ = {name: copy.deepcopy(value, memo) for name, value in vars(optimizer).items()}
         except Exception as error:
             raise ValueError(
-                f"{self._name}: optimizer: {type(optimizer).__name__} is over other parameters than its factory was "
-                f"given, and cannot be copied to be tried ({type(error).__name__}: {error}); let the factory build it "
-                f"over the parameters that it is given"
+                f"{self._name}: optimizer: {self._kind} is over other parameters than its factory was given, and "
+                f"cannot be copied to be tried ({type(error).__name__}: {error}); let the factory build it over the "
+                f"parameters that it is given"
             ) from error
+        return made
 
-    def _step_plain(self, plain: _Copy, gradients: Sequence[Tensor]) -> None:
-        """One step of all parameters."""
-        _give(plain.parameters, gradients)
-        try:
-            plain.optimizer.step()
-        except Exception as error:
-            raise ValueError(
-                f"{self._name}: optimizer: {self._kind} raised {type(error).__name__} in a trial step on small "
-                f"parameters ({error}); choose one that steps from dense gradients alone"
-            ) from error
-
-    def _step_by_parts(self, engine: _Copy, gradients: Sequence[Tensor], num_parts: int) -> None:
-        """As a run does it: from a record of the groups, in another order.
+    def _step(self, made: _Copy, gradients: Sequence[Tensor], num_parts: int = 1) -> None:
+        """Step all parameters at once or, as a run does it, by parts: from a record of the groups, in another order.
 
         All parameters have gradients meanwhile, as shards that are stepped side by side have.
         """
-        optimizer, parameters = engine.optimizer, engine.parameters
-        groups = kept_groups(optimizer)
+        groups = kept_groups(made.optimizer)
         for first in reversed(range(num_parts)):
-            _give(parameters, gradients)
-            mine = {id(parameter) for parameter in parameters[first::num_parts]}
+            for parameter, gradient in zip(made.parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            mine = {id(parameter) for parameter in made.parameters[first::num_parts]}
+            parts = [{**group, "params": [p for p in group["params"] if id(p) in mine]} for group in groups]
             try:
-                part_of(optimizer, [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in groups]).step()
+                (made.optimizer if num_parts == 1 else part_of(made.optimizer, parts)).step()
             except Exception as error:
-                raise self._refused(
-                    f"cannot be stepped shard by shard: over some of its parameters it raised "
-                    f"{type(error).__name__} ({error})"
+                if num_parts > 1:
+                    raise self._refused(
+                        f"cannot be stepped shard by shard: over some of its parameters it raised "
+                        f"{type(error).__name__} ({error})"
+                    ) from error
+                raise ValueError(
+                    f"{self._name}: optimizer: {self._kind} raised {type(error).__name__} in a trial step on small "
+                    f"parameters ({error}); choose one that steps from dense gradients alone"
                 ) from error
 
     def _state_bytes(self, plain: _Copy) -> dict[int, int]:
@@ -289,79 +288,3 @@ def _grown_bytes(value: Tensor, tiny: Tensor, shape: Sequence[int]) -> int:
         return value.nbytes
     sizes = [full if size == small else size for size, small, full in zip(value.shape, tiny.shape, shape, strict=True)]
     return value.element_size() * math.prod(sizes)
-
-
-def _copied_optimizer(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
-    """With all its attributes, of which `copy.deepcopy` takes three; so of optimizers that it holds."""
-    made: torch.optim.Optimizer = object.__new__(type(optimizer))
-    memo[id(optimizer)] = made
-    for value in vars(optimizer).values():
-        if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
-            _copied_optimizer(value, memo)
-    made.__dict__ = {name: copy.deepcopy(value, memo) for name, value in vars(optimizer).items()}
-    return made
-
-
-def _give(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient.clone()
-
-
-def _numbers(parameters: Sequence[nn.Parameter]) -> dict[int, int]:
-    return {id(parameter): number for number, parameter in enumerate(parameters)}
-
-
-def _beside(optimizer: torch.optim.Optimizer, numbers: Mapping[int, int]) -> dict[str, Any]:
-    """Return what an optimizer keeps beside the states of its parameters, by name, as values that can be compared."""
-    found: dict[str, Any] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            found[f"param_groups[{index}][{key!r}]"] = frozen(value, numbers)
-    for name, value in vars(optimizer).items():
-        if name not in TORCHS:
-            found[name] = frozen(value, numbers)
-    for owner, state in optimizer.state.items():
-        if id(owner) not in numbers:
-            found[f"state[{owner!r}]"] = frozen(state, numbers)
-    return found
-
-
-def frozen(value: Any, numbers: Mapping[int, int], seen: dict[int, Any] | None = None) -> Any:
-    """A value that can be compared, and does not change: tensors as their bytes, parameters as their numbers."""
-    if id(value) in numbers:
-        return ("parameter", numbers[id(value)])
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        return (type(value).__name__, repr(value))
-    if isinstance(value, Tensor):
-        return _frozen_tensor(value)
-    if isinstance(value, np.ndarray):
-        return (value.shape, str(value.dtype), value.tobytes())
-    seen = {} if seen is None else seen
-    if id(value) in seen:
-        return ("seen", seen[id(value)][0])
-    seen[id(value)] = (len(seen), value)  # held, or another object might get its id
-    if isinstance(value, GENERATORS):
-        return frozen(_state_of(value), numbers, seen)
-    if isinstance(value, Mapping):
-        return [(frozen(k, numbers, seen), frozen(v, numbers, seen)) for k, v in value.items()]
-    if isinstance(value, (list, tuple, deque)):
-        return [frozen(each, numbers, seen) for each in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(repr, value))
-    own = None if inspect.isroutine(value) or inspect.isclass(value) else getattr(value, "__dict__", None)
-    return (type(value).__name__, None if own is None else frozen(own, numbers, seen))
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _frozen_tensor(tensor: Tensor) -> Any:
-    tensor = tensor.detach()
-    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
-    plain = dense.cpu().resolve_conj().resolve_neg().contiguous()
-    return (tensor.shape, tensor.dtype, plain.reshape(-1).view(torch.uint8).numpy().tobytes())

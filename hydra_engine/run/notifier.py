@@ -7,7 +7,6 @@ import time
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from hydra_engine.data import GLOBAL_GENERATORS, Stream, UserDraws, capture, copy_of, identical
 from hydra_engine.errors import CallbackTimeout, PauseTask, StopTask
-from hydra_engine.host import Slot, TaskState
+from hydra_engine.host import Shown, Slot, TaskState
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.schedule import Event, Failed, TaskStopped
 from hydra_engine.tasks import Callback, ModelWatch, TaskReport, is_called
@@ -34,9 +33,6 @@ class _Call(NamedTuple):
     hook: str  # the method's name
     arguments: tuple[Any, ...] = ()
     always: bool = False  # also once the task is stopped
-
-
-_VERSION = attrgetter("_version")
 
 
 class UsersModel:
@@ -72,17 +68,17 @@ class UsersModel:
         """Run the body, which calls `who`. Raises ValueError where that has changed what no run can take."""
         self._secure(self._trainable)
         self._show_buffers()
-        versions = list(map(_VERSION, self._parameters))
+        shown = self._state.pool.as_shown()
         touched = _Touched(self._state, self._secure) if self._is_followed else None
         try:
             with nullcontext() if touched is None else touched:
                 yield
         except BaseException:
             with suppress(ValueError):  # it has ended the task
-                self._take_over(touched, versions)
+                self._take_over(touched, shown)
             raise
         try:
-            self._take_over(touched, versions)
+            self._take_over(touched, shown)
         except ValueError as error:
             raise ValueError(f"{who} {error}") from error
 
@@ -93,15 +89,17 @@ class UsersModel:
             self._state.layout.put_buffers(values, changed)
             self._shown[:] = values
 
-    def _take_over(self, touched: _Touched | None, versions: Sequence[int]) -> None:
-        slots = () if touched is None else touched.end()
+    def _take_over(self, touched: _Touched | None, shown: Shown) -> None:
         if self.is_over:
             return
+        slots = () if touched is None else touched.end()
+        for parameter in self._parameters:
+            parameter.grad = None  # of a backward of the call's own, as the next step's zero_grad has it
         state, has_buffers = self._state, self._take_buffers()
         is_other = self._watch.has_changed()
-        state.pool.take_over(slots, versions)
+        state.pool.take_over(slots, shown)
         state.num_commits += 1  # what devices hold of trained shards is of no more use
-        self.is_changed |= is_other or has_buffers or versions != list(map(_VERSION, self._parameters))
+        self.is_changed |= is_other or has_buffers or shown.versions != state.pool.as_shown().versions
         if is_other:
             thawed = next((s for s in state.layout.slots if s.parameter.requires_grad and not s.trainable), None)
             if thawed is not None:
@@ -121,7 +119,7 @@ class UsersModel:
                 module._buffers[name] = own  # which devices' copies are made around
                 own.copy_(value)
             if not identical(own, values[index]):
-                values[index] = self._shown[index] = copy_of(own)
+                values[index] = self._shown[index] = copy_of(own, 0)
                 is_changed = True
         return is_changed
 
@@ -375,13 +373,18 @@ class Notifier:
                     if not self._begins(f"{type(callback).__name__}.{call.hook}"):
                         return
                     getattr(callback, call.hook)(self._report, *call.arguments)
-            if call.hook == "on_step" and not self._is_left:
-                self.after_step()
+            self._note_step(call)
         except BaseException as error:  # SystemExit, too: it is this task's, and not the run's
+            if isinstance(error, (StopTask, PauseTask)):  # what the call did before holds
+                self._note_step(call)
             self._stop(error)
         finally:
             with self._lock:
                 self._now = None
+
+    def _note_step(self, call: _Call) -> None:
+        if call.hook == "on_step" and not self._is_left:
+            self.after_step()
 
     def _begins(self, what: str) -> bool:
         """Note what is called now; False where the thread was left behind."""

@@ -605,7 +605,6 @@ class RunningTask:
                 in_sums=in_sums,
                 is_narrow=self.state.layout.narrow is not None,
                 place=lambda index: pool.gradients.of(slots[index]),
-                fit=lambda index, gradient: pool.gradients.place(slots[index], gradient),
                 has_gradient=staging.has_gradient,
             )
 

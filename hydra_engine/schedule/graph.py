@@ -1,4 +1,4 @@
-"""Graphs over units: the critical path of a step or of a whole schedule, and schedules that could not have been.
+"""Graphs over units: the critical path of a schedule, and schedules that could not have been.
 
 Apart from `units.py`, and not named by the room's face, since networkx takes a quarter of the time that torch takes to
 import and nothing that trains needs it.
@@ -16,24 +16,6 @@ from hydra_engine.schedule.units import EVALUATE, Placed, Unit
 
 # Of the seconds of a schedule that was printed and parsed, or added up, no more is asked.
 TOLERANCE_S = 1e-9
-
-
-def step_graph(chain: Sequence[tuple[str, int]], unit_s: dict[tuple[str, int], float]) -> nx.DiGraph:
-    """One step of one task as a graph: nodes are (kind, shard), with `seconds`.
-
-    A unit's cost also stands on its out-edges as `weight`, since networkx measures paths along edges; a node "end"
-    closes them, so that `networkx.dag_longest_path_length` is the critical path in seconds.
-    """
-    graph = nx.DiGraph()
-    graph.add_nodes_from((node, {"seconds": unit_s[node]}) for node in chain)
-    following = [*chain[1:], "end"]
-    graph.add_weighted_edges_from((node, after, unit_s[node]) for node, after in zip(chain, following, strict=True))
-    return graph
-
-
-def critical_path_s(graph: nx.DiGraph) -> float:
-    """Seconds of the longest path through a step's graph: no number of devices makes the step shorter."""
-    return float(nx.dag_longest_path_length(graph))
 
 
 def schedule_graph(schedule: Iterable[Placed]) -> nx.DiGraph:

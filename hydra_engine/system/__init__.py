@@ -11,6 +11,7 @@ from hydra_engine.system.dram import (
     is_alone,
     is_out_of_dram,
     keep_small_pages,
+    num_users,
     return_free_memory,
 )
 from hydra_engine.system.files import (

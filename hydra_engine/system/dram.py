@@ -164,8 +164,13 @@ def is_alone(storage: torch.UntypedStorage, parameters: Iterable[nn.Parameter]) 
     """Return True if no tensor but these lies in a storage: a callback may have kept a state dict."""
     first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     num_own = 1 + sum(first <= parameter.data_ptr() < end for parameter in parameters)
-    num_users: int = torch._C._storage_Use_Count(storage._cdata)
-    return num_users <= num_own
+    return num_users(storage) <= num_own
+
+
+def num_users(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors, and other objects of torch's, hold a storage."""
+    number: int = torch._C._storage_Use_Count(storage._cdata)
+    return number
 
 
 def is_out_of_dram(error: BaseException) -> bool:

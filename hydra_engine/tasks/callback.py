@@ -15,8 +15,9 @@ class Callback:
     and before the next batch is read; nothing of the task is under way. So whatever it does counts from the next step
     on: it may set a learning rate or a dropout's p, clamp, swap or load weights, freeze parameters, switch modes,
     change what the loss reads, and draw random numbers, from the task's own stream. Replacing modules or parameters,
-    or giving them another shape, fails the task by name. Other tasks train meanwhile. A call that does not return in
-    the task's `callback_timeout_s` fails its task.
+    or giving them another shape, fails the task by name. After a pause, an interrupt or a retry, `on_epoch_begin`,
+    `on_validation` and `on_epoch` may come again, with what they have changed before. Other tasks train meanwhile. A
+    call that does not return in the task's `callback_timeout_s` fails its task.
 
     `report.last_step` and `report.last_validation` have the values that loggers get.
 

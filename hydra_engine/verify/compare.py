@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from hydra_engine.tasks import FAILED, Callback, ModelTask, TaskReport, table
 from hydra_engine.verify.plain import PlainLoop
 from hydra_engine.verify.record import BATCHES, FirstBatches, Record, Recorder, digest
 from partitioners import Budget, LayerCost
+from partitioners.plain_numbers import whole_number
 
 MOST_SHOWN = 4  # names in a line
 SEED = 0  # of what the user's function draws, and of the process-wide generators afterwards
@@ -52,6 +53,20 @@ _RULES = {
         "a callback, loader or other object has state of its own that no checkpoint holds; give it state_dict() and "
         "load_state_dict(), or make it anew from the report's steps"
     ),
+}
+
+# Options that are left out, and why results would differ, or a few steps would not show it.
+_BRIEF = "which a few steps do not show"
+_OTHERWISE: dict[str, tuple[Any, str]] = {
+    "precision": ("float32", "since plain PyTorch makes no such casts"),
+    "moments": ("float32", ""),  # the task's plan says that they round
+    "split_weights": (None, ""),
+    "grad_scaler": (None, ""),
+    "keep_best": (None, _BRIEF),
+    "patience": (None, _BRIEF),
+    "max_device_batch": (None, _BRIEF),
+    "nonfinite": (None, _BRIEF),
+    "compile": (False, "whose results are those of plain PyTorch without rounding"),
 }
 
 
@@ -167,19 +182,21 @@ def verify(
 
     Raises TypeError or ValueError for arguments, and what `make_tasks` raises. What the engine refuses is a difference.
     """
-    _check_counts(steps=steps, devices=devices, **({} if micro_batches is None else {"micro_batches": micro_batches}))
+    for name, number in {"steps": steps, "devices": devices, "micro_batches": micro_batches}.items():
+        if number is not None:
+            whole_number(name, number)
     EmulatedDevice(memory)  # refuses a wrong size before any work
     trials = _Trials(make_tasks, -(-steps // BATCHES), memory, devices, micro_batches)
     plain = trials.plainly()
     found = {
         name: TaskVerification(name=name, num_steps=len(each.steps), error=each.error) for name, each in plain.items()
     }
-    runs = {WHOLE: trials.whole, CUT: trials.cut, RESUMED: trials.resumed}
-    for run, train in runs.items() if all(each.error is None for each in found.values()) else ():
-        for name, record in train().items():
+    for run in (WHOLE, CUT, RESUMED) if all(each.error is None for each in found.values()) else ():
+        records = trials.resumed() if run == RESUMED else trials.by_engine(is_cut=run == CUT)
+        for name, record in records.items():
             found[name].differences[run] = difference(plain[name], record)
             found[name].num_layers = max(found[name].num_layers, record.num_layers)
-    return Verification(tasks=found, notes=trials.notes)
+    return Verification(tasks=found, notes=list(trials.notes))
 
 
 class _Trials:
@@ -195,15 +212,13 @@ class _Trials:
     ) -> None:
         self._make_tasks, self._epochs, self._micro_batches = make_tasks, epochs, micro_batches
         self._memory, self._num_devices = memory, num_devices
-        self.notes: list[str] = []
+        self.notes: dict[str, None] = {}
 
     def plainly(self) -> dict[str, Record]:
-        records = {}
-        for name, task in self._tasks().items():
-            self.notes += [note for note in self._notes(task) if note not in self.notes]
+        tasks, records = self._tasks(), {}
+        for name, task in tasks.items():
             record = records[name] = Record()
             self._prepare(task, record)
-            task.callbacks += (Recorder(task, record),)
             _seed()
             try:
                 PlainLoop(task, record).train()
@@ -211,26 +226,19 @@ class _Trials:
                 record.error = _first_line(error)
         return records
 
-    def whole(self) -> dict[str, Record]:
-        return self._trained(1, lambda task: None)
-
-    def cut(self) -> dict[str, Record]:
-        return self._trained(self._num_devices, _cut)
-
     def resumed(self) -> dict[str, Record]:
         """Pause each task in the middle of a pass over its batches, and go on with one that is made anew."""
         middle = BATCHES * (self._epochs // 2) + 1
         with tempfile.TemporaryDirectory() as folder:
-            records = self._trained(self._num_devices, _cut, folder=folder, pause_after=middle)
+            records = self.by_engine(is_cut=True, folder=folder, pause_after=middle)
             if any(record.error is not None for record in records.values()):
                 return records
-            return self._trained(self._num_devices, _cut, folder=folder, records=records)
+            return self.by_engine(is_cut=True, folder=folder, records=records)
 
-    def _trained(
+    def by_engine(
         self,
-        num_devices: int,
-        change: Callable[[ModelTask], None],
         *,
+        is_cut: bool = False,
         folder: str | None = None,
         pause_after: int | None = None,
         records: dict[str, Record] | None = None,
@@ -240,15 +248,15 @@ class _Trials:
         records = records or {name: Record() for name in tasks}
         orchestra: ModelOrchestrator | None = None
         for name, task in tasks.items():
-            self._prepare(task, records[name], sees_batches=folder is None)  # a resume reads some of them again
-            change(task)
-            task.callbacks += (Recorder(task, records[name], pause_after),)
+            # A resume reads some batches again.
+            self._prepare(task, records[name], sees_batches=folder is None, pause_after=pause_after)
+            task.partitioner = EachLayer() if is_cut else task.partitioner
         _seed()
         try:
-            specs = [EmulatedDevice(self._memory) for _ in range(num_devices)]
-            if change is _cut:
+            if is_cut:
                 next(iter(tasks.values())).callbacks += (DevicesChange(lambda: orchestra, self._memory),)
-            orchestra = ModelOrchestrator(list(tasks.values()), devices=specs, checkpoint_dir=folder)
+            devices = [EmulatedDevice(self._memory) for _ in range(self._num_devices if is_cut else 1)]
+            orchestra = ModelOrchestrator(list(tasks.values()), devices=devices, checkpoint_dir=folder)
             orchestra.verbose = 0
             report = orchestra.train_models(resume=is_resumed)
         except Exception as error:
@@ -280,32 +288,26 @@ class _Trials:
             )
         return {str(task.name): task for task in tasks}
 
-    def _prepare(self, task: ModelTask, record: Record, *, sees_batches: bool = True) -> None:
-        """Make a task a short one, and leave out what needs another machine, other times or no bits."""
-        task.dataloader = FirstBatches(task.dataloader, BATCHES, record.batches if sees_batches else None)
-        task.epochs = self._epochs
-        if task.validation is not None:
-            task.validation = FirstBatches(task.validation, 1)
-        task.validation_interval = "epoch"
-        task.precision, task.moments, task.split_weights, task.grad_scaler = "float32", "float32", None, None
-        task.keep_best = task.patience = task.max_device_batch = task.nonfinite = None
-        task.compile = False
-        if self._micro_batches is not None or task.accumulation_steps == "auto":
-            task.accumulation_steps = self._micro_batches or 1
-
-    def _notes(self, task: ModelTask) -> Iterator[str]:
+    def _prepare(
+        self, task: ModelTask, record: Record, *, sees_batches: bool = True, pause_after: int | None = None
+    ) -> None:
+        """Shorten a task and record it; leave out what needs another machine, other times or no bits."""
         if task.adapts:
             raise ValueError(
                 f"{task.name}: its batch size adapts to times, limit: a loader whose batches are the same in each "
                 f"training; give the task that the loader wraps one of torch's"
             )
-        if task.precision != "float32":
-            yield f"{task.name}: compared in float32, not in {task.precision}, whose casts plain PyTorch does not make"
-        for name in ("keep_best", "patience", "max_device_batch", "nonfinite"):
-            if getattr(task, name) is not None:
-                yield f"{task.name}: without {name}, which a few steps do not show"
-        if task.compile:
-            yield f"{task.name}: without compile, whose results are those of plain PyTorch within rounding"
+        task.dataloader = FirstBatches(task.dataloader, BATCHES, record.batches if sees_batches else None)
+        task.epochs, task.validation_interval = self._epochs, "epoch"
+        if task.validation is not None:
+            task.validation = FirstBatches(task.validation, 1)
+        for name, (value, why) in _OTHERWISE.items():
+            if why and getattr(task, name) != value:
+                self.notes[f"{task.name}: compared with {name}={value!r}, {why}"] = None
+            setattr(task, name, value)
+        if self._micro_batches is not None or task.accumulation_steps == "auto":
+            task.accumulation_steps = self._micro_batches or 1
+        task.callbacks += (Recorder(task, record, pause_after),)
 
 
 class DevicesChange(Callback):
@@ -322,10 +324,6 @@ class DevicesChange(Callback):
             orchestra.remove_device(here)
 
 
-def _cut(task: ModelTask) -> None:
-    task.partitioner = EachLayer()
-
-
 def _seed() -> None:
     torch.manual_seed(SEED)
     random.seed(SEED)
@@ -340,8 +338,7 @@ def difference(plain: Record, other: Record) -> Difference | None:
     """Return where a training first departs from plain PyTorch's, or None."""
     for k, (mine, theirs) in enumerate(zip_longest(plain.steps, other.steps), 1):
         if theirs is None:
-            text = other.error or "it ends with the step before"
-            return Difference(k - 1, "refused", text)
+            return Difference(k - 1, "refused", other.error or "it ends with the step before")
         if mine is None:
             return Difference(k, "loss", f"step {k} is made, which plain PyTorch does not make")
         if k <= len(other.batches) and plain.batches[k - 1] != other.batches[k - 1]:
@@ -349,9 +346,8 @@ def difference(plain: Record, other: Record) -> Difference | None:
         if not _is_equal(mine.loss, theirs.loss):
             return Difference(k, "loss", f"the loss of step {k} is {theirs.loss!r}, plain PyTorch's {mine.loss!r}")
         for what in ("weights", "buffers", "flags"):
-            names = _differing(getattr(mine, what), getattr(theirs, what))
-            if names:
-                return Difference(k, what, f"after step {k}: {_listed(names)}")
+            if names := _differing(getattr(mine, what), getattr(theirs, what)):
+                return Difference(k, what, f"after step {k}: {names}")
         if mine.random != theirs.random:
             return Difference(k, "random", f"after step {k}: torch's random stream stands elsewhere")
         past = k // BATCHES
@@ -363,7 +359,7 @@ def difference(plain: Record, other: Record) -> Difference | None:
     if other.error is not None:
         return Difference(len(other.steps), "refused", other.error)
     if names := _differing(plain.averages, other.averages):
-        return Difference(len(plain.steps), "averages", f"ema_decay: {_listed(names)}")
+        return Difference(len(plain.steps), "averages", f"ema_decay: {names}")
     return None
 
 
@@ -371,19 +367,7 @@ def _is_equal(a: float, b: float) -> bool:
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
-def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    return [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-
-
-def _listed(names: Sequence[str]) -> str:
+def _differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
     more = f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
     return ", ".join(names[:MOST_SHOWN]) + more
-
-
-def _check_counts(**numbers: int) -> None:
-    """Raise TypeError or ValueError for an argument that is no number from 1 on."""
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}: {value!r}, limit: a whole number; pass for example 2")
-        if value < 1:
-            raise ValueError(f"{name}: {value}, limit: at least 1; pass for example 2")

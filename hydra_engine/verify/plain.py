@@ -117,11 +117,8 @@ class PlainLoop:
     def _average(self) -> None:
         decay = self._task.ema_decay
         for name, parameter in self._parameters.items() if decay is not None else ():
-            if name not in self._averages:
-                self._averages[name] = parameter.detach().clone()
-            else:
-                assert decay is not None
-                self._averages[name].lerp_(parameter, 1 - decay)
+            before = self._averages.get(name)
+            self._averages[name] = parameter.clone() if before is None else before.lerp_(parameter, 1 - (decay or 0))
 
     def _validate(self, epoch: int, loader: Iterable[Any]) -> None:
         task, report = self._task, self._report

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from hydra_engine.errors import PauseTask
 from hydra_engine.tasks import Callback, ModelTask, TaskReport
+from partitioners.reach import plain_state
 
 Digest: TypeAlias = bytes
 
@@ -87,28 +87,5 @@ class Recorder(Callback):
 
 
 def digest(value: Any) -> Digest:
-    """Return a digest of every bit of tensors in plain containers, and of the text of other values."""
-    found = blake2b(digest_size=16)
-    for part in _parts(value):
-        found.update(part)
-    return found.digest()
-
-
-def _parts(value: Any) -> Iterator[bytes]:
-    if isinstance(value, Tensor) and value.layout == torch.strided:
-        yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield repr(key).encode()
-            yield from _parts(each)
-    elif isinstance(value, (list, tuple)):
-        yield f"{len(value)}".encode()
-        for each in value:
-            yield from _parts(each)
-    elif is_dataclass(value):
-        yield from _parts({each.name: getattr(value, each.name) for each in fields(value)})
-    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        yield repr(value).encode()
-    else:  # its repr may have an address
-        yield type(value).__qualname__.encode()
+    """Return a digest of all that a value holds: of every bit of tensors, and of numbers and strings."""
+    return blake2b(repr(plain_state(("", value))).encode(), digest_size=16).digest()

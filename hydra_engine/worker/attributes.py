@@ -9,14 +9,13 @@ from types import MethodType
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from partitioners.reach import CONTAINERS, IN_MODULES
 from partitioners.replicas import is_plain_object
 
 Contents: TypeAlias = "dict[Any, Any] | list[Any]"
 
-# Every module's own, hooks above all. Where empty, nobody looks into them again, but into these if there are new hooks.
+# Every module's own. Where empty, only these are looked into again: a forward may register hooks.
 OWN = frozenset(vars(nn.Module()))
 PLAIN = (bool, int, float, str, type(None))
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -43,20 +42,17 @@ class Changed(NamedTuple):
 class Attributes:
     """Python state reachable from a layer's modules, as it was when this was made.
 
-    A look at what has changed costs less than a microsecond per module; only what has is worked on.
+    A look at what has changed costs about a microsecond per module; only what has is worked on.
     """
 
     def __init__(self, layer: nn.Module, name: str) -> None:
         self._nodes: list[_Node] = []
-        self._hooks: list[_Node] = []  # without any so far
-        self._num_hooks = RemovableHandle.next_id  # that there have been in the process, on tensors too
         self._known: set[int] = set()
         self._walk(layer, name, "")
         # Views are live: both are walked in C, side by side.
         self._views: list[Any] = [_values(node.container) for node in self._nodes]
         self._sizes = list(map(len, self._views))  # or what moves from one to the next would not show
         self._flat = tuple(chain.from_iterable(self._views))
-        self._nodes += self._hooks
         self._saved = [_contents(node.container) for node in self._nodes]
 
     def _walk(self, value: Any, layer: str, attribute: str) -> None:
@@ -88,26 +84,16 @@ class Attributes:
             self._add(own[key], name, key, is_own=True)
         for key, child in module._modules.items():
             yield child, f"{name}.{key}", ""
-        self._hooks += [_Node(own[key], name, key, False) for key in HOOKS if not own[key]]
         for key, value in own.items():
-            if key not in IN_MODULES and not isinstance(value, PLAIN) and (key not in OWN or value):
+            if key not in IN_MODULES and not isinstance(value, PLAIN) and (key not in OWN or value or key in HOOKS):
                 yield value, name, key
 
     def _add(self, container: Any, layer: str, attribute: str, *, is_own: bool = False) -> None:
         self._known.add(id(container))
         self._nodes.append(_Node(container, layer, attribute, is_own))
 
-    def ignore_hooks(self) -> None:
-        """Look for no hooks on modules that had none: on trial, there are some that watch what a layer does."""
-        del self._nodes[len(self._views) :], self._saved[len(self._views) :]
-        self._hooks = []
-
     def is_changed(self) -> bool:
         """Return True if anything is not as it was: by identity, so that an equal object may count as changed."""
-        if self._num_hooks != RemovableHandle.next_id:
-            if any(node.container for node in self._hooks):
-                return True
-            self._num_hooks = RemovableHandle.next_id
         same_size = list(map(len, self._views)) == self._sizes
         return not (same_size and all(map(is_, chain.from_iterable(self._views), self._flat)))
 
@@ -138,7 +124,6 @@ class Attributes:
         return [_contents(node.container) for node in self._nodes] if self.is_changed() else None
 
     def install(self, captured: Sequence[Contents]) -> None:
-        self._num_hooks = -1  # there may be others now
         for node, contents in zip(self._nodes, captured, strict=True):
             container = node.container
             if not _is_same(_contents(container), contents):

@@ -99,7 +99,6 @@ class Form:
             own, fullgraph=True, dynamic=False, backend=backend
         )
         self.was_run = False  # uncompiled, so that it is known whether it draws
-        self.has_graph = False
         self.obstacle = ""  # why it runs uncompiled
         self.is_told = False
 
@@ -116,7 +115,6 @@ class CompiledLayers:
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
         self._begun: list[set[Form]] = [set() for _ in structure.layers]
-        self.any_graph = False  # a layer that ran has a graph, whether it was used or not
         self._is_left_out = [any(map(_is_left_out, layer.modules())) for layer in structure.layers]
 
     def run(self, index: int, value: Any) -> Any:
@@ -125,7 +123,6 @@ class CompiledLayers:
         if self._is_left_out[index]:
             return layer(value)
         form = _form(_key(layer, value), BACKEND)
-        self.any_graph |= form.has_graph
         modes = _get_current_dispatch_mode_stack()
         if form.obstacle or not form.was_run or any(isinstance(mode, MemoryMeter) for mode in modes):
             drawn = next((mode for mode in reversed(modes) if isinstance(mode, TaskGenerator)), None)
@@ -162,7 +159,6 @@ class CompiledLayers:
                 f"Decorate the layer's forward with torch.compiler.disable to leave it out, or leave out compile=True"
             ) from error
         self._begun[index].add(form)
-        form.has_graph = self.any_graph = True
         return found
 
     def _run_uncompiled(self, index: int, form: Form, value: Any, drawn: TaskGenerator | None) -> Any:

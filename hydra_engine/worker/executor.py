@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.utils.hooks import RemovableHandle
 
 from hydra_engine.data import register_draws
 from hydra_engine.devices import DeviceGenerator
@@ -64,10 +63,12 @@ class Inspector(Protocol):
 
     carries: bool  # units find the Python attributes that those before have left
 
-    # A unit begins, with these parameters; a micro-batch starts from this, layers or (1) the loss from this of a batch.
+    # A unit begins, with these parameters; a micro-batch starts from this, layers or (1) the loss from this of a batch;
+    # it ends with these.
     def begins(self, shard: Shard, views: Mapping[int, Tensor]) -> None: ...
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None: ...
     def gets(self, side: int, value: Any) -> None: ...
+    def gives(self, shard: Shard, m: int, tensors: Sequence[Tensor]) -> None: ...
 
     # The buffers as a recomputed forward left them, and after the backward, to say which of them that has written to.
     def begins_backward(self, buffers: Mapping[int, Tensor]) -> None: ...
@@ -190,7 +191,6 @@ class UnitRunning:
         bound = (*views.values(), *buffers.values())
         self._gradients = GradientSums(executor.structure, spec.shard, bound, spec.norm_groups)
         self._versions: list[int] = []  # of its parameters, as it began
-        self._num_hooks = 0  # that there had been in the process, as it began
         self._written = set(spec.written) & set(spec.shard.buffers)
         self._was_training: list[tuple[nn.Module, bool]] = []  # modules, while they evaluate
         self._modes: Sequence[Any] = ()  # of the thread, as it began
@@ -198,7 +198,6 @@ class UnitRunning:
     def __enter__(self) -> UnitRunning:
         self._structure.bind(self._views, self._buffers)
         self._versions = self._structure.parameter_versions(self._views)
-        self._num_hooks = RemovableHandle.next_id
         self._modes = UNIT_MODES.begin()
         try:
             if self._saved is not None:
@@ -256,6 +255,8 @@ class UnitRunning:
                 )
                 with drawing:
                     out = self._through_layers(micro, drawing)
+                if inspector is not None and out.value is not None:
+                    inspector.gives(self._shard, m, out.value.tensors)
         if spec.kind in (FUSED, BACKWARD):
             out.norms = self._gradients.measured()
         if spec.in_pieces and spec.kind in (FUSED, BACKWARD):
@@ -269,8 +270,7 @@ class UnitRunning:
         if self._inspector is not None:
             self._inspector.ends()
         self._executor.current = ""  # what is found from here on is not the last layer's
-        has_hooks = self._num_hooks != RemovableHandle.next_id  # anywhere in the process
-        structure.check_parameters(self._views, self._versions, has_hooks=has_hooks)
+        structure.check_parameters(self._views, self._versions)
         gradients: dict[int, Tensor | None] = {}
         updated = norms = None
         if spec.kind in (FUSED, BACKWARD) and not spec.in_pieces:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hydra_engine.data import check_classes, check_indices, flat, identical, place_for, residue, with_bits_of
+from hydra_engine.data import check_classes, check_indices, flat, identical, place_for, with_bits_of
 from hydra_engine.devices import LOAD, STORE, OpenDevice, Residents, Slab
 from hydra_engine.host import WHOLE, BuffersChanged, DeviceUpdate, Region, Shard, TaskOptimizer, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, Unit
@@ -272,7 +272,7 @@ class Spiller:
             for slot, gradient in out.gradients.items():
                 staging.has_gradient[slot] = gradient is not None
                 if gradient is not None:  # laid out as its parameter, except for dimensions of size 1
-                    pairs.append((state.pool.gradients.place(state.layout.slots[slot], gradient), gradient))
+                    pairs.append((state.pool.gradients.of(state.layout.slots[slot]), gradient))
             self._store_all(pairs)
 
     def store_buffers(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
@@ -286,18 +286,16 @@ class Spiller:
         is_here = self._device.torch_device.type == "cpu"
         after = out.buffers if is_here else {index: self._sent(value) for index, value in out.buffers.items()}
         self._device.finish()
-        changed = {
-            index: value
-            for index, value in after.items()
-            if not identical(value, before[index]) or (is_here and residue(value) != residue(before[index]))
-        }
+        changed = {index: value for index, value in after.items() if not identical(value, before[index])}
         if unit.kind == BACKWARD:
             state.check_backward_buffers(changed)
         if staging.parts is not None and not state.changes_buffers(shard) and changed:
             state.observed.any_may_change = True
             raise BuffersChanged(f"{unit} changed buffers that its shard's forward left alone at the sample")
         for index, value in changed.items():
-            staging.buffers[index] = self._sent(value) if is_here else value
+            staging.buffers[index] = place_for(value, start=0) if is_here else value
+            if is_here:
+                self._send(staging.buffers[index], value)
 
     def keep_output(self, state: TaskState, shard: Shard, m: int, out: MicroOutput, granted_bytes: int = 0) -> int:
         """Keep what a unit left for the next one, if there is room. Return the bytes of `granted_bytes` that it takes.

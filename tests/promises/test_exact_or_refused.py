@@ -41,9 +41,9 @@ DEVICES = {
 IN_THE_NET = {
     "whole": """
         late_binds_its_weight_to_other_memory merges_on_eval late_write_in_a_retry late_scale_of_the_longest_so_far
-        loss_with_numpy_generator lock_in_a_layer optimizer_GlobalCounter_task attribute_view counter_in_a_closure
+        loss_with_numpy_generator optimizer_GlobalCounter_task counter_in_a_closure
         memory_bank sparse_boundary
-        optimizer_NormScaled_shard object_that_moves_its_tensor pruned
+        optimizer_NormScaled_shard object_that_moves_its_tensor
         dataset_draws_from_numpy_after_10 loss_masks_the_target_in_place
         masks_a_target_that_every_micro_batch_has first_layer_works_in_place_on_an_array backward_of_a_shared_buffer
         loss_pops_from_a_target_that_the_loader_keeps attribute_of_LazyTable
@@ -52,9 +52,9 @@ IN_THE_NET = {
     """,
     "cut, two devices": """
         scanned_batches_that_are_kept shifts_indices_in_place_in_2_micro_batches
-        clamps_in_a_hook own_generator sparse_embedding deepcopy_is_shallow optimizer_GroupCounter_shard
+        clamps_in_a_hook own_generator sparse_embedding optimizer_GroupCounter_shard
         merges_on_eval_without_validation optimizer_SGLD_task loss_module_holds_a_layer
-        layer_of_another_shard_hidden_in_a_list tensor_lr mixed_dtypes_clipped mixup_in_unpack dataset_seeds_torch
+        tensor_lr mixed_dtypes_clipped mixup_in_unpack dataset_seeds_torch
         input_is_the_target buffer_of_other_strides empty_tensors_share_no_memory
         backward_hook_gather_beside_autograd function_changes_a_buffer_in_its_backward
         batch_norm_in_a_checkpoint directional_derivative layer_changes_a_dict_that_the_loader_keeps
@@ -68,12 +68,14 @@ IN_THE_NET = {
 UNSEEN = """
     cache_of_the_last_batch counter_in_a_closure draws_in_a_backward draws_in_a_backward_hook draws_in_a_tensor_hook
     numpy_draws_in_a_backward loss_reads_an_attribute loss_reads_through_the_model loss_reads_a_buffer
+    layer_takes_the_norm_of_another_ones_weight
     layer_reads_what_another_left forward_that_sets_a_gradient attribute_of_RunningMaximum
     attribute_of_RunningMaximumInSlots attribute_of_Numbering loss_reads_the_mode_of_a_layer
     loss_object_with_a_running_maximum optimizer_that_couples_later draws_in_a_parameter_hook
     parameter_hook_writes_a_buffer parameter_hook_reads_a_buffer_that_changes parameter_hook_reads_another_gradient
     gradient_noise_by_hook optimizer_NoiseLater_shard optimizer_NoiseLater_task
     parameter_hook_reads_another_weight_early layer_leaves_gradients_changed layer_leaves_autocast_changed
+    late_registers_a_hook_on_its_weight
     late_works_in_place_on_the_batch late_work_in_place_on_what_is_also_the_target
     late_work_in_place_on_validation_after_copies_in_training
     layer_above_works_in_place_on_whole_part_of_list_batches layer_above_works_in_place_on_view_part_of_list_batches

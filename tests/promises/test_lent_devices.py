@@ -4,6 +4,7 @@ import _thread
 import queue
 import threading
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -343,19 +344,21 @@ def test_an_interrupt_ends_the_run_once_the_device_is_returned(devices_of):
         def forward(self, x):
             if not Interrupts.has:
                 Interrupts.has = True
+                is_planned.set()
                 _thread.interrupt_main()
             return x
 
     Interrupts.has = False
     devices = devices_of(1)
-    added = threading.Event()
+    added, is_planned = threading.Event(), threading.Event()
 
     def add():
         orchestra.add_task(task_of("second", extra=Interrupts()))
         added.set()
 
     thread = threading.Thread(target=add)
-    first = task_of("first", At({1: thread.start}), loader=batches(200))
+    calls = {1: thread.start, 100: partial(is_planned.wait, 60)}  # however slow the thread is
+    first = task_of("first", At(calls), loader=batches(200))
     orchestra = orchestra_of([first], devices)
     with pytest.raises(KeyboardInterrupt):
         orchestra.train_models()

@@ -413,6 +413,27 @@ def test_an_error_in_a_step_that_a_pause_drops_fails_nothing(tmp_path, monkeypat
     exact.assert_same_state(zoo.state(again.model), zoo.state(whole.model))
 
 
+def test_what_a_call_draws_and_writes_before_another_callback_pauses_is_saved(tmp_path):
+    class Noisy(Callback):
+        def on_step(self, report):
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.add_(1e-2 * torch.randn_like(parameter))
+
+    def noisy(*callbacks):
+        task = drawing(callbacks=[first := Noisy(), *callbacks])
+        first.model = task.model
+        return task
+
+    whole, again = noisy(), noisy()
+    found = orchestra_of([whole]).train_models().tasks["task"]
+    orchestra = orchestra_of([noisy(pauses := Pauses(5, then=lambda: orchestra.add_task(again)))], tmp_path)
+    report = orchestra.train_models().tasks["task"]
+    assert pauses.errors == []
+    assert (report.status, report.losses) == ("finished", found.losses)
+    exact.assert_same_state(zoo.state(again.model), zoo.state(whole.model))
+
+
 def test_a_name_is_free_once_the_pause_is_told(tmp_path):
     errors = []
 

@@ -1,9 +1,9 @@
-"""Units print and parse back, chains have the drawn order, a step's graph knows its critical path."""
+"""Units print and parse back, chains have the drawn order, a schedule's graph knows its critical path."""
 
 import networkx as nx
 import pytest
 
-from hydra_engine.schedule.graph import critical_path, critical_path_s, schedule_graph, step_graph, validate
+from hydra_engine.schedule.graph import critical_path, schedule_graph, validate
 from hydra_engine.schedule.units import (
     KINDS,
     Placed,
@@ -68,29 +68,6 @@ def test_training_chain_is_the_drawing(num_shards, lowest_backward, expected):
 @pytest.mark.parametrize(("num_shards", "expected"), [(1, "e0"), (2, "e0 e1"), (5, "e0 e1 e2 e3 e4")])
 def test_evaluation_chain_is_the_drawing(num_shards, expected):
     assert evaluation_chain(num_shards) == drawn(expected)
-
-
-@pytest.mark.parametrize(("num_shards", "lowest_backward"), [(1, 0), (2, 0), (5, 0), (5, 2)])
-def test_critical_path_is_the_sum_of_the_chain(num_shards, lowest_backward):
-    chain = training_chain(num_shards, lowest_backward)
-    unit_s = {node: 2.0**position for position, node in enumerate(chain)}  # every sum of some of them is another
-    graph = step_graph(chain, unit_s)
-    assert critical_path_s(graph) == sum(unit_s.values())
-    assert critical_path_s(graph) == nx.dag_longest_path_length(graph)
-
-
-def test_step_graph_is_the_chain_with_costs_on_nodes_and_out_edges():
-    chain = training_chain(3, 0)
-    unit_s = {node: float(position + 1) for position, node in enumerate(chain)}
-    graph = step_graph(chain, unit_s)
-    assert list(nx.topological_sort(graph)) == [*chain, "end"]
-    assert {node: graph.nodes[node]["seconds"] for node in chain} == unit_s
-    assert [graph.edges[edge]["weight"] for edge in nx.topological_sort(nx.line_graph(graph))] == [1, 2, 3, 4, 5]
-
-
-def test_critical_path_of_units_that_take_no_time_is_zero():
-    chain = training_chain(3, 0)
-    assert critical_path_s(step_graph(chain, dict.fromkeys(chain, 0.0))) == 0.0
 
 
 # -- schedules

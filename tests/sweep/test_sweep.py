@@ -386,8 +386,8 @@ def test_more_trials_than_dram_holds(num_trials, num_held, monkeypatch):
         most.append(len(pools))
         take(pool, *arguments)
 
-    def closed(pool):
-        give_back(pool)
+    def closed(pool, **options):
+        give_back(pool, **options)
         pools.discard(pool)
 
     class Full(Callback):

@@ -16,6 +16,7 @@ from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask,
 from hydra_engine.tasks.model_watch import ModelWatch
 from partitioners import Presharded
 from tests import reference, zoo
+from tests.refused import refused
 
 STEPS, EPOCHS = 4, 2
 
@@ -363,6 +364,44 @@ def test_a_callback_that_reads_no_model_is_called_before_the_next_step():
         loss_weight[0] += 0.1
 
     assert_as_plain(report, model, add, loss=loss)
+
+
+def exchange(a, b):
+    a.data, b.data = b.data, a.data
+
+
+def test_weights_that_are_exchanged_within_a_call_have_each_others_values():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+    plain = copy.deepcopy(model)
+    report = train(task_of(model, on_step(lambda: exchange(model[0].weight, model[2].weight))))["a"]
+    result = plainly(plain, on_step=lambda: exchange(plain[0].weight, plain[2].weight))
+    assert report.losses == result.losses
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_that_a_callback_exchanges_for_others_and_keeps_are_refused():
+    """What it keeps lies where the parameter is trained."""
+    model = model_of()
+    kept = [torch.zeros_like(each) for each in model.parameters()]
+
+    def swap():
+        for parameter, other in zip(model.parameters(), kept, strict=True):
+            exchange(parameter, other)
+
+    with refused(task="a", layer="0.weight", says="clone copy_"):
+        train(task_of(model, on_step(swap)))
+
+
+def test_gradients_of_a_callbacks_own_backward_are_dropped():
+    model = model_of()
+    loss = F.cross_entropy
+
+    def backward(model):
+        x, y = batches()[0]
+        with torch.random.fork_rng():
+            loss(model(x), y).backward()
+
+    assert_as_plain(train(task_of(model, on_step(lambda: backward(model))))["a"], model, backward)
 
 
 def test_buffers_and_weights_in_a_callback_are_those_of_its_step():
