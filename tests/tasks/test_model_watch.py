@@ -299,6 +299,20 @@ def test_what_cannot_be_taken_is_refused_by_name(what):
     assert_as_plain(reports["b"], other, CHANGES["nothing"])
 
 
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_write_past_autograd_to_a_frozen_weight_of_two_tasks_is_refused_and_a_read_is_not(is_written):
+    base = nn.Linear(8, 8).requires_grad_(False)
+    call = (lambda: base.weight.data.mul_(0.5)) if is_written else (lambda: base.weight.mul(0.5))
+    models = [nn.Sequential(base, nn.Linear(8, 3)) for _ in range(2)]
+    tasks = [task_of(model, name=name, partitioner=Presharded([2])) for model, name in zip(models, "ab", strict=True)]
+    tasks[0].callbacks = [on_step(call)]
+    reports = train(*tasks)
+    assert [reports[name].status for name in "ab"] == ["failed" if is_written else "finished", "finished"]
+    assert (
+        "wrote to parameter '0.weight', which is frozen and another task's" in str(reports["a"].error)
+    ) == is_written
+
+
 @pytest.mark.parametrize("hook", ["on_validation", "on_epoch", "on_epoch_begin"])
 def test_in_every_call(hook):
     """Also before the first epoch: freezing there leaves the parameter in the optimizer, for a later call."""
