@@ -53,7 +53,7 @@ class Replicas(Shared):
                 continue
             seen[id(value)] = value
             is_one = isinstance(value, (nn.Module, *CONTAINERS, *GENERATORS))
-            if is_own and (is_one or is_plain_object(value) or _slots(value)):
+            if is_own and (is_one or is_plain_object(value) or slots_of(value)):
                 self._bound.add(id(value))
             passes_on = is_own and not isinstance(value, _SHARED)
             if isinstance(value, Tensor) and id(value) not in self._made:
@@ -118,7 +118,7 @@ class Replicas(Shared):
             made[id(value)] = copy.deepcopy(value)
         else:
             plain = made[id(value)] = copy.copy(value)
-            for name, each in self._parts(_slots(value)).items():
+            for name, each in self._parts(slots_of(value)).items():
                 object.__setattr__(plain, name, each)
             if hasattr(plain, "__dict__"):
                 vars(plain).update(self._parts(vars(value)))
@@ -155,10 +155,10 @@ def _values(value: Any) -> Iterable[Any]:
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values(), *vars(value).values()]
     is_open = isinstance(value, (nn.Module, Tensor)) or is_plain_object(value)
-    return [*_slots(value).values(), *(vars(value).values() if is_open else ())]
+    return [*slots_of(value).values(), *(vars(value).values() if is_open else ())]
 
 
-def _slots(value: Any) -> dict[str, Any]:
+def slots_of(value: Any) -> dict[str, Any]:
     """Return what an object of Python code's has in slots."""
     kinds = [kind for kind in type(value).__mro__ if "__slots__" in vars(kind)]
     if not kinds or not _is_ordinary(type(value)):

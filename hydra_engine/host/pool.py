@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -316,10 +317,18 @@ class HostPool:
         versions = [slot.parameter._version for slot in self.layout.slots]
         return Shown(versions, num_users(self._weights))
 
-    def take_over(self, touched: Collection[int], shown: Shown) -> None:
+    def checksum(self, index: int) -> int | None:
+        """Tell a frozen weight that another task has too from what it was; None: none has it."""
+        block = self._blocks.get(index)
+        if block is None or block.num_users == sum(each is block for each in self._blocks.values()):
+            return None
+        return zlib.crc32(flat(block.weight).reshape(-1).view(torch.uint8).numpy().data)
+
+    def take_over(self, touched: Mapping[int, int | None], shown: Shown) -> None:
         """Take over weights as their user has left them between two steps.
 
-        touched: slots that may have been written to, where writes are followed. shown: how they were before that.
+        touched: slots that may have been written to, where writes are followed, with their checksums before. shown: how
+        they were before that.
         Raises ValueError where a frozen weight was written to that another task has, too, and where a parameter was
         given other memory while a tensor of its own was kept: that would have the values of the parameter.
         """
@@ -340,13 +349,14 @@ class HostPool:
             if block is None and (is_moved or is_written or slot.index in touched):
                 renewed.append(slot)
             elif block is not None and (is_moved or is_written or slot.index in touched):
-                own = sum(each is block for each in self._blocks.values())
-                if block.num_users > own and (is_moved or is_written):
+                checksum = self.checksum(slot.index)
+                if checksum is not None and (is_moved or is_written or touched[slot.index] not in (None, checksum)):
                     raise ValueError(
                         f"wrote to parameter {slot.name!r}, which is frozen and another task's, too; give this task a "
                         f"copy of its own (copy.deepcopy)"
                     )
-                block.cast_anew()
+                if checksum is None:
+                    block.cast_anew()
         self.renew(renewed)
 
     def _moved(self, shown: Shown) -> dict[int, Tensor]:

@@ -49,7 +49,8 @@ class UsersModel:
         """`secure`: waits until parameters, by slot, may change. refresh: has devices copy modules anew."""
         self._state, self._secure, self._refresh = state, secure, refresh
         model, layout = state.task.model, state.layout
-        self._watch = ModelWatch(model.__dict__["source"], model, state.task.loss_fn)
+        roots = model.__dict__["source"], model, state.task.loss_fn
+        self._watch = ModelWatch(*roots, is_recorded=model.is_converted)
         self._parameters = [slot.parameter for slot in layout.slots]
         self._trainable = [slot.index for slot in layout.trainable_slots()]
         self._buffers = [
@@ -91,7 +92,7 @@ class UsersModel:
     def _take_over(self, touched: _Touched | None, shown: Shown) -> None:
         if self.is_over:
             return
-        slots = () if touched is None else touched.end()
+        slots = {} if touched is None else touched.end()
         for parameter in self._parameters:
             parameter.grad = None  # of a backward of the call's own, as the next step's zero_grad has it
         state, has_buffers = self._state, self._take_buffers()
@@ -131,10 +132,10 @@ class _Touched(TorchFunctionMode):
 
     def __init__(self, state: TaskState, secure: Callable[[Iterable[int] | None], None]) -> None:
         super().__init__()
-        self._slots, self._masters, self._secure = state.layout.slots, state.pool.masters, secure
-        places = ((slot.parameter.data_ptr(), extent_bytes(slot.parameter), slot) for slot in self._slots)
+        self._pool, self._masters, self._secure = state.pool, state.pool.masters, secure
+        places = ((slot.parameter.data_ptr(), extent_bytes(slot.parameter), slot) for slot in state.layout.slots)
         self._spans: list[tuple[int, int, Slot]] = sorted(places, key=lambda span: span[0])
-        self._found: dict[int, None] = {}
+        self._found: dict[int, int | None] = {}  # checksums before that
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -153,18 +154,18 @@ class _Touched(TorchFunctionMode):
         while k >= 0 and place < self._spans[k][0] + self._spans[k][1]:
             index = self._spans[k][2].index
             if index not in self._found:
-                self._found[index] = None
                 self._secure([index])
+                self._found[index] = self._pool.checksum(index)
                 if index in self._masters:
                     self._masters[index].show()
             k -= 1  # an empty one, or another name of the same memory
 
-    def end(self) -> list[int]:
-        """Take over split weights that were shown, and hide them; return the slots that were touched."""
+    def end(self) -> Mapping[int, int | None]:
+        """Take over split weights that were shown, and hide them; return the slots touched, with checksums before."""
         for master in (self._masters[index] for index in self._found if index in self._masters):
             master.keep()
             master.hide()
-        return list(self._found)
+        return self._found
 
 
 # More than 15 attributes: whom it calls, with what, and how far it has come, which one lock guards.

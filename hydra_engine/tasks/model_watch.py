@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import partial
 from operator import attrgetter, eq
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
-from partitioners.reach import IN_MODULES
+from partitioners.reach import CONTAINERS, IN_MODULES, reach
+from partitioners.replicas import slots_of
 
-_CONTAINERS = (dict, OrderedDict, list, set)
 _REMEDY = "end the task there (raise StopTask) and go on with a new ModelTask of the changed model"
-MOST_COMPARED = 100  # values in a list or dict that is an attribute
 _NUMBERS = (bool, int, float, str, type(None))
 _REQUIRES_GRAD, _VERSION = attrgetter("requires_grad"), attrgetter("_version")
+_WITHOUT_ATTRIBUTES = (*CONTAINERS, OrderedDict)
 
 
 class ModelWatch:
     """Compares a model's modules with what they were: attributes, modes, hooks, `requires_grad`, and what they hold.
 
-    All attributes of a module are one comparison of the interpreter's, so that a call that changes none costs little.
+    So it does with the containers and objects that attributes lead to, however deep, each once. A comparison of two
+    dicts or lists is one of the interpreter's, so that a call that changes nothing costs little.
     """
 
-    def __init__(self, *roots: object) -> None:
-        """`roots`: modules, and objects that are none; a module's name is that within the first that holds it."""
+    def __init__(self, *roots: object, is_recorded: bool = False) -> None:
+        """`roots`: modules, and objects that are none; a module's name is that within the first that holds it.
+
+        is_recorded: the forward was recorded, with the values that its code has found in classes, closures and globals.
+        """
+        self._roots, self._is_recorded = roots, is_recorded
         self._named: dict[nn.Module, str] = {}
         for root in roots:
             for name, module in root.named_modules() if isinstance(root, nn.Module) else ():
@@ -43,12 +49,39 @@ class ModelWatch:
 
     def _note(self) -> None:
         self._types = list(map(type, self._named))
-        self._now = list(map(vars, self._named))
+        own = {id(each) for module in self._named for kind in IN_MODULES for each in vars(module)[kind].values()}
+        found: list[Any] = []  # containers, and the attributes of objects
+        reads: dict[tuple[int, str], partial[Any]] = {}  # what gives other values: in slots, globals and cells
+        self._tensors: list[Tensor] = []
+        roots = [("", root) for root in self._roots]
+        for _, value, _ in reach(*roots, copied_only=not self._is_recorded, plain=self._is_recorded):
+            if isinstance(value, _NUMBERS):
+                continue
+            if isinstance(value, CONTAINERS):
+                found.append(value)
+                if type(value) in _WITHOUT_ATTRIBUTES:
+                    continue
+            if isinstance(value, Tensor) and id(value) not in own:
+                self._tensors.append(value)
+            if isinstance(attributes := getattr(value, "__dict__", None), dict):
+                found.append(attributes)
+            if isinstance(value, nn.Module):
+                found += [vars(value)[kind] for kind in IN_MODULES]
+            elif isinstance(value, FunctionType) and self._is_recorded:
+                space = value.__globals__
+                named = [name for name in value.__code__.co_names if name in space]
+                reads |= {(id(space), name): partial(space.get, name) for name in named}
+                for cell in value.__closure__ or ():
+                    reads[id(cell), ""] = partial(getattr, cell, "cell_contents", None)
+            else:
+                reads |= {(id(value), name): partial(getattr, value, name, None) for name in slots_of(value)}
+        self._now = [each for each in found if each]
         self._then = list(map(_copied, self._now))
         # Hooks and the like: most are empty, and looked at all together.
-        self._empty = [value for now in self._now for value in now.values() if type(value) in _CONTAINERS and not value]
+        self._empty = [each for each in found if not each]
+        self._reads = list(reads.values())
+        self._was_read = [read() for read in self._reads]
         self._flags = self._trained()
-        self._tensors = [value for now in self._now for value in now.values() if isinstance(value, Tensor)]
         self._versions = list(map(_VERSION, self._tensors))
 
     def _trained(self) -> list[bool]:
@@ -62,6 +95,7 @@ class ModelWatch:
         """Return True, once, if anything is not as it was. Raises ValueError for what cannot be taken, by name."""
         try:
             is_same = all(map(eq, self._now, self._then)) and not any(self._empty)
+            is_same = is_same and self._was_read == [read() for read in self._reads]
         except Exception:  # a tensor took another one's place, and the two do not compare
             is_same = False
         is_same = is_same and self._types == list(map(type, self._named)) and self._flags == self._trained()
@@ -126,10 +160,9 @@ def _is_kept(before: Any, now: Any) -> bool:
     return isinstance(now, Tensor) and (now.shape, now.dtype) == (before.shape, before.dtype)
 
 
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A module's attributes; containers anew but for empty ones and large ones, slow to compare."""
-    found = dict(attributes)
-    for name, value in attributes.items():
-        if type(value) in _CONTAINERS and 0 < len(value) <= MOST_COMPARED:
-            found[name] = copy.copy(value)
-    return found
+def _copied(container: Any) -> Any:
+    """A copy of a container's own contents: a class of the user's may look them up otherwise."""
+    if isinstance(container, dict):
+        return dict(dict.items(container))
+    kind: Any = next(each for each in CONTAINERS if isinstance(container, each))
+    return kind.copy(container)

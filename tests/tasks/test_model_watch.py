@@ -2,6 +2,8 @@
 
 import copy
 import ctypes
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +21,11 @@ from tests.refused import refused
 STEPS, EPOCHS = 4, 2
 
 
+@dataclass(slots=True)
+class Slotted:
+    alpha: float = 1.0
+
+
 class Gated(nn.Module):
     """With all kinds of attributes."""
 
@@ -29,9 +36,13 @@ class Gated(nn.Module):
         self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
         self.register_buffer("scale", torch.ones(8))
         self.table = torch.ones(8)
+        self.config = SimpleNamespace(
+            slotted=Slotted(), nested={"x": [{"y": 1.0}]}, many=dict.fromkeys(range(150), 1.0)
+        )
 
     def forward(self, x):
         y = self.norm(self.linear(x)) * self.gate * self.frozen * self.scale * self.table * self.options["slope"]
+        y = y * self.config.slotted.alpha * self.config.nested["x"][0]["y"] * self.config.many[3]
         return y if self.extra is None else y + self.extra
 
 
@@ -41,9 +52,17 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b, self.drop, self.gate = nn.Linear(8, 8), nn.Linear(8, 3), nn.Dropout(0.2), 1.0
+        self.config = SimpleNamespace(alpha=1.0)
 
     def forward(self, x):
-        return self.b(self.drop(torch.tanh(self.a(x)) * self.gate))
+        return self.b(self.drop(torch.tanh(self.a(x)) * self.gate * self.config.alpha * scaled(FACTORS["all"])))
+
+
+FACTORS, FACTOR = {"all": 1.0}, 1.0
+
+
+def scaled(value):
+    return value * FACTOR
 
 
 def model_of():
@@ -111,6 +130,10 @@ CHANGES = {
     "none": lambda m: setattr(m[2], "extra", torch.ones(8)),
     "dict": lambda m: m[2].options.update(slope=0.2),
     "list": lambda m: m[2].history.append(1),
+    "dict of many": lambda m: m[2].config.many.update({3: m[2].config.many[3] * 0.5}),
+    "nested dict": lambda m: m[2].config.nested["x"][0].update(y=m[2].config.nested["x"][0]["y"] * 0.5),
+    "slots": lambda m: setattr(m[2].config.slotted, "alpha", m[2].config.slotted.alpha * 0.5),
+    "object": lambda m: setattr(m[2].config, "nested", {"x": [{"y": 2.0}]}),
     "tensor": lambda m: setattr(m[2], "table", torch.full((8,), 2.0)),
     "tensor in place": lambda m: m[2].table.mul_(2),
     "eval": lambda m: m.eval(),
@@ -196,14 +219,22 @@ OF_NET = {
     "attribute": lambda m: setattr(m, "gate", m.gate + 0.5),
     "eval": lambda m: m.eval(),
     "freeze": lambda m: m.a.requires_grad_(False),
+    "object": lambda m: setattr(m.config, "alpha", m.config.alpha * 0.5),
+    "in a global": lambda m: FACTORS.update(all=FACTORS["all"] * 0.5),
+    "global": lambda m: globals().update(FACTOR=FACTOR * 0.5),
 }
 
 
 @pytest.mark.parametrize("what", OF_NET)
-def test_a_forward_that_was_recorded_is_recorded_again(what):
-    model = net_of()
+def test_a_forward_that_was_recorded_is_recorded_again(what, monkeypatch):
+    def made():
+        monkeypatch.setitem(FACTORS, "all", 1.0)
+        monkeypatch.setitem(globals(), "FACTOR", 1.0)
+        return net_of()
+
+    model = made()
     task = task_of(model, on_step(lambda: OF_NET[what](model)), partitioner=Presharded([1, 2]))
-    assert_as_plain(train(task)["a"], model, OF_NET[what], net_of)
+    assert_as_plain(train(task)["a"], model, OF_NET[what], made)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
@@ -211,13 +242,13 @@ def test_a_loss_may_read_what_a_callback_sets(num_devices):
     class Weighted(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight = 0.0
+            self.config = SimpleNamespace(weight=0.0)
 
         def forward(self, output, target):
-            return F.cross_entropy(output, target) + self.weight * output.pow(2).mean()
+            return F.cross_entropy(output, target) + self.config.weight * output.pow(2).mean()
 
     def anneal(loss):
-        loss.weight += 0.1
+        loss.config.weight += 0.1
 
     loss, plain, model = Weighted(), Weighted(), model_of()
     task = task_of(model, on_step(lambda: anneal(loss)))
@@ -266,6 +297,20 @@ def test_what_cannot_be_taken_is_refused_by_name(what):
     assert "a: its callback Calls, in on_step," in reports["a"].error
     assert text in reports["a"].error
     assert_as_plain(reports["b"], other, CHANGES["nothing"])
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_write_past_autograd_to_a_frozen_weight_of_two_tasks_is_refused_and_a_read_is_not(is_written):
+    base = nn.Linear(8, 8).requires_grad_(False)
+    call = (lambda: base.weight.data.mul_(0.5)) if is_written else (lambda: base.weight.mul(0.5))
+    models = [nn.Sequential(base, nn.Linear(8, 3)) for _ in range(2)]
+    tasks = [task_of(model, name=name, partitioner=Presharded([2])) for model, name in zip(models, "ab", strict=True)]
+    tasks[0].callbacks = [on_step(call)]
+    reports = train(*tasks)
+    assert [reports[name].status for name in "ab"] == ["failed" if is_written else "finished", "finished"]
+    assert (
+        "wrote to parameter '0.weight', which is frozen and another task's" in str(reports["a"].error)
+    ) == is_written
 
 
 @pytest.mark.parametrize("hook", ["on_validation", "on_epoch", "on_epoch_begin"])
