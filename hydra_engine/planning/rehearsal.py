@@ -160,6 +160,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
                 raise LayerFault(f"a layer {writes(self._slots[index].name)}")
 
 
+# More than 15 attributes: what it has seen of attributes, of the batch, of buffers and of parameters.
 class _Onlooker:
     """Looks on while units run: the executor's inspector."""
 
