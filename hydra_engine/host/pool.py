@@ -113,7 +113,7 @@ class Gradients:
         return gradient
 
 
-# Past 300 lines: one memory, opened, kept, shown to its user, taken over and given back, which has to be undone in order.
+# Past 300 lines: one memory is opened, kept, shown to its user, taken over and given back, to be undone in order.
 class HostPool:
     """Owns the weights, gradients and buffers of one task while it trains.
 
