@@ -78,7 +78,6 @@ UNSEEN = """
     late_registers_a_hook_on_its_weight
     late_works_in_place_on_the_batch late_work_in_place_on_what_is_also_the_target
     late_work_in_place_on_validation_after_copies_in_training
-    layer_above_works_in_place_on_whole_part_of_list_batches layer_above_works_in_place_on_view_part_of_list_batches
     late_layer_above_works_in_place_on_whole_part_of_list_batches
     late_layer_above_works_in_place_on_view_part_of_list_batches
 """

@@ -261,11 +261,11 @@ def test_the_likely_rule_follows_from_the_first_run_that_differs(run, what, begi
 
 
 # Of what no check sees, those that change no result within a few steps.
-LATE = ("forward_that_sets_a_gradient", "attribute_of_Numbering", "late_registers_a_hook_on_its_weight")
+LATE = ("forward_that_sets_a_gradient", "attribute_of_Numbering", "late_")
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", [name for name in UNSEEN.split() if name not in LATE])
+@pytest.mark.parametrize("name", [name for name in UNSEEN.split() if not name.startswith(LATE)])
 def test_what_no_check_sees_is_named(name):
     found, _ = verified(name)
     assert not found.is_same
