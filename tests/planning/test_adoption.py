@@ -507,6 +507,7 @@ class TestInAFolder:
     def planned(self, tmp_path, num_rehearsals, monkeypatch):
         """Train, take the last checkpoint away, and let go of all but the files."""
         monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # tests in parallel have none
+        adoption._program.cache_clear()
         orchestra_of(task_of("first"), checkpoint_dir=tmp_path, checkpoint_every=2).train_models()
         newest = max(tmp_path.glob("checkpoint-*"))
         newest.unlink()
