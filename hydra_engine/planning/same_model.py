@@ -64,7 +64,8 @@ def check_converted(model: Model, inputs: Any, num_samples: int, *, training: bo
             _put_back([source, *model._modules.values()]),
             torch.set_grad_enabled(training),
             installed(Stream(state)),
-            Redirected(draws := TaskGenerator(state.torch)),  # another thread may draw, too
+            # Another thread may draw, too. What the forward seeds is what it draws from.
+            Redirected(draws := TaskGenerator(state.torch), with_functions=True),
         ):
             for each in modules if not training else ():
                 each.training = False  # not by its eval(), which may write to its weights
