@@ -434,6 +434,7 @@ def seed_others():
     np.random.seed(7)
 
 
+@pytest.mark.net
 @pytest.mark.parametrize(
     ("make", "named"),
     [
