@@ -59,7 +59,7 @@ class HostWork:
         self._planner = ThreadPoolExecutor(1, "hydra-planner", torch.set_num_threads, (common.host.intra_op_threads,))
         # Apart from both: what it makes is waited for by the updates of the pool.
         self._ahead = ThreadPoolExecutor(1, "hydra-states", torch.set_num_threads, (common.host.intra_op_threads,))
-        self._next_trim_s = TRIM_INTERVAL_S
+        self._next_trim_s = 0.0
 
     def instructions(self) -> dict[type, Callable[..., None]]:
         return {
@@ -191,9 +191,9 @@ class HostWork:
     def _committed(self, task: RunningTask, instruction: Commit) -> Event:
         event = commit(task, self._common.events.put, training_step=instruction.training)
         now_s = self._common.trace.now_s()
-        # Give back what the C library keeps of freed memory: tens of MB for each thread.
+        # Give back what the C library keeps of freed memory: tens of MB for each thread, and most of it in the first steps.
         if instruction.training and now_s >= self._next_trim_s:
-            self._next_trim_s = now_s + TRIM_INTERVAL_S
+            self._next_trim_s = now_s + min(max(now_s, 0.1), TRIM_INTERVAL_S)
             return_free_memory()
         return event
 

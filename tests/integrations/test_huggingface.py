@@ -573,7 +573,7 @@ def test_gradient_checkpointing_of_a_model_with_layers_by_hand_is_switched_off_w
     plain = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="LlamaForCausalLM"):
         layers = sequential(model)
-    assert not isinstance(layers, Model)
+    assert layers.is_by_hand
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     train_both(model, "LlamaForCausalLM", plain)  # without a second word
 
