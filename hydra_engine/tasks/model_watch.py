@@ -9,6 +9,7 @@ from operator import attrgetter, eq
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from partitioners.reach import CONTAINERS, IN_MODULES, reach
@@ -136,7 +137,8 @@ def plain_attributes(*roots: object) -> dict[tuple[int, str, str], Any]:
     found: dict[tuple[int, str, str], Any] = {}
     for k, root in enumerate(roots):
         for name, module in root.named_modules() if isinstance(root, nn.Module) else ():
-            values = {n: value for n, value in vars(module).items() if type(value) in _NUMBERS}
+            own = vars(module).items()
+            values = {n: each for n, each in own if type(each) in _NUMBERS or isinstance(each, (np.number, np.bool_))}
             values |= {n: each.requires_grad for n, each in module._parameters.items() if each is not None}
             found |= {(k, name, attribute): value for attribute, value in values.items()}
     return found

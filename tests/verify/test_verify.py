@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -183,6 +184,29 @@ def test_what_a_callback_keeps_is_there_after_a_resume_if_it_has_a_state_dict(ha
     assert [first_difference(found, run) for run in (WHOLE, CUT)] == [None, None]
     resumed = first_difference(found, RESUMED)
     assert resumed is None if has_state else resumed[:2] == (4, "loss")
+
+
+@pytest.mark.parametrize("number", [float, np.float32])
+def test_a_number_that_a_callback_changes_in_a_layer_is_there_after_a_resume(number):
+    class Scales(nn.Linear):
+        scale = number(1)
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    class Anneals(Callback):
+        def __init__(self, layer):
+            self.layer = layer
+
+        def on_step(self, report):
+            self.layer.scale = number(self.layer.scale * 0.9)
+
+    def make():
+        model = nn.Sequential(nn.Linear(6, 6), Scales(6, 3))
+        return task(model=model, callbacks=[Anneals(model[1])])
+
+    found = verify(make, steps=4)
+    assert found.is_same, str(found)
 
 
 def test_what_the_engine_refuses_is_told_with_its_message():
