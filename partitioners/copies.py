@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from partitioners.boundary import Boundary
@@ -113,6 +114,46 @@ class FakeCopies(Copies):
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         return self._parameter(tensor, tensor.dtype).requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def fakes_taken_back(layer: nn.Module) -> Iterator[None]:
+    """Put back what a copy of a layer, run on fake tensors, has left of them with its user.
+
+    They are in closures, classes and globals, and in the dicts, lists and objects that these lead to.
+    """
+    held: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = []
+    for _, value, is_copied in reach(("", layer), plain=True):
+        if isinstance(value, FunctionType):
+            space = value.__globals__
+            names = [name for name in value.__code__.co_names if isinstance(space.get(name), Tensor)]
+            held += [(partial(space.get, name), partial(space.__setitem__, name)) for name in names]
+            cells = value.__closure__ or ()
+            held += [(partial(getattr, c, "cell_contents", None), partial(setattr, c, "cell_contents")) for c in cells]
+        elif isinstance(value, nn.Module):
+            for kind in type(value).__mro__:
+                names = [name for name, each in vars(kind).items() if isinstance(each, Tensor)]
+                held += [(partial(vars(kind).get, name), partial(setattr, kind, name)) for name in names]
+        elif not is_copied and isinstance(value, list):
+            held.append((partial(list, value), partial(value.__setitem__, slice(None))))
+        elif not is_copied and isinstance(space := value if isinstance(value, dict) else _attributes(value), dict):
+            held.append((partial(dict, space), partial(_fill, space)))
+    before = [get() for get, _ in held]
+    try:
+        yield
+    finally:
+        for (get, put), old in zip(held, before, strict=True):
+            if any(isinstance(each, FakeTensor) for each in pytree.tree_leaves(get())):
+                put(old)
+
+
+def _attributes(value: Any) -> Any:
+    return getattr(value, "__dict__", None)
+
+
+def _fill(space: dict[Any, Any], contents: dict[Any, Any]) -> None:
+    space.clear()
+    space.update(contents)
 
 
 class _Float32Loss(nn.Module):

@@ -25,7 +25,7 @@ from torch.profiler import profile as profiler
 from torch.utils import _pytree as pytree
 
 from partitioners.boundary import Boundary, UnfitTensor, fingerprint
-from partitioners.copies import Copies, FakeCopies
+from partitioners.copies import Copies, FakeCopies, fakes_taken_back
 from partitioners.cost import LayerCost
 from partitioners.measure import STATED_RATES, Rates, Work, count, count_evaluation, run_once, timed
 from partitioners.meter import MemoryMeter
@@ -288,7 +288,7 @@ class _Profiler:
             kernels = nullcontext() if self._place.type == "cpu" else GpuKernels()
             # Fake tensors bring their mode along. It is not entered: what a layer makes from nothing and keeps for the
             # next call, in a cache of masks or positions, has to be real.
-            with kernels, _QUIET:
+            with kernels, _QUIET, fakes_taken_back(layer):
                 try:
                     work = self._work(self._fake, layer, loss_fn)
                     fields, output = self._count_work(work, self._fake.value, self._rates)

@@ -307,6 +307,17 @@ def counter_in_a_closure():
     return around(Closing())
 
 
+@recipe
+def hook_keeps_a_running_mean_in_a_dict():
+    seen = {"mean": torch.zeros(8)}
+
+    def center(module, entered, output):
+        seen["mean"] = 0.9 * seen["mean"] + 0.1 * output.detach().mean(0)
+        return output - seen["mean"]
+
+    return around(hooked(nn.Linear.register_forward_hook, center), expect="refused")
+
+
 class Caching(Base):
     last = None
 

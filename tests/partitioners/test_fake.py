@@ -239,3 +239,42 @@ def test_the_allocator_sees_no_less_than_the_meter(architecture):
     for peak in layer_peaks(*architecture):
         assert peak.allocated_bytes >= peak.metered_bytes > 0, peak
         assert peak.reserve_bytes == peak.allocated_bytes - peak.metered_bytes
+
+
+MEAN = torch.zeros(4)
+
+
+class Kept:
+    mean = torch.zeros(4)
+
+
+@pytest.mark.parametrize("place", ["closure", "global", "class", "object", "dict", "list"])
+def test_no_fake_tensor_is_left_where_a_layer_keeps_what_it_has_seen(place):
+    closed, kept, table, record = torch.zeros(4), Kept(), {"mean": torch.zeros(4)}, []
+
+    class Layer(nn.Module):
+        mean = torch.zeros(4)
+
+        def forward(self, x):
+            nonlocal closed
+            global MEAN
+            now = x.detach().mean(0)
+            if place == "closure":
+                closed = closed + now
+            elif place == "global":
+                MEAN = MEAN + now
+            elif place == "class":
+                Layer.mean = Layer.mean + now
+            elif place == "object":
+                kept.mean = kept.mean + now
+            elif place == "dict":
+                table["mean"], table["last"] = table["mean"] + now, now
+            else:
+                record.append(now)
+            return x * 1
+
+    profile([Layer(), nn.Linear(4, 2)], torch.ones(3, 4), torch.ones(3, 2), F.mse_loss, time_layers=False)
+    assert record == []
+    assert table.keys() == {"mean"}
+    for tensor in (closed, MEAN, Layer.mean, kept.mean, table["mean"]):
+        assert torch.equal(tensor, torch.zeros(4))
