@@ -89,7 +89,7 @@ class UserDraws:
         mode = None if self._is_alone else TaskGenerator(stream.state.torch)
         beside = GLOBAL_GENERATORS.beside(stream, self.drawn, self._moved)
         try:
-            with self._apart(stream, is_call) if is_apart else beside, Redirected(mode, with_functions=True):
+            with self._apart(stream, is_call) if is_apart else beside, Redirected(mode):
                 yield
         finally:
             if mode is not None:
@@ -117,7 +117,7 @@ class UserDraws:
 @contextmanager
 def drawing_apart() -> Iterator[None]:
     """Run user code of no stream: what it draws from torch moves nothing."""
-    with Redirected(TaskGenerator(ask(_GLOBAL.get_state)), with_functions=True):
+    with Redirected(TaskGenerator(ask(_GLOBAL.get_state))):
         yield
 
 
@@ -144,7 +144,6 @@ class _Here(threading.local):
     """The generator of this thread, as `Redirected` has it."""
 
     mode: TaskGenerator | None = None
-    with_functions = False
 
 
 _HERE = _Here()
@@ -154,23 +153,22 @@ class Redirected:
     """Sends the body's draws, in this thread, to a task's generator; None: to the process's.
 
     The mode sees only operations that may draw: as a dispatch mode of the whole body it would make all others slow.
+    `torch.manual_seed`, `torch.get_rng_state` and the like mean the task's generator, too.
     """
 
-    def __init__(self, mode: TaskGenerator | None, *, with_functions: bool = False) -> None:
-        """with_functions: `torch.manual_seed`, `torch.get_rng_state` and the like mean the task's generator, too."""
-        self._here = mode, with_functions
-        self._outer: tuple[TaskGenerator | None, bool] = None, False
+    def __init__(self, mode: TaskGenerator | None) -> None:
+        self._mode = mode
+        self._outer: TaskGenerator | None = None
 
     def __enter__(self) -> TaskGenerator | None:
         key = _registered()
         _USERS.add(1)
-        self._outer = _HERE.mode, _HERE.with_functions
-        _HERE.mode, _HERE.with_functions = self._here
+        self._outer, _HERE.mode = _HERE.mode, self._mode
         torch._C._dispatch_tls_set_dispatch_key_included(key, _HERE.mode is not None)
         return _HERE.mode
 
     def __exit__(self, *exc: object) -> None:
-        _HERE.mode, _HERE.with_functions = self._outer
+        _HERE.mode = self._outer
         torch._C._dispatch_tls_set_dispatch_key_included(_THE_KEY, _HERE.mode is not None)
         _USERS.add(-1)
 
@@ -182,8 +180,7 @@ class _ByThread:
     """Stands for the global generator in torch's functions: that of the thread that asks, or itself."""
 
     def __getattr__(self, name: str) -> Any:
-        mode = _HERE.mode if _HERE.with_functions else None
-        return getattr(_GLOBAL if mode is None else mode.generator, name)
+        return getattr(_GLOBAL if _HERE.mode is None else _HERE.mode.generator, name)
 
 
 class _Users:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from partitioners.boundary import extent, extent_bytes
+from partitioners.reach import reach
 
 # The CPU's kernels, and so the bits, depend on operands' addresses modulo these bytes: copies keep it. torch's
 # allocator starts storages at multiples of it; views, and what lies in a mapped file, begin elsewhere.
@@ -112,3 +114,36 @@ def copy_of_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     )
     place[...] = array
     return place
+
+
+def kept_by(tensor: Tensor, *roots: tuple[str, object]) -> str | None:
+    """Return the path to what shares memory with a tensor, in what these objects hold; None: nothing does."""
+    own = _array(tensor)
+    if own is None:
+        return None
+    found = ((path, _array(value)) for path, value, _ in reach(*roots))
+    return next((path for path, other in found if other is not None and _share_memory(own, other)), None)
+
+
+def _array(value: Any) -> np.ndarray[Any, Any] | None:
+    """Return the memory of an array, or of a tensor as NumPy takes it, which reads none of it; None: it has none."""
+    if not isinstance(value, Tensor):
+        return value if isinstance(value, np.ndarray) else None
+    if value.layout != torch.strided or value.device.type != "cpu" or not value.numel() or not value.data_ptr():
+        return None
+    size = value.element_size()
+    interface = {
+        "version": 3,
+        "typestr": f"|V{size}",
+        "data": (value.data_ptr(), True),
+        "shape": tuple(value.shape),
+        "strides": tuple(stride * size for stride in value.stride()),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+def _share_memory(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    try:
+        return np.shares_memory(a, b, max_work=1_000_000)  # type: ignore[arg-type]  # any int
+    except np.exceptions.TooHardError:
+        return True
