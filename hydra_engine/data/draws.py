@@ -46,8 +46,7 @@ class UserDraws:
     """Sends what one kind of a task's user code draws to the task's stream: its loader, `split=`, its callbacks.
 
     The first calls have the process-wide generators to themselves, with the task's states installed; so have all later
-    ones once `random` or `numpy.random` has moved in one. Later draws there are the task's only where nothing else
-    draws.
+    ones once `random` or `numpy.random` has moved in one of the first. Later draws there are the process's.
     """
 
     def __init__(self, name: str, *, alone: bool = False) -> None:
@@ -56,7 +55,6 @@ class UserDraws:
         self._is_alone = alone
         self._num_calls: Counter[str] = Counter()  # by what is called
         self._moved: set[str] = set()  # generators that moved, not in a call's own turn
-        self._last: tuple[int, RandomState] | None = None  # the last turn's thread, and the states outside of it
         self.drawn: set[str] = set()  # which of `random` and `numpy.random` it was seen to draw from
 
     @property
@@ -87,9 +85,8 @@ class UserDraws:
         self._num_calls[what] += 1
         is_apart = not is_last and (self._is_alone or bool(self.drawn) or self._num_calls[what] <= NUM_WATCHED)
         mode = None if self._is_alone else TaskGenerator(stream.state.torch)
-        beside = GLOBAL_GENERATORS.beside(stream, self.drawn, self._moved)
         try:
-            with self._apart(stream, is_call) if is_apart else beside, Redirected(mode):
+            with self._apart(stream, is_call) if is_apart else self._beside(), Redirected(mode):
                 yield
         finally:
             if mode is not None:
@@ -97,21 +94,27 @@ class UserDraws:
 
     @contextmanager
     def _apart(self, stream: Stream, is_call: bool) -> Iterator[None]:
-        before, thread, outside = stream.state, threading.get_ident(), None
+        before = stream.state
         try:
             # Another task's loader may hang in its turn, which is no matter to a callback that draws nothing.
             patience_s = MOST_S if is_call and not self.drawn else None
-            with GLOBAL_GENERATORS.turn(stream, may_end=is_call, patience_s=patience_s) as turn:
-                outside = turn.outside
+            with GLOBAL_GENERATORS.turn(stream, may_end=is_call, patience_s=patience_s):
                 yield
         finally:
             moved = before.moved(stream.state)
             self.drawn |= moved - {TORCH}
             if not self._is_alone:  # else it is this code's, in whatever thread
                 self._moved |= moved & {TORCH}
-            if self._last is not None and outside is not None and self._last[0] == thread:
-                self._moved |= {TORCH, *self.drawn} & self._last[1].moved(outside)
-            self._last = None if outside is None else (thread, outside)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        before = GLOBAL_GENERATORS.outside()
+        try:
+            yield
+        finally:
+            now = GLOBAL_GENERATORS.outside()
+            if before is not None and now is not None:
+                self._moved |= before.moved(now)
 
 
 @contextmanager
