@@ -164,10 +164,11 @@ class Redirected:
         self._outer: TaskGenerator | None = None
 
     def __enter__(self) -> TaskGenerator | None:
-        key = _registered()
+        if not _KNOWN:
+            register_draws()
         _USERS.add(1)
         self._outer, _HERE.mode = _HERE.mode, self._mode
-        torch._C._dispatch_tls_set_dispatch_key_included(key, _HERE.mode is not None)
+        torch._C._dispatch_tls_set_dispatch_key_included(_THE_KEY, _HERE.mode is not None)
         return _HERE.mode
 
     def __exit__(self, *exc: object) -> None:
@@ -215,13 +216,6 @@ def _leave_in_child() -> None:
 os.register_at_fork(after_in_child=_leave_in_child)
 
 
-def _registered() -> Any:
-    """The key, with a kernel for every operation that draws; made when it is first needed, for the whole process."""
-    if not _KNOWN:
-        register_draws()
-    return _THE_KEY
-
-
 def register_draws() -> None:
     """Register a kernel for every operation that draws, also of libraries that were imported since the last time."""
     with _REGISTERING:
@@ -248,7 +242,7 @@ def _register(full_name: str) -> None:
     if with_generator(op) is not None or not has_parts:
         if space not in _LIBRARIES:
             _LIBRARIES[space] = _LIBRARY(space, "IMPL")
-        _LIBRARIES[space].impl(name, _kernel(op, _THE_KEY), _KEY)
+        _LIBRARIES[space].impl(name, _kernel(op), _KEY)
 
 
 _THE_KEY: Any = torch._C._parse_dispatch_key(_KEY)
@@ -258,19 +252,19 @@ _LIBRARIES: dict[str, Any] = {}  # by namespace; torch forgets the kernels with 
 _KNOWN: set[str] = set()  # names of operations that were looked at
 
 
-def _kernel(op: Any, key: Any) -> Callable[..., Any]:
+def _kernel(op: Any) -> Callable[..., Any]:
     include = torch._C._dispatch_tls_set_dispatch_key_included
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         mode, generator = _HERE.mode, kwargs.get("generator")
         is_own = isinstance(generator, torch.Generator) and generator._cdata != _GLOBAL._cdata  # type: ignore[attr-defined]
-        include(key, False)
+        include(_THE_KEY, False)
         try:
             if mode is None or is_own:
                 return op(*args, **kwargs)
             with mode:
                 return op(*args, **kwargs)
         finally:
-            include(key, True)
+            include(_THE_KEY, True)
 
     return draw

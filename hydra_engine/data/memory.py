@@ -15,6 +15,8 @@ from partitioners.reach import reach
 # The CPU's kernels, and so the bits, depend on operands' addresses modulo these bytes: copies keep it. torch's
 # allocator starts storages at multiples of it; views, and what lies in a mapped file, begin elsewhere.
 ALIGNMENT_BYTES = 64
+# With more work than this to find out, two arrays are taken to share memory.
+_MOST_WORK: Any = 1_000_000  # any int, which NumPy's annotation does not say
 
 
 def residue(tensor: Tensor) -> int:
@@ -121,8 +123,9 @@ def kept_by(tensor: Tensor, *roots: tuple[str, object]) -> str | None:
     own = _array(tensor)
     if own is None:
         return None
-    found = ((path, _array(value)) for path, value, _ in reach(*roots))
-    return next((path for path, other in found if other is not None and _share_memory(own, other)), None)
+    arrays = ((path, _array(value)) for path, value, _ in reach(*roots))
+    shared = (path for path, other in arrays if other is not None and np.may_share_memory(own, other, _MOST_WORK))
+    return next(shared, None)
 
 
 def _array(value: Any) -> np.ndarray[Any, Any] | None:
@@ -140,10 +143,3 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
         "strides": tuple(stride * size for stride in value.stride()),
     }
     return np.asarray(SimpleNamespace(__array_interface__=interface))
-
-
-def _share_memory(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
-    try:
-        return np.shares_memory(a, b, max_work=1_000_000)  # type: ignore[arg-type]  # any int
-    except np.exceptions.TooHardError:
-        return True
