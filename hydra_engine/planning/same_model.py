@@ -65,7 +65,7 @@ def check_converted(model: Model, inputs: Any, num_samples: int, *, training: bo
             torch.set_grad_enabled(training),
             installed(Stream(state)),
             # Another thread may draw, too. What the forward seeds is what it draws from.
-            Redirected(draws := TaskGenerator(state.torch), with_functions=True),
+            Redirected(draws := TaskGenerator(state.torch)),
         ):
             for each in modules if not training else ():
                 each.training = False  # not by its eval(), which may write to its weights

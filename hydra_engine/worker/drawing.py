@@ -29,7 +29,7 @@ class Drawing:
         if self.locked:  # in a backward, too, which may run a forward again
             with ExitStack() as entered:
                 entered.enter_context(installed(Stream(self.state)))
-                entered.enter_context(Redirected(self._mode, with_functions=True))
+                entered.enter_context(Redirected(self._mode))
                 self._locks = entered.pop_all()
         return self
 
