@@ -17,6 +17,7 @@ from hydra_engine.data.position import (
     TaskPosition,
     epoch_start,
     kept_iterators,
+    numbers_of,
     position_of,
     restore,
     restore_between,
@@ -156,6 +157,7 @@ class Epochs:
         self._last = start  # the last position, where they are kept
         self._first = start  # the one before all, once its loader was read
         self._held: list[Any] = []  # iterators of the loader's, as the epoch began
+        self._unread: dict[str, Any] | None = None  # numbers of the loader's, before the first batch
         self._asked_at = stream.state  # the stream, when the last item was asked for
         self._goal: _Goal | None = None  # to go back to before the next item
         self._items = self._sequence(start)
@@ -281,6 +283,8 @@ class Epochs:
             self._task.dataloader.begin_anew()  # wherever another task, or a plan, has left it
         if not self._keeps_positions:
             return None
+        if self._unread is None:
+            self._unread = numbers_of(self._training.loader)
         self._held = kept_iterators(self._training.loader) if num_steps else []
         return epoch_start(self._training.loader, self.stream)
 
@@ -293,6 +297,7 @@ class Epochs:
             was_open = start.num_evaluations > 0
             message = restore_between(validation, self.stream, start.validation, was_open=was_open)
             told += [] if message is None else [message]
+        self._unread = numbers_of(self._training.loader)
         with nullcontext() if self.lead is None else self.lead.over(start.epoch, start.loader.own["passes"]):
             iterator, messages = restore(self._training.loader, self.stream, start.loader)
         self._held = kept_iterators(self._training.loader) if start.loader.keeps_iterator else []
@@ -308,7 +313,7 @@ class Epochs:
         self._last = TaskPosition(
             num_steps=num_steps,
             epoch=epoch,
-            loader=position_of(task.dataloader, self.stream, began, num_batches, self._held),
+            loader=position_of(task.dataloader, self.stream, began, num_batches, self._held, self._unread),
             validation=() if task.validation is None else states_of(task.validation),
             num_evaluations=self._num_evaluations,
             num_evaluated=self._num_evaluated,

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import IOBase
+from itertools import islice
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,6 +27,9 @@ from hydra_engine.data.streams import RandomState, Stream, capture, copied, inst
 from hydra_engine.system import begin_workers
 
 _MISSING = object()
+_NUMBERS = (bool, int, float)
+_MOST_NUMBERS = 64  # of a list, the first ones
+_MOST_SHOWN = 40  # characters of them
 _WORKERS = "has workers that may draw, and drew in earlier epochs as well"
 _KEPT = (
     "the loader keeps one iterator over all epochs, whose place in the data is not known, so that this epoch may miss "
@@ -59,6 +64,7 @@ class LoaderPosition:
     generators: tuple[Any, ...]
     own: Any = None  # its state dict, if it has one
     keeps_iterator: bool = False  # that gave batches of an epoch before, too
+    moved: Mapping[str, Any] = field(default_factory=dict)  # what `numbers_of` had otherwise before the first batch
 
     def to_state(self) -> dict[str, Any]:
         """Return it as a nested state, which a checkpoint takes."""
@@ -87,10 +93,12 @@ def position_of(
     start: EpochStart,
     num_batches: int,
     held: Sequence[Any] = (),
+    unread: Mapping[str, Any] | None = None,
 ) -> LoaderPosition:
     """Return a loader's position, right after a batch was read: a state dict knows no earlier one.
 
     held: `kept_iterators` as the epoch began. One that is still there gives batches of this epoch, too.
+    unread: `numbers_of` before the first batch of all.
     """
     own = None
     if isinstance(loader, AdaptiveDataLoader):  # whose states hold nothing that changes
@@ -105,6 +113,7 @@ def position_of(
         generators=states_of(loader),
         own=own,
         keeps_iterator=any(each is other for each in held for other in now),
+        moved={} if unread is None or own is not None else _moved(unread, numbers_of(loader)),
     )
 
 
@@ -129,6 +138,10 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iter
         doubt = _told(doubt)
     elif position.num_batches and position.own is None and _is_out_of_order(loader):
         doubt = _OUT_OF_ORDER
+    elif changed := _moved(numbers_of(loader), position.moved):
+        name, value = next(iter(changed.items()))
+        here, saved = (str(each)[:_MOST_SHOWN] for each in (numbers_of(loader).get(name), value))
+        doubt = _told(f"has {name} = {here} here, and had {saved} as it was saved")
     effect = "the program's counts"
     if position.num_batches:
         effect += (
@@ -236,6 +249,25 @@ def _traits(loader: Any) -> dict[str, Any]:
         found["samples"] = len(samples)
     plain = (bool, int, str, type(None))  # a checkpoint takes these
     return {name: value if type(value) in plain else repr(value) for name, value in found.items()}
+
+
+def numbers_of(loader: Any) -> dict[str, Any]:
+    """Return the numbers that a loader holds in attributes, and lists of them, such as a sampler's count of epochs."""
+    found: dict[str, Any] = {}
+    for holder in (loader, *held_by(loader)):
+        for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
+            if type(value) in (list, deque):
+                first = list(islice(value, _MOST_NUMBERS))
+                value = repr(first) if all(type(each) in _NUMBERS for each in first) else None
+            # Torch's loaders note in those with an underscore what they have warned of.
+            if type(value) in (*_NUMBERS, str) and not (isinstance(holder, DataLoader) and name.startswith("_")):
+                found[f"{type(holder).__name__}.{name}"] = value
+    return found
+
+
+def _moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `now` that were otherwise before."""
+    return {name: value for name, value in now.items() if name not in before or before[name] != value}
 
 
 def _changes(saved: Mapping[str, Any], traits: Mapping[str, Any]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from hydra_engine.data.position import (
     LoaderPosition,
     epoch_start,
     kept_iterators,
+    numbers_of,
     position_of,
     restore,
     restore_between,
@@ -205,16 +206,34 @@ def seeded_stream():
         return Stream(capture())
 
 
+def test_what_a_loader_holds_is_not_read_for_its_numbers():
+    class Augmented(list):
+        times_opened = 0
+
+        def __iter__(self):
+            self.times_opened += 1
+            return super().__iter__()
+
+    class Wraps:
+        def __init__(self):
+            self.held, self.seen, self.epoch = Augmented([1, 2]), [3, 4], 5
+
+    loader = Wraps()
+    assert numbers_of(loader) == {"Wraps.seen": "[3, 4]", "Wraps.epoch": 5}
+    assert loader.held.times_opened == 0
+
+
 def interrupted(make, epoch, num_batches, draws=True):
     """The position in an epoch of a loop, as a checkpoint gives it back."""
     stream, loader = seeded_stream(), make()
+    unread = numbers_of(loader)
     loop(loader, stream, epoch, draws)
     held = kept_iterators(loader) if epoch else []
     start = epoch_start(loader, stream)
     with installed(stream):
         iterator = iter(loader)
     read(iterator, stream, num_batches, draws)
-    position = position_of(loader, stream, start, num_batches, held)
+    position = position_of(loader, stream, start, num_batches, held, unread)
     read(iterator, stream, 1)  # what happens after it is of no matter
     tree, tensors = flatten(position.to_state())
     return LoaderPosition.from_state(unflatten(tree, {name: each.clone() for name, each in tensors.items()}))
@@ -525,6 +544,41 @@ def test_the_only_iterator_of_a_loader_is_not_ended_with_its_workers(monkeypatch
     found, message, _ = resumed(Kept, interrupted(Kept, 0, 2))
     assert found[0] == loop(Kept(), seeded_stream(), 1)[0][2:]
     names(message, says="iterator epochs")
+
+
+class CountsEpochs(RandomSampler):
+    """Its order depends on how often it was asked for, as that of a DistributedSampler on its epoch."""
+
+    epoch = 0
+
+    def __iter__(self):
+        generator = own_generator(self.epoch)
+        self.epoch += 1
+        return iter(torch.randperm(NUM_SAMPLES, generator=generator).tolist())
+
+
+class MovesItsList(RandomSampler):
+    def __init__(self, data):
+        super().__init__(data)
+        self.order = list(range(NUM_SAMPLES))
+
+    def __iter__(self):
+        random.shuffle(self.order)
+        return iter(self.order)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [(CountsEpochs, "CountsEpochs.epoch 1 2"), (MovesItsList, "MovesItsList.order")],
+)
+def test_numbers_that_a_loader_keeps_from_epoch_to_epoch_are_compared(kind, says):
+    def make():
+        return DataLoader(DATA, BATCH, sampler=kind(DATA))
+
+    expected = loop(make(), seeded_stream(), 1)[0][2:]
+    found, message, _ = resumed(make, interrupted(make, 0, 2))
+    assert (found[0], message) == (expected, None)
+    names(resumed(make, interrupted(make, 1, 2))[1], says=says)
 
 
 @forks
