@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partitioners.reach import CONTAINERS, GENERATORS, PLAIN, Shared
+from partitioners.reach import CONTAINERS, GENERATORS, PLAIN, Opaque, Shared
 
 # What they lead to is the user's, unless an attribute leads there as well.
 _SHARED = (FunctionType, partial, weakref.ref)
@@ -32,7 +32,7 @@ def is_plain_object(value: Any) -> bool:
     """Return True for an object of Python code's that leaves it to Python how it is made and copied."""
     kind = type(value)
     has_attributes = isinstance(getattr(value, "__dict__", None), dict)
-    return kind is SimpleNamespace or (has_attributes and _is_ordinary(kind) and not isinstance(value, type))
+    return kind is SimpleNamespace or (has_attributes and _is_ordinary(kind) and not isinstance(value, (type, Opaque)))
 
 
 class Replicas(Shared):

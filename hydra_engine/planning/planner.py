@@ -37,7 +37,7 @@ from hydra_engine.host import (
     kept_pools,
     layout_of,
 )
-from hydra_engine.planning.adoption import Kind, Rehearsals, Rehearsed, kind_of
+from hydra_engine.planning.adoption import Rehearsals, Rehearsed, kind_of
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.cuts import (
     CutChoice,
@@ -442,7 +442,7 @@ class PlannedTask:
             max_devices=max_devices,
         )
         self.rehearsals = Rehearsals() if rehearsals is None else rehearsals
-        self.adopted: Kind | None = None  # whose plan it has taken over
+        self.adopted: str | None = None  # the kind whose plan it has taken over
         with _noting(name, "as its model was looked at"):
             task.model.check_hooks()
         self._uncut: Uncut | None = None  # why its own forward is one layer, if it could not be cut

@@ -46,7 +46,7 @@ from partitioners.boundary import UnfitTensor
 from partitioners.copies import copy_of_function
 from partitioners.measure import generator_key
 from partitioners.profile import noted, spanned
-from partitioners.reach import BYTES, CLASS, CONTAINERS, GLOBALS, reach, shown
+from partitioners.reach import BYTES, CLASS, CONTAINERS, GLOBALS, reach, text_of
 
 # By the attributes that lead there, and whether it is the copy's own: what is there.
 OwnedState: TypeAlias = "dict[tuple[str, bool], list[str]]"
@@ -504,7 +504,7 @@ class _Checks:
                 )
             if self._onlooker.is_bound(value):
                 found[path, is_own] = [PASSING]
-            elif (text := shown(value)) is not None:
+            elif (text := text_of(value)) is not None:
                 found.setdefault((path, is_own), []).append(text)
         return found
 
