@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from hydra_engine.capture import Segment, called_with, carried
 from hydra_engine.data import RandomState, Redirected, Stream, TaskGenerator, copy_of, identical, installed, seeded
 from hydra_engine.host import LayerFault
 from hydra_engine.tasks import Model
+from hydra_engine.worker import Attributes
 from partitioners.profile import noted
 
 # Of the random state that a model's forward and its layers are compared from.
@@ -113,21 +113,14 @@ def random_state(seed: int = SEED) -> RandomState:
 @contextmanager
 def _put_back(roots: Iterable[Any]) -> Iterator[None]:
     """Put back buffers, attributes and modes of modules, and what their containers hold."""
-    modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
-    attributes = [(module, dict(vars(module))) for module in modules]
-    # Hooks, buffers, records: a forward that is the model's first may add some.
-    among = (value for _, named in attributes for value in named.values())
-    held = [(each, copy.copy(each)) for each in among if isinstance(each, (dict, list, set))]
-    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
+    modules = [root for root in roots if isinstance(root, nn.Module)]
+    attributes = [Attributes(module, "") for module in modules]
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     try:
         yield
     finally:
-        for module, before in attributes:
-            vars(module).clear()
-            vars(module).update(before)
-        for value, entries in held:
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(entries)
+        for each in attributes:
+            each.put_back()
         with torch.no_grad():
             for buffer, content in buffers:
                 buffer.copy_(content)
