@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -48,7 +48,7 @@ from partitioners.boundary import Boundary, UnfitTensor
 from partitioners.copies import copy_of_function
 from partitioners.measure import generator_key
 from partitioners.profile import noted, spanned
-from partitioners.reach import BYTES, CLASS, CONTAINERS, GLOBALS, reach, shown
+from partitioners.reach import BYTES, CLASS, CONTAINERS, GLOBALS, reach, text_of
 
 # By the attributes that lead there, and whether it is the copy's own: what is there.
 OwnedState: TypeAlias = "dict[tuple[str, bool], list[str]]"
@@ -428,7 +428,10 @@ class _Checks:
         self._rehearsal = rehearsal
         self._state, self._executor = rehearsal.state, rehearsal.executor
         self._onlooker = rehearsal.onlooker
-        self._roots = _rooted(self._state.layout.names, self._executor.structure.layers, self._executor.loss_fn)
+        # What runs: layers, and a loss that is none.
+        layers, loss_fn = self._executor.structure.layers, self._executor.loss_fn
+        self._roots: list[tuple[str, object]] = [*zip(self._state.layout.names, layers, strict=True)]
+        self._roots += [] if isinstance(loss_fn, nn.Module) else [(LOSS, loss_fn)]
         self._begun = self._plain_state()
 
     def check_batch(self, batch: Batch) -> None:
@@ -508,7 +511,7 @@ class _Checks:
                 )
             if self._onlooker.is_bound(value):
                 found[path, is_own] = [PASSING]
-            elif (text := shown(value)) is not None:
+            elif (text := text_of(value)) is not None:
                 found.setdefault((path, is_own), []).append(text)
         return found
 
@@ -547,12 +550,6 @@ def _within(modes: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
         for mode in modes:
             held.enter_context(mode)
         yield
-
-
-def _rooted(names: Iterable[str], layers: Iterable[nn.Module], loss_fn: Any) -> list[tuple[str, object]]:
-    """What runs: layers, and a loss that is none."""
-    roots: list[tuple[str, object]] = list(zip(names, layers, strict=True))
-    return roots if isinstance(loss_fn, nn.Module) else [*roots, (LOSS, loss_fn)]
 
 
 def _is_of_one(value: Any, copies: Collection[int], *, is_own: bool) -> bool:

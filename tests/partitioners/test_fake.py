@@ -9,12 +9,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from partitioners import layer_peaks, profile, profile_shapes
+from partitioners import profile, profile_shapes
 from partitioners.boundary import Boundary
 from partitioners.copies import Copies
 from partitioners.measure import STATED_RATES, Work, count
 from partitioners.profile import named_layers
-from tests.architectures import ARCHITECTURES
+from tests.architectures import ARCHITECTURES, layer_peaks
 from tests.covering import covering
 from tests.refused import names, refused
 

@@ -244,6 +244,16 @@ def test_record_that_is_named_is_exact():
     assert_refused("'history", lambda: model_with(Statistics("list", [])), records=("2.hist", "2.historyy"))
 
 
+def test_loss_that_reads_the_orchestrator_and_a_layer_that_holds_it_are_exact():
+    held = {}
+    model, loss = model_with(), lambda output, target: F.cross_entropy(output, target) / len(held["orchestra"].devices)
+    task = task_for(model, loss)
+    held["orchestra"] = model[0].held = orchestrator(task)
+    model[0].task = task
+    result = reference.train(model_with(), F.cross_entropy, data(), seed=SEED, lr=LR, epochs=2)
+    assert held["orchestra"].train_models().tasks["net"].losses == result.losses
+
+
 @pytest.mark.net
 def test_metric_with_a_state_is_not_advanced_by_generate():
     metric = Loss("record")
