@@ -339,8 +339,6 @@ class Writes(nn.Module):
             self.weight.data = F.normalize(self.weight.data, dim=0)
         elif self.how == "rebinds to the same":
             self.weight.data = self.weight.data.clamp(-10, 10)
-        elif self.how == "numpy":
-            self.weight.detach().numpy()[:] *= 0.9
         elif self.how == "new parameter":
             self.weight = nn.Parameter(self.weight.detach() * 0.9)
         elif "hook" not in self.how:
@@ -349,8 +347,8 @@ class Writes(nn.Module):
 
 
 WRITES = [
-    "mul", "clamp that changes nothing", "no_grad", "normalize", "rebinds to the same", "numpy", "new parameter",
-    "backward hook", "forward hook", "tensor hook",
+    "mul", "clamp that changes nothing", "no_grad", "normalize", "rebinds to the same", "new parameter", "backward hook",
+    "forward hook", "tensor hook",
 ]  # fmt: skip
 
 
