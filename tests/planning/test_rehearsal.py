@@ -347,8 +347,8 @@ class Writes(nn.Module):
 
 
 WRITES = [
-    "mul", "clamp that changes nothing", "no_grad", "normalize", "rebinds to the same", "new parameter", "backward hook",
-    "forward hook", "tensor hook",
+    "mul", "clamp that changes nothing", "no_grad", "normalize", "rebinds to the same", "new parameter",
+    "backward hook", "forward hook", "tensor hook",
 ]  # fmt: skip
 
 
