@@ -77,8 +77,7 @@ class Trace:
 
     def note_memory(self, device: str, used_bytes: int) -> None:
         """Record the bytes that are in use on a device from now on."""
-        with self._lock:
-            self._memory.append((device, time.perf_counter() - self._origin_s, used_bytes))
+        self._memory.append((device, time.perf_counter() - self._origin_s, used_bytes))  # atomic
 
     def busy_s(self, device: str, lane: str) -> float:
         with self._lock:
@@ -107,5 +106,4 @@ class Trace:
 
     def memory(self) -> list[MemoryUse]:
         """Return the last changes of the memory in use, in the order of their moments."""
-        with self._lock:
-            return list(starmap(MemoryUse, self._memory))
+        return list(starmap(MemoryUse, self._memory.copy()))

@@ -24,7 +24,7 @@ from partitioners.partitioner import (
     make_partitioner,
     register_partitioner,
 )
-from partitioners.profile import DependsOnValues, LayerPeak, layer_peaks, profile, profile_evaluation, profile_shapes
+from partitioners.profile import DependsOnValues, profile, profile_evaluation, profile_shapes
 from partitioners.skips import Skips
 from partitioners.steptime import StepTime, predict_step
 
@@ -36,7 +36,6 @@ __all__ = [
     "DependsOnValues",
     "Fastest",
     "LayerCost",
-    "LayerPeak",
     "LayerTooLarge",
     "MemoryMeter",
     "Optimal",
@@ -49,7 +48,6 @@ __all__ = [
     "format_bytes",
     "forward_unit_bytes",
     "halved",
-    "layer_peaks",
     "make_partitioner",
     "parse_bytes",
     "predict_step",

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from types import CellType, FunctionType, MethodType
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from partitioners.boundary import Boundary
@@ -19,15 +16,14 @@ from partitioners.precision import DTYPES, cast, compute_norms_in_float32, kept_
 from partitioners.reach import reach
 from partitioners.replicas import Replicas
 
-# Types of globals in which a function may count or gather values.
-KEEPERS = (bool, int, float, str, list, dict, set)
-
 
 class Copies:
     """Copies of a model's layers. None is kept here: copies of all layers would pile up.
 
     Tensors are copies too, so a layer that writes to its parameters does not write to the user's.
     """
+
+    is_deep = False  # with copies of what functions hold
 
     def __init__(
         self, precision: str = "float32", device: torch.device | None = None, model: Iterable[nn.Module] = ()
@@ -62,7 +58,7 @@ class Copies:
         for _, value, _ in reach(("", part), copied_only=True):
             if isinstance(value, Tensor) and value.layout == torch.strided and id(value) not in memo:
                 memo[id(value)] = self._tensor(value)
-        (copied,) = Replicas([part], memo).roots
+        (copied,) = Replicas([part], memo, is_deep=self.is_deep).roots
         if narrow:
             compute_norms_in_float32(copied, self.dtype)
         return copied
@@ -71,10 +67,8 @@ class Copies:
         """A copy of the loss, which computes in float32 whatever the precision."""
         if not callable(part):
             return part
-        if not isinstance(part, nn.Module):
-            copied = copy_of_function(part, self._model)
-        else:
-            copied = self.layer(part) if self.dtype is torch.float32 else copy.deepcopy(part)
+        is_layer = isinstance(part, nn.Module) and self.dtype is torch.float32
+        copied = self.layer(part) if is_layer else copy_of_function(part, self._model)
         return copied if self.dtype is torch.float32 else _Float32Loss(copied)
 
     def inputs(self, value: Any) -> Any:
@@ -104,6 +98,8 @@ class FakeCopies(Copies):
     a build of torch without CUDA as soon as autograd meets them.
     """
 
+    is_deep = True  # or a fake tensor would stay in a closure, which layers with values then read
+
     def __init__(self, precision: str = "float32", model: Iterable[nn.Module] = ()) -> None:
         super().__init__(precision, model=model)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -114,46 +110,6 @@ class FakeCopies(Copies):
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         return self._parameter(tensor, tensor.dtype).requires_grad_(tensor.requires_grad)
-
-
-@contextmanager
-def fakes_taken_back(layer: nn.Module) -> Iterator[None]:
-    """Put back what a copy of a layer, run on fake tensors, has left of them with its user.
-
-    They are in closures, classes and globals, and in the dicts, lists and objects that these lead to.
-    """
-    held: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = []
-    for _, value, is_copied in reach(("", layer), plain=True):
-        if isinstance(value, FunctionType):
-            space = value.__globals__
-            names = [name for name in value.__code__.co_names if isinstance(space.get(name), Tensor)]
-            held += [(partial(space.get, name), partial(space.__setitem__, name)) for name in names]
-            cells = value.__closure__ or ()
-            held += [(partial(getattr, c, "cell_contents", None), partial(setattr, c, "cell_contents")) for c in cells]
-        elif isinstance(value, nn.Module):
-            for kind in type(value).__mro__:
-                names = [name for name, each in vars(kind).items() if isinstance(each, Tensor)]
-                held += [(partial(vars(kind).get, name), partial(setattr, kind, name)) for name in names]
-        elif not is_copied and isinstance(value, list):
-            held.append((partial(list, value), partial(value.__setitem__, slice(None))))
-        elif not is_copied and isinstance(space := value if isinstance(value, dict) else _attributes(value), dict):
-            held.append((partial(dict, space), partial(_fill, space)))
-    before = [get() for get, _ in held]
-    try:
-        yield
-    finally:
-        for (get, put), old in zip(held, before, strict=True):
-            if any(isinstance(each, FakeTensor) for each in pytree.tree_leaves(get())):
-                put(old)
-
-
-def _attributes(value: Any) -> Any:
-    return getattr(value, "__dict__", None)
-
-
-def _fill(space: dict[Any, Any], contents: dict[Any, Any]) -> None:
-    space.clear()
-    space.update(contents)
 
 
 class _Float32Loss(nn.Module):
@@ -171,54 +127,13 @@ def copy_of_function(function: Any, modules: Iterable[nn.Module] = ()) -> Any:
     """Copy a function, so that the original does not see what the copy keeps from call to call: a loss or a metric.
 
     Copied are objects, bound methods, partials and closures, whatever they hold; and numbers, lists, dicts and sets in
-    globals that a function names. Not copied are `modules`, what is in them, and the parameters of any module. What
-    cannot be copied is shared.
+    globals that a function names. Not copied are `modules`, what is in them, and the parameters of any module.
     """
-    return _copied(function, {id(module): module for each in modules for module in each.modules()})
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    if id(value) in memo:
-        return memo[id(value)]
-    if isinstance(value, FunctionType):
-        return _copied_function(value, memo)
-    if isinstance(value, MethodType):
-        return MethodType(value.__func__, _copied(value.__self__, memo))
-    if type(value) is partial:
-        args = [_copied(each, memo) for each in value.args]
-        keywords = {key: _copied(each, memo) for key, each in value.keywords.items()}
-        return partial(_copied(value.func, memo), *args, **keywords)
-    for _, held, _ in reach(("", value), copied_only=True):  # a network that a loss compares features with
-        if isinstance(held, nn.Module):
-            memo.update((id(parameter), parameter) for parameter in held.parameters())
-    # Into a memo of its own, which becomes everybody's only if all went well.
-    found = dict(memo)
-    try:
-        copied = copy.deepcopy(value, found)
-    except Exception:  # a lock, a file, a tensor in a graph: it stays what it is
-        return value
-    memo.setdefault(id(memo), []).append(found.pop(id(found), None))  # what deepcopy keeps alive, for its ids
-    memo.update(found)
-    return copied
-
-
-def _copied_function(function: FunctionType, memo: dict[int, Any]) -> Any:
-    cells = function.__closure__ or ()
-    outside = function.__globals__
-    named = [name for name in function.__code__.co_names if isinstance(outside.get(name), KEEPERS)]
-    if not (cells or named or function.__defaults__ or function.__kwdefaults__ or vars(function)):
-        return function
-    inside = {**outside} if named else outside
-    copied = FunctionType(function.__code__, inside, function.__name__, None, tuple(CellType() for _ in cells))
-    memo[id(function)] = copied  # before what it holds: it may hold itself
-    inside.update((name, _copied(outside[name], memo)) for name in named)
-    copied.__kwdefaults__ = _copied(function.__kwdefaults__, memo)
-    copied.__defaults__ = _copied(function.__defaults__, memo)
-    copied.__dict__.update(_copied(dict(vars(function)), memo))
-    for cell, original in zip(copied.__closure__ or (), cells, strict=True):
-        try:
-            held = original.cell_contents
-        except ValueError:  # empty as yet
-            continue
-        cell.cell_contents = _copied(held, memo)
-    return copied
+    own = {id(each) for root in modules for each in (*root.modules(), *root.parameters(), *root.buffers())}
+    stand_ins: dict[int, Any] = {}
+    for _, value, _ in reach(("", function), besides=own):
+        if isinstance(value, np.ndarray):
+            stand_ins[id(value)] = value.copy()
+        elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.is_leaf:
+            stand_ins[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
+    return Replicas([function], stand_ins, besides=own, is_deep=True).roots[0]

@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,15 +19,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.profiler import ProfilerActivity
-from torch.profiler import profile as profiler
 from torch.utils import _pytree as pytree
 
 from partitioners.boundary import Boundary, UnfitTensor, fingerprint
-from partitioners.copies import Copies, FakeCopies, fakes_taken_back
+from partitioners.copies import Copies, FakeCopies
 from partitioners.cost import LayerCost
-from partitioners.measure import STATED_RATES, Rates, Work, count, count_evaluation, run_once, timed
-from partitioners.meter import MemoryMeter
+from partitioners.measure import STATED_RATES, Rates, Work, count, count_evaluation, timed
 from partitioners.precision import DTYPES
 
 
@@ -288,7 +284,7 @@ class _Profiler:
             kernels = nullcontext() if self._place.type == "cpu" else GpuKernels()
             # Fake tensors bring their mode along. It is not entered: what a layer makes from nothing and keeps for the
             # next call, in a cache of masks or positions, has to be real.
-            with kernels, _QUIET, fakes_taken_back(layer):
+            with kernels, _QUIET:
                 try:
                     work = self._work(self._fake, layer, loss_fn)
                     fields, output = self._count_work(work, self._fake.value, self._rates)
@@ -401,55 +397,3 @@ def _generators_kept() -> Iterator[None]:
     finally:
         random.setstate(of_random)
         np.random.set_state(of_numpy)
-
-
-_MEMORY_EVENT = "[memory]"  # the profiler's name for a change of allocated memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerPeak:
-    """Most bytes at once of one layer's forward and backward, measured in two ways."""
-
-    index: int
-    name: str
-    metered_bytes: int  # storages that operations create, and the gradient that comes in
-    allocated_bytes: int  # bytes that the allocator handed out, kernels' own scratch memory included
-
-    @property
-    def reserve_bytes(self) -> int:
-        """The difference: bytes to keep free on a device beside the metered ones."""
-        return max(0, self.allocated_bytes - self.metered_bytes)
-
-
-def layer_peaks(
-    model: nn.Module | Iterable[nn.Module], inputs: Any, target: Any, loss_fn: Callable[[Any, Any], torch.Tensor]
-) -> list[LayerPeak]:
-    """Run every layer on the CPU, metered and under `torch.profiler`; the figures of the last include the loss."""
-    layers = named_layers(model)
-    copies, peaks = Copies(), []
-    skips: dict[str, Boundary] = {}
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        boundary = Boundary.of_layer(copies.inputs(inputs)).detached()
-        for index, (name, layer) in enumerate(layers):
-            is_last = index == len(layers) - 1
-            work = Work(copies.layer(layer), copies.loss(loss_fn) if is_last else None, copies.target(target), skips)
-            arguments = work.arguments(boundary.copied())
-            with MemoryMeter() as meter:
-                run_once(work, arguments)
-            allocated_bytes, boundary = _allocated(work, boundary)
-            skips |= {name: value.detached() for name, value in work.leaving.items()}
-            figures = {"metered_bytes": meter.peak_bytes, "allocated_bytes": allocated_bytes}
-            peaks.append(LayerPeak(index=index, name=name, **figures))
-    return peaks
-
-
-def _allocated(work: Work, boundary: Boundary) -> tuple[int, Boundary]:
-    """Return the allocator's peak while the layer runs, and the boundary that leaves it."""
-    work.forget()
-    arguments = work.arguments(boundary.copied())
-    # There is one cycle of events. torch 2.11 warns that it keeps no others, unless it is asked to.
-    with profiler(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
-        output, *_ = run_once(work, arguments)
-    events = trace.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == _MEMORY_EVENT)
-    return max(itertools.accumulate((num_bytes for _, num_bytes in changes), initial=0)), output

@@ -40,8 +40,12 @@ from partitioners.skips import Skips
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, np.generic)
 
 
-class Shared:
-    """What copies of a layer share, and nobody looks into: it holds no tensor that a layer computes with."""
+class Opaque:
+    """What nobody looks into, such as a task: it holds nothing that a layer computes with."""
+
+
+class Shared(Opaque):
+    """What copies of a layer share, and nobody looks into."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
@@ -49,7 +53,7 @@ class Shared:
 
 # Classes, modules and loggers lead to the whole program; values of `Skips` are of one forward, its copies have none; a
 # handle leads to hooks that their module leads to as well.
-_ENDS = (*PLAIN, type, ModuleType, BuiltinFunctionType, CodeType, logging.Logger, Skips, Shared, RemovableHandle)
+_ENDS = (*PLAIN, type, ModuleType, BuiltinFunctionType, CodeType, logging.Logger, Skips, Opaque, RemovableHandle)
 _CODE = (type, BuiltinFunctionType)
 # Code of others, which keeps its state to itself.
 _INSTALLED = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("purelib", "platlib", "stdlib"))
@@ -72,6 +76,8 @@ BYTES = "bytes "  # before a digest
 PlainState: TypeAlias = "dict[str, list[str]]"
 # Dicts of its own that a module looks attributes up in.
 IN_MODULES = ("_parameters", "_buffers", "_modules")
+# Hooks and the like of any module, most of them empty.
+_OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 
 class Held(NamedTuple):
@@ -127,12 +133,12 @@ def plain_state(*roots: tuple[str, object], copied_only: bool = False, besides: 
     """Return the state of everything that these hold, as text that can be compared; arguments as those of `reach`."""
     found: PlainState = {}
     for path, value, _ in reach(*roots, copied_only=copied_only, plain=True, besides=besides):
-        if (text := shown(value)) is not None:
+        if (text := text_of(value)) is not None:
             found.setdefault(path, []).append(text)
     return found
 
 
-def shown(value: Any) -> str | None:
+def text_of(value: Any) -> str | None:
     """Return text that tells the state of a value from others; None for what holds other values, or nothing."""
     if isinstance(value, torch.Tensor):
         is_plain = type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # fake tensors have no memory
@@ -143,7 +149,7 @@ def shown(value: Any) -> str | None:
     if isinstance(value, np.ndarray):
         return f"{BYTES}{value.dtype} {value.shape} {_hash(b'' if value.dtype == object else value.tobytes())}"
     if isinstance(value, torch.Generator):
-        return shown(value.get_state())
+        return text_of(value.get_state())
     if isinstance(value, GENERATORS):
         return BYTES + _hash(pickle.dumps(value))
     if isinstance(value, (bytearray, array)):
@@ -193,7 +199,7 @@ def _copied_by(value: Any) -> Iterator[tuple[str, object]]:
     for name, each in list(attributes.items()):
         if is_module and name in IN_MODULES and isinstance(each, dict):
             yield from ((f".{key}", held) for key, held in list(each.items()))
-        else:
+        elif not (is_module and name in _OF_ALL_MODULES) or each:
             yield f".{name}", each
     for kind in type(value).__mro__:
         if "__slots__" in vars(kind):

@@ -15,31 +15,45 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from types import CellType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
-from partitioners.reach import CONTAINERS, GENERATORS, PLAIN, Shared
+from partitioners.reach import CONTAINERS, GENERATORS, PLAIN, Opaque, Shared
 
 # What they lead to is the user's, unless an attribute leads there as well.
 _SHARED = (FunctionType, partial, weakref.ref)
+# Types of globals in which a function may count or gather values.
+_KEEPERS = (bool, int, float, str, list, dict, set, Tensor)
 
 
 def is_plain_object(value: Any) -> bool:
     """Return True for an object of Python code's that leaves it to Python how it is made and copied."""
     kind = type(value)
     has_attributes = isinstance(getattr(value, "__dict__", None), dict)
-    return kind is SimpleNamespace or (has_attributes and _is_ordinary(kind) and not isinstance(value, type))
+    return kind is SimpleNamespace or (has_attributes and _is_ordinary(kind) and not isinstance(value, (type, Opaque)))
 
 
 class Replicas(Shared):
     """Replicas of modules, and copies of what these own, each made once: what modules share, their replicas share."""
 
-    def __init__(self, roots: Iterable[nn.Module], stand_ins: Mapping[int, Any]) -> None:
-        """`stand_ins`: parameters, buffers and the like of the replicas, by the ids of the originals."""
+    def __init__(
+        self,
+        roots: Iterable[Any],
+        stand_ins: Mapping[int, Any],
+        besides: Collection[int] = (),
+        *,
+        is_deep: bool = False,
+    ) -> None:
+        """`stand_ins`: parameters, buffers and the like of the replicas, by the ids of the originals.
+
+        besides: ids of what stays the user's. is_deep: what functions hold is copied, too, with numbers and containers
+        in globals that they name.
+        """
+        self._is_deep = is_deep
         self._made: dict[int, Any] = dict(stand_ins)  # by id; kept, since weak references may lead there
         self._bound: set[int] = set(stand_ins)  # ids of what has a stand-in, or leads to what has one
         seen: dict[int, Any] = {}  # originals, so that no other object takes over an id
@@ -49,13 +63,15 @@ class Replicas(Shared):
         shared: deque[tuple[Any, bool]] = deque()  # what only functions and the like lead to: it comes last
         while todo or shared:
             value, is_own = (todo or shared).popleft()
-            if id(value) in seen or isinstance(value, PLAIN):
+            if id(value) in seen or id(value) in besides or isinstance(value, PLAIN):
                 continue
             seen[id(value)] = value
-            is_one = isinstance(value, (nn.Module, *CONTAINERS, *GENERATORS))
-            if is_own and (is_one or is_plain_object(value) or slots_of(value)):
+            is_one = isinstance(value, (nn.Module, CellType, *CONTAINERS, *GENERATORS))
+            named = self._named(value) if isinstance(value, FunctionType) else {}
+            if is_own and (is_one or named or is_plain_object(value) or slots_of(value)):
                 self._bound.add(id(value))
-            passes_on = is_own and not isinstance(value, _SHARED)
+            passes_on = is_own and (is_deep or not isinstance(value, _SHARED))
+            todo.extend((each, True) for each in named.values())
             if isinstance(value, Tensor) and id(value) not in self._made:
                 continue
             for each, is_key in _inside(value):
@@ -75,7 +91,12 @@ class Replicas(Shared):
         for key, place in stand_ins.items():
             if isinstance(place, Tensor) and key in seen:  # what a user has set on a parameter
                 vars(place).update(self._parts(vars(seen[key])))
-        self.roots = [self._made[id(root)] for root in roots]
+        self.roots = list(map(self.of, roots))
+
+    def _named(self, function: FunctionType) -> dict[str, Any]:
+        """Return globals that a deep replica of a function has for itself."""
+        space = function.__globals__ if self._is_deep else {}
+        return {name: space[name] for name in function.__code__.co_names if isinstance(space.get(name), _KEEPERS)}
 
     def of(self, value: Any) -> Any:
         """Return what stands for a value: the value itself, if it leads to nothing that has a stand-in."""
@@ -97,13 +118,16 @@ class Replicas(Shared):
             made[id(value)] = type(value)._make(items) if hasattr(value, "_make") else tuple(items)
         elif isinstance(value, CellType):
             cell = made[id(value)] = CellType()
-            cell.cell_contents = self.of(value.cell_contents)
+            if value != CellType():
+                cell.cell_contents = self.of(value.cell_contents)
         elif isinstance(value, FunctionType):
             cells = tuple(self.of(cell) for cell in value.__closure__ or ()) or None
             defaults = value.__defaults__ and tuple(self.of(each) for each in value.__defaults__)
             if id(value) not in made:  # a cell may have led back to it
-                function = FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
-                made[id(value)] = function
+                named = self._named(value)
+                space = {**value.__globals__} if named else value.__globals__
+                function = made[id(value)] = FunctionType(value.__code__, space, value.__name__, defaults, cells)
+                space.update(self._parts(named))
                 function.__kwdefaults__ = value.__kwdefaults__ and self._parts(value.__kwdefaults__)
                 vars(function).update(self._parts(vars(value)))
         elif isinstance(value, MethodType):

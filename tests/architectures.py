@@ -1,9 +1,19 @@
 """Models of the kinds that people bring, small, each with a batch and a loss: what profiles and plans are tried on."""
 
+import itertools
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as profiler
 
+from partitioners import MemoryMeter
+from partitioners.boundary import Boundary
+from partitioners.copies import Copies
+from partitioners.measure import Work, run_once
+from partitioners.profile import named_layers
 from tests.zoo import Block, Embed, Lstm, next_byte_loss
 
 
@@ -79,3 +89,46 @@ def transformer():
 
 
 ARCHITECTURES = {make.__name__: make for make in (mlp, cnn, gpt, lstm, unet, transformer)}
+
+
+class LayerPeak(NamedTuple):
+    """Most bytes at once of one layer's forward and backward, measured in two ways."""
+
+    name: str
+    metered_bytes: int  # storages that operations create, and the gradient that comes in
+    allocated_bytes: int  # bytes that the allocator handed out, kernels' own scratch memory included
+
+    @property
+    def reserve_bytes(self):
+        """The difference: bytes to keep free on a device in addition to the metered ones."""
+        return max(0, self.allocated_bytes - self.metered_bytes)
+
+
+def layer_peaks(model, inputs, target, loss_fn):
+    """Run every layer on the CPU, metered and under `torch.profiler`; the figures of the last include the loss."""
+    layers = named_layers(model)
+    copies, peaks, skips = Copies(), [], {}
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        boundary = Boundary.of_layer(copies.inputs(inputs)).detached()
+        for index, (name, layer) in enumerate(layers):
+            is_last = index == len(layers) - 1
+            work = Work(copies.layer(layer), copies.loss(loss_fn) if is_last else None, copies.target(target), skips)
+            arguments = work.arguments(boundary.copied())
+            with MemoryMeter() as meter:
+                run_once(work, arguments)
+            allocated_bytes, boundary = _allocated(work, boundary)
+            skips |= {name: value.detached() for name, value in work.leaving.items()}
+            peaks.append(LayerPeak(name, meter.peak_bytes, allocated_bytes))
+    return peaks
+
+
+def _allocated(work, boundary):
+    """Return the allocator's peak while the layer runs, and the boundary that leaves it."""
+    work.forget()
+    arguments = work.arguments(boundary.copied())
+    # There is one cycle of events. torch 2.11 warns that it keeps no others, unless it is asked to.
+    with profiler(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
+        output, *_ = run_once(work, arguments)
+    events = trace.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(itertools.accumulate((num_bytes for _, num_bytes in changes), initial=0)), output

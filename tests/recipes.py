@@ -716,6 +716,12 @@ for part_name, part in {"whole": lambda mask: mask, "view": lambda mask: mask[:,
 
 
 @recipe
+def layer_above_works_on_a_batch_by_its_data():
+    layers = [Beside(), ScalesBy(lambda mask: mask.data.mul_(0.5), is_late=False), nn.Linear(8, 3)]
+    return {"layers": layers, "loader": with_masks(), "expect": "refused"}
+
+
+@recipe
 def late_work_in_place_on_what_is_also_the_target():
     def fresh(batch):
         x = batch[0].clone()

@@ -21,7 +21,7 @@ from torch import nn
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.planning.planner import UNIT_S
 from hydra_engine.planning.trial import update_bytes_per_s
-from partitioners import Budget, Optimal, Presharded, format_bytes, layer_peaks, predict_step, profile, shard_bytes
+from partitioners import Budget, Optimal, Presharded, format_bytes, predict_step, profile, shard_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,7 +29,7 @@ from clocked import Clocked
 from figures import Figures, add_arguments
 from gpt import gpt, token_batches
 
-from tests.architectures import ARCHITECTURES
+from tests.architectures import ARCHITECTURES, layer_peaks
 
 LR = 1e-3
 BATCH_SIZE, LENGTH = 4, 128

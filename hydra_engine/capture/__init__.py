@@ -2,7 +2,7 @@
 
 from hydra_engine.capture.outputs import UsesNotCarried, carried
 from hydra_engine.capture.programs import Uncut, called_with
-from hydra_engine.capture.segment import Segment, are_as_recorded, kept_message, layers_for, layers_of, record_anew
+from hydra_engine.capture.segment import Segment, layers_for, layers_of, programs_of
 from hydra_engine.capture.tape import saved_hooks
 from hydra_engine.capture.whole import draw_apart_in
 
@@ -10,13 +10,11 @@ __all__ = [
     "Segment",
     "Uncut",
     "UsesNotCarried",
-    "are_as_recorded",
     "called_with",
     "carried",
     "draw_apart_in",
-    "kept_message",
     "layers_for",
     "layers_of",
-    "record_anew",
+    "programs_of",
     "saved_hooks",
 ]

@@ -151,23 +151,9 @@ def _unused(
     return found
 
 
-def are_as_recorded(layers: Iterable[nn.Module | None]) -> bool:
-    """Return True if layers would be made alike again: no attribute of their model was changed since."""
-    found = next((layer.place.programs for layer in layers if isinstance(layer, Segment)), None)
-    return found is not None and found.are_of_now()
-
-
-def record_anew(layers: Iterable[nn.Module | None]) -> None:
-    """Have the forward recorded again, if an attribute of the layers' model was changed since."""
-    found = next((layer.place.programs for layer in layers if isinstance(layer, Segment)), None)
-    if found is not None:
-        found.record_anew()
-
-
-def kept_message(layers: Iterable[nn.Module | None]) -> str:
-    """Say which module is one layer and most of the model, and why; "": there is none."""
-    found = next((layer.place.programs for layer in layers if isinstance(layer, Segment)), None)
-    return "" if found is None else found.kept_message
+def programs_of(layers: Iterable[nn.Module | None]) -> Programs | None:
+    """Return what was recorded of the model that layers are of; None: nothing was."""
+    return next((layer.place.programs for layer in layers if isinstance(layer, Segment)), None)
 
 
 def layers_for(layers: Iterable[nn.Module | None], model: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from hydra_engine.data.memory import (
     copy_of,
     flat,
     identical,
+    kept_by,
     place_for,
     place_in_dram,
     residue,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from hydra_engine.adaptive import StepChoice
 from hydra_engine.data.draws import UserDraws
@@ -23,8 +21,6 @@ from partitioners.boundary import Boundary
 from partitioners.plain_numbers import plain
 from partitioners.precision import DTYPES, cast
 
-Pair: TypeAlias = "tuple[Sequence[Tensor], Sequence[Tensor]]"  # tensors of inputs and target
-
 
 class Item(NamedTuple):
     """A batch as the loader gave it, unpacked, and its place in the task."""
@@ -37,7 +33,6 @@ class Item(NamedTuple):
     evaluation: int = 0
     position: TaskPosition | None = None
     choice: StepChoice | None = None  # of an adaptive task, which says the number of micro-batches
-    loaded: Pair | None = None  # tensors that the loader gave, of which these are copies; None: these are the loader's
 
 
 # More than 15 attributes: they are what one read gives, and nobody changes them.
@@ -50,7 +45,6 @@ class Batch:
     training: bool
     evaluation: int  # evaluations before it; an evaluation batch is part of the next one
     micro_batches: list[MicroBatch]
-    own: list[Pair]  # by micro-batch: tensors that plain PyTorch computes on
     boundaries: list[tuple[Boundary, Boundary]]  # the same, taken apart
     read: RandomState  # the task's main stream after the read
     main: RandomState  # the same after the batch was split, which may draw as well
@@ -58,7 +52,6 @@ class Batch:
     num_samples: int
     weight: float  # of an evaluation batch among those of its evaluation
     whole: tuple[Boundary, Boundary]  # inputs and target as they were read, to be split anew
-    loaded: Pair  # the same as the loader gave them
     accumulation_steps: int  # micro-batches asked for, of which max_device_batch may have made others
     position: TaskPosition | None = None  # right after it was read, where the reader keeps positions
     choice: StepChoice | None = None  # of an adaptive task
@@ -72,8 +65,7 @@ class Batch:
     def item(self) -> Item:
         """The batch as the loader gave it, to be split anew."""
         inputs, target = (each.value() for each in self.whole)
-        rest = self.step, self.epoch, self.training, self.evaluation, self.position, self.choice
-        return Item(inputs, target, *rest, self.loaded)
+        return Item(inputs, target, self.step, self.epoch, self.training, self.evaluation, self.position, self.choice)
 
 
 class _Planned(NamedTuple):
@@ -98,10 +90,10 @@ class Splitter:
         self._planned: _Planned | None = None
         self.draws = UserDraws(name, alone=task.loader_alone)  # of split= and loss_reduction=
 
-    def again(self, batch: Batch, number: int, *, for_plan: bool) -> Batch:
-        """The same batch in another number of micro-batches. Raises ValueError where that draws otherwise."""
+    def again(self, batch: Batch, item: Item, number: int, *, for_plan: bool) -> Batch:
+        """The batch of an item in another number of micro-batches. Raises ValueError where that draws otherwise."""
         stream = Stream(batch.read)
-        found = self.split(batch.item, stream, number, for_plan=for_plan)
+        found = self.split(item, stream, number, for_plan=for_plan)
         moved = not stream.state.same_in_torch(batch.main)  # from which the next batch may be read already
         if moved or (self.draws.drawn and not stream.state.same_outside_torch(batch.main)):
             raise ValueError(
@@ -113,7 +105,7 @@ class Splitter:
 
     def split(self, item: Item, stream: Stream, number: int, *, for_plan: bool) -> Batch:
         """A batch of `number` micro-batches, which may move the stream; for_plan: it will be split anew to train."""
-        inputs, target, step, epoch, training, evaluation, position, choice, loaded = item
+        inputs, target, step, epoch, training, evaluation, position, choice = item
         read, reduction = stream.state, self._task.loss_reduction
         # By its size: a stream for each micro-batch, also where a batch is only one, as after others it may be.
         by_size = training and (self._task.max_device_batch is not None or choice is not None)
@@ -125,15 +117,13 @@ class Splitter:
         if callable(reduction) and not training:
             with self.draws.drawing(stream):
                 weight = float(reduction(target))
-        read_whole = _taken_apart(self._name, inputs, target)
-        whole = _own_pair(read_whole)
+        whole = _own_pair(self._name, inputs, target)
         if training and any(True in each.requires_grad for each in whole):
             raise ValueError(
                 f"{self._name}: a batch has a tensor that requires gradients, limit: none, since a device has a copy "
                 f"of it, which would get them; detach it, and call requires_grad_() in the first layer if needed"
             )
-        read_pairs = [_taken_apart(self._name, x, y) for x, y, _ in micro_batches] if is_split else [read_whole]
-        pairs = list(map(_own_pair, read_pairs)) if is_split else [whole]
+        pairs = [_own_pair(self._name, x, y) for x, y, _ in micro_batches] if is_split else [whole]
         if not pairs:
             raise ValueError(f"{self._name}: split= returned no micro-batches for a batch of {batch_size(inputs)}")
         if self._dtype is not None:  # inputs as they cross the link; not targets, since the loss computes in float32
@@ -149,7 +139,6 @@ class Splitter:
             training=training,
             evaluation=evaluation,
             micro_batches=micro_batches,
-            own=[_originals(pair, read_whole, loaded) for pair in read_pairs],
             boundaries=pairs,
             read=read,
             main=main,
@@ -157,7 +146,6 @@ class Splitter:
             num_samples=batch_size(inputs),
             weight=weight,
             whole=whole,
-            loaded=_tensors(read_whole) if loaded is None else loaded,
             accumulation_steps=number,
             position=position,
             choice=choice if training else None,
@@ -184,31 +172,9 @@ class Splitter:
         return planned.micro_batches, planned.main
 
 
-def own_pair(task: str, inputs: Any, target: Any) -> tuple[Boundary, Boundary]:
+def _own_pair(task: str, inputs: Any, target: Any) -> tuple[Boundary, Boundary]:
     """Inputs and target taken apart, with copies of tensors and arrays, whose memory a loader may use again."""
-    return _own_pair(_taken_apart(task, inputs, target))
-
-
-def _taken_apart(task: str, inputs: Any, target: Any) -> tuple[Boundary, Boundary]:
-    return Boundary.of(inputs, f"{task}: a batch"), Boundary.of(target, f"{task}: a target")
-
-
-def _tensors(pair: tuple[Boundary, Boundary]) -> Pair:
-    return pair[0].tensors, pair[1].tensors
-
-
-def _originals(pair: tuple[Boundary, Boundary], whole: tuple[Boundary, Boundary], loaded: Pair | None) -> Pair:
-    """The tensors of a micro-batch; of what lies in copies of what was `loaded`, that."""
-    if loaded is None:
-        return _tensors(pair)
-    copies = [tensor.untyped_storage().data_ptr() for each in whole for tensor in each.tensors]
-    of = {place: tensor for place, tensor in zip(copies, (*loaded[0], *loaded[1]), strict=True) if place}
-    x, y = ([of.get(tensor.untyped_storage().data_ptr(), tensor) for tensor in each.tensors] for each in pair)
-    return x, y
-
-
-def _own_pair(pair: tuple[Boundary, Boundary]) -> tuple[Boundary, Boundary]:
-    return _own(pair[0]), _own(pair[1])
+    return _own(Boundary.of(inputs, f"{task}: a batch")), _own(Boundary.of(target, f"{task}: a target"))
 
 
 def _own(boundary: Boundary) -> Boundary:
@@ -219,10 +185,6 @@ def _own(boundary: Boundary) -> Boundary:
 
 def pair_bytes(task: str, inputs: Any, target: Any) -> int:
     return Boundary.of(inputs, f"{task}: a batch").num_bytes + Boundary.of(target, f"{task}: a target").num_bytes
-
-
-def pair_tensors(task: str, inputs: Any, target: Any) -> Pair:
-    return _tensors(_taken_apart(task, inputs, target))
 
 
 def _triple(micro_batch: Any) -> MicroBatch:

@@ -46,8 +46,7 @@ class UserDraws:
     """Sends what one kind of a task's user code draws to the task's stream: its loader, `split=`, its callbacks.
 
     The first calls have the process-wide generators to themselves, with the task's states installed; so have all later
-    ones once `random` or `numpy.random` has moved in one. Later draws there are the task's only where nothing else
-    draws.
+    ones once `random` or `numpy.random` has moved in one of the first. Later draws there are the process's.
     """
 
     def __init__(self, name: str, *, alone: bool = False) -> None:
@@ -56,7 +55,6 @@ class UserDraws:
         self._is_alone = alone
         self._num_calls: Counter[str] = Counter()  # by what is called
         self._moved: set[str] = set()  # generators that moved, not in a call's own turn
-        self._last: tuple[int, RandomState] | None = None  # the last turn's thread, and the states outside of it
         self.drawn: set[str] = set()  # which of `random` and `numpy.random` it was seen to draw from
 
     @property
@@ -87,9 +85,8 @@ class UserDraws:
         self._num_calls[what] += 1
         is_apart = not is_last and (self._is_alone or bool(self.drawn) or self._num_calls[what] <= NUM_WATCHED)
         mode = None if self._is_alone else TaskGenerator(stream.state.torch)
-        beside = GLOBAL_GENERATORS.beside(stream, self.drawn, self._moved)
         try:
-            with self._apart(stream, is_call) if is_apart else beside, Redirected(mode, with_functions=True):
+            with self._apart(stream, is_call) if is_apart else self._beside(), Redirected(mode):
                 yield
         finally:
             if mode is not None:
@@ -97,27 +94,33 @@ class UserDraws:
 
     @contextmanager
     def _apart(self, stream: Stream, is_call: bool) -> Iterator[None]:
-        before, thread, outside = stream.state, threading.get_ident(), None
+        before = stream.state
         try:
             # Another task's loader may hang in its turn, which is no matter to a callback that draws nothing.
             patience_s = MOST_S if is_call and not self.drawn else None
-            with GLOBAL_GENERATORS.turn(stream, may_end=is_call, patience_s=patience_s) as turn:
-                outside = turn.outside
+            with GLOBAL_GENERATORS.turn(stream, may_end=is_call, patience_s=patience_s):
                 yield
         finally:
             moved = before.moved(stream.state)
             self.drawn |= moved - {TORCH}
             if not self._is_alone:  # else it is this code's, in whatever thread
                 self._moved |= moved & {TORCH}
-            if self._last is not None and outside is not None and self._last[0] == thread:
-                self._moved |= {TORCH, *self.drawn} & self._last[1].moved(outside)
-            self._last = None if outside is None else (thread, outside)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        before = GLOBAL_GENERATORS.outside()
+        try:
+            yield
+        finally:
+            now = GLOBAL_GENERATORS.outside()
+            if before is not None and now is not None:
+                self._moved |= before.moved(now)
 
 
 @contextmanager
 def drawing_apart() -> Iterator[None]:
     """Run user code of no stream: what it draws from torch moves nothing."""
-    with Redirected(TaskGenerator(ask(_GLOBAL.get_state)), with_functions=True):
+    with Redirected(TaskGenerator(ask(_GLOBAL.get_state))):
         yield
 
 
@@ -144,7 +147,6 @@ class _Here(threading.local):
     """The generator of this thread, as `Redirected` has it."""
 
     mode: TaskGenerator | None = None
-    with_functions = False
 
 
 _HERE = _Here()
@@ -154,23 +156,23 @@ class Redirected:
     """Sends the body's draws, in this thread, to a task's generator; None: to the process's.
 
     The mode sees only operations that may draw: as a dispatch mode of the whole body it would make all others slow.
+    `torch.manual_seed`, `torch.get_rng_state` and the like mean the task's generator, too.
     """
 
-    def __init__(self, mode: TaskGenerator | None, *, with_functions: bool = False) -> None:
-        """with_functions: `torch.manual_seed`, `torch.get_rng_state` and the like mean the task's generator, too."""
-        self._here = mode, with_functions
-        self._outer: tuple[TaskGenerator | None, bool] = None, False
+    def __init__(self, mode: TaskGenerator | None) -> None:
+        self._mode = mode
+        self._outer: TaskGenerator | None = None
 
     def __enter__(self) -> TaskGenerator | None:
-        key = _registered()
+        if not _KNOWN:
+            register_draws()
         _USERS.add(1)
-        self._outer = _HERE.mode, _HERE.with_functions
-        _HERE.mode, _HERE.with_functions = self._here
-        torch._C._dispatch_tls_set_dispatch_key_included(key, _HERE.mode is not None)
+        self._outer, _HERE.mode = _HERE.mode, self._mode
+        torch._C._dispatch_tls_set_dispatch_key_included(_THE_KEY, _HERE.mode is not None)
         return _HERE.mode
 
     def __exit__(self, *exc: object) -> None:
-        _HERE.mode, _HERE.with_functions = self._outer
+        _HERE.mode = self._outer
         torch._C._dispatch_tls_set_dispatch_key_included(_THE_KEY, _HERE.mode is not None)
         _USERS.add(-1)
 
@@ -182,8 +184,7 @@ class _ByThread:
     """Stands for the global generator in torch's functions: that of the thread that asks, or itself."""
 
     def __getattr__(self, name: str) -> Any:
-        mode = _HERE.mode if _HERE.with_functions else None
-        return getattr(_GLOBAL if mode is None else mode.generator, name)
+        return getattr(_GLOBAL if _HERE.mode is None else _HERE.mode.generator, name)
 
 
 class _Users:
@@ -215,13 +216,6 @@ def _leave_in_child() -> None:
 os.register_at_fork(after_in_child=_leave_in_child)
 
 
-def _registered() -> Any:
-    """The key, with a kernel for every operation that draws; made when it is first needed, for the whole process."""
-    if not _KNOWN:
-        register_draws()
-    return _THE_KEY
-
-
 def register_draws() -> None:
     """Register a kernel for every operation that draws, also of libraries that were imported since the last time."""
     with _REGISTERING:
@@ -248,7 +242,7 @@ def _register(full_name: str) -> None:
     if with_generator(op) is not None or not has_parts:
         if space not in _LIBRARIES:
             _LIBRARIES[space] = _LIBRARY(space, "IMPL")
-        _LIBRARIES[space].impl(name, _kernel(op, _THE_KEY), _KEY)
+        _LIBRARIES[space].impl(name, _kernel(op), _KEY)
 
 
 _THE_KEY: Any = torch._C._parse_dispatch_key(_KEY)
@@ -258,19 +252,19 @@ _LIBRARIES: dict[str, Any] = {}  # by namespace; torch forgets the kernels with 
 _KNOWN: set[str] = set()  # names of operations that were looked at
 
 
-def _kernel(op: Any, key: Any) -> Callable[..., Any]:
+def _kernel(op: Any) -> Callable[..., Any]:
     include = torch._C._dispatch_tls_set_dispatch_key_included
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         mode, generator = _HERE.mode, kwargs.get("generator")
         is_own = isinstance(generator, torch.Generator) and generator._cdata != _GLOBAL._cdata  # type: ignore[attr-defined]
-        include(key, False)
+        include(_THE_KEY, False)
         try:
             if mode is None or is_own:
                 return op(*args, **kwargs)
             with mode:
                 return op(*args, **kwargs)
         finally:
-            include(key, True)
+            include(_THE_KEY, True)
 
     return draw

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,13 @@ import torch
 from torch import Tensor
 
 from partitioners.boundary import extent, extent_bytes
+from partitioners.reach import reach
 
 # The CPU's kernels, and so the bits, depend on operands' addresses modulo these bytes: copies keep it. torch's
 # allocator starts storages at multiples of it; views, and what lies in a mapped file, begin elsewhere.
 ALIGNMENT_BYTES = 64
+# With more work than this to find out, two arrays are taken to share memory.
+_MOST_WORK: Any = 1_000_000  # any int, which NumPy's annotation does not say
 
 
 def residue(tensor: Tensor) -> int:
@@ -112,3 +116,30 @@ def copy_of_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     )
     place[...] = array
     return place
+
+
+def kept_by(tensor: Tensor, *roots: tuple[str, object]) -> str | None:
+    """Return the path to what shares memory with a tensor, in what these objects hold; None: nothing does."""
+    own = _array(tensor)
+    if own is None:
+        return None
+    arrays = ((path, _array(value)) for path, value, _ in reach(*roots))
+    shared = (path for path, other in arrays if other is not None and np.may_share_memory(own, other, _MOST_WORK))
+    return next(shared, None)
+
+
+def _array(value: Any) -> np.ndarray[Any, Any] | None:
+    """Return the memory of an array, or of a tensor as NumPy takes it, which reads none of it; None: it has none."""
+    if not isinstance(value, Tensor):
+        return value if isinstance(value, np.ndarray) else None
+    if value.layout != torch.strided or value.device.type != "cpu" or not value.numel() or not value.data_ptr():
+        return None
+    size = value.element_size()
+    interface = {
+        "version": 3,
+        "typestr": f"|V{size}",
+        "data": (value.data_ptr(), True),
+        "shape": tuple(value.shape),
+        "strides": tuple(stride * size for stride in value.stride()),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

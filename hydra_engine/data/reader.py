@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hydra_engine.adaptive import Adaptation
-from hydra_engine.data.batch import Batch, Item, Splitter, own_pair, pair_bytes, pair_tensors
+from hydra_engine.data.batch import Batch, Item, Splitter, pair_bytes
 from hydra_engine.data.calls import LeftBehind, UserCalls
 from hydra_engine.data.draws import drawing_apart
 from hydra_engine.data.epochs import Epochs
@@ -143,9 +143,8 @@ class Reader:
         largest, most = None, -1
         for inputs, target in self._epochs.apart():
             if (size := pair_bytes(self._name, inputs, target)) > most:
-                kept = own_pair(self._name, inputs, target)  # the loader may read on into the same memory
-                choice, loaded = self._epochs.apart_choice(), pair_tensors(self._name, inputs, target)
-                largest, most = Item(kept[0].value(), kept[1].value(), choice=choice, loaded=loaded), size
+                # Of a loader that reads on into the same memory it has other values, which do as well.
+                largest, most = Item(inputs, target, choice=self._epochs.apart_choice()), size
         return largest
 
     def split_sample(self, num_micro_batches: int) -> None:
@@ -168,7 +167,11 @@ class Reader:
 
     def split_again(self, batch: Batch, num_micro_batches: int) -> Batch:
         """The same batch in another number of micro-batches. Raises ValueError where that draws otherwise."""
-        return self._splitter.again(batch, num_micro_batches, for_plan=self._thread is None)
+        item = batch.item
+        if self._thread is None:  # the loader was not read on
+            sample = self._sample_item()
+            item = item._replace(inputs=sample.inputs, target=sample.target)
+        return self._splitter.again(batch, item, num_micro_batches, for_plan=self._thread is None)
 
     def _batch(self, item: Item, stream: Stream) -> Batch:
         number = self.num_micro_batches() if item.training else 1

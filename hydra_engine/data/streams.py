@@ -156,8 +156,6 @@ class GlobalGenerators:
     def __init__(self) -> None:
         self._changed = threading.Condition()  # held for moments
         self._turns: list[Turn] = []  # of one thread, each inside the one before
-        self._num_turns = self._num_calls = 0  # that have begun
-        self._num_present = 0  # calls in progress, of code that has no turn
 
     @property
     def is_free(self) -> bool:
@@ -175,7 +173,7 @@ class GlobalGenerators:
         try:  # an exception out of a signal handler finds the turn noted, or not begun
             with self._changed:
                 if self._wait(patience_s):
-                    turn.since_s, self._num_turns = time.monotonic(), self._num_turns + 1
+                    turn.since_s = time.monotonic()
                     turn.outside = None if stream is None else capture()
                     self._turns.append(turn)
                     if stream is not None:
@@ -213,35 +211,10 @@ class GlobalGenerators:
             for turn in reversed([each for each in self._turns if each.thread == thread]):
                 self._end(turn)
 
-    @contextmanager
-    def beside(self, stream: Stream, drawn: set[str], moved: set[str]) -> Iterator[None]:
-        """Run the body, which has no turn, beside others; add the generators that have moved to one of the sets.
-
-        drawn: the body drew from them, as nothing else was called and had ever drawn there; this moves the stream.
-        """
+    def outside(self) -> RandomState | None:
+        """Return the states that no stream has; None while a turn has replaced them."""
         with self._changed:
-            before = None if self._turns else capture()
-            self._num_calls, self._num_present = self._num_calls + 1, self._num_present + 1
-            counts, is_alone = (self._num_turns, self._num_calls), self._num_present == 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_present -= 1
-                if before is not None and not self._turns and self._num_turns == counts[0]:  # a turn moves them
-                    now = capture()
-                    found = before.moved(now)
-                    outside = found - {TORCH}
-                    if (
-                        outside
-                        and is_alone
-                        and self._num_calls == counts[1]
-                        and before.same_outside_torch(stream.state)
-                    ):
-                        drawn |= outside
-                        stream.state = stream.state._replace(python=now.python, numpy=now.numpy)
-                        install(before._replace(torch=now.torch))
-                    moved |= found - drawn
+            return None if self._turns else capture()
 
 
 GLOBAL_GENERATORS = GlobalGenerators()  # the process's, which no object of ours can own

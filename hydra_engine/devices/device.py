@@ -17,6 +17,7 @@ from hydra_engine.devices.budget import Ledger
 from hydra_engine.devices.lanes import COMPUTE, INPUT, LOAD, QUEUES, Lane
 from hydra_engine.devices.rates import Ceilings
 from hydra_engine.trace import Timing, Trace
+from partitioners.reach import Opaque
 
 
 class DeviceGenerator:
@@ -181,7 +182,7 @@ class OpenDevice(ABC):
         self.arena.close()
 
 
-class DeviceSpec(ABC):
+class DeviceSpec(Opaque, ABC):
     """A device as users name it, and the base class of every kind: its memory, its rates, and `open`."""
 
     memory_bytes: int  # all that a run's ledger gives out

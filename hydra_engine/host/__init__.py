@@ -16,6 +16,6 @@ from hydra_engine.host.optimizer import (
     make_optimizer,
     with_averages,
 )
-from hydra_engine.host.pool import NUM_LOANS, BestWeights, BorrowedPool, HostPool, Shown, kept_pools
+from hydra_engine.host.pool import NUM_LOANS, BestWeights, BorrowedPool, HostPool, LentWeights, kept_pools
 from hydra_engine.host.staging import WHOLE, BuffersChanged, NormGroups, StepParts, step_measures
 from hydra_engine.host.state import AttributeChanges, Cut, Observed, Region, TaskState, layout_of

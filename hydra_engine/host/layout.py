@@ -406,14 +406,14 @@ class Structure:
     of flat weights) follows. Python attributes that a forward changes are put back after each unit, by the executor.
     """
 
-    def __init__(self, layout: ModelLayout, device: torch.device, *, casts: bool = True) -> None:
+    def __init__(self, layout: ModelLayout, device: torch.device) -> None:
         self.device = device
-        self.narrow = layout.narrow if casts else None
+        self.narrow = layout.narrow
         self._placeholders: dict[torch.dtype, Tensor] = {}
         self.parameters: list[nn.Parameter] = []
         for slot in layout.slots:
             # `.data`: with a version counter of its own, so that changing one in place is not a change of all.
-            empty = self._placeholder(slot.link_dtype if casts else slot.dtype).data
+            empty = self._placeholder(slot.link_dtype).data
             self.parameters.append(nn.Parameter(empty, requires_grad=slot.parameter.requires_grad))
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters]
         self._trains = any(slot.trainable for slot in layout.slots)

@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -23,13 +22,6 @@ from hydra_engine.tasks import Best
 
 # Shards whose gradients are in DRAM with early release: one is updated while the next one's arrive.
 NUM_LOANS = 2
-
-
-class Shown(NamedTuple):
-    """How parameters are before their user has them."""
-
-    versions: list[int]  # by slot
-    num_users: int  # tensors in the memory of trainable ones, and the like
 
 
 # Pools that are closed and keep their memory, pages and all, until they are opened again.
@@ -113,7 +105,6 @@ class Gradients:
         return gradient
 
 
-# Past 300 lines: one memory is opened, kept, shown to its user, taken over and given back, to be undone in order.
 class HostPool:
     """Owns the weights, gradients and buffers of one task while it trains.
 
@@ -313,71 +304,12 @@ class HostPool:
                 place.copy_(data)
                 slot.parameter.data = place
 
-    def as_shown(self) -> Shown:
-        """Note how parameters are as their user gets them."""
-        versions = [slot.parameter._version for slot in self.layout.slots]
-        return Shown(versions, num_users(self._weights))
-
     def checksum(self, index: int) -> int | None:
         """Tell a frozen weight that another task has too from what it was; None: none has it."""
         block = self._blocks.get(index)
         if block is None or block.num_users == sum(each is block for each in self._blocks.values()):
             return None
         return zlib.crc32(flat(block.weight).reshape(-1).view(torch.uint8).numpy().data)
-
-    def take_over(self, touched: Mapping[int, int | None], shown: Shown) -> None:
-        """Take over weights as their user has left them between two steps.
-
-        touched: slots that may have been written to, where writes are followed, with their checksums before. shown: how
-        they were before that.
-        Raises ValueError where a frozen weight was written to that another task has, too, and where a parameter was
-        given other memory while a tensor of its own was kept: that would have the values of the parameter.
-        """
-        data = self._moved(shown)
-        renewed = []
-        for slot, version in zip(self.layout.slots, shown.versions, strict=True):
-            block, parameter = self._blocks.get(slot.index), slot.parameter
-            storage, start = (self._weights, slot.offset) if block is None else (block.storage, block.offset)
-            is_moved = slot.index in data
-            is_written = parameter._version != version
-            if slot.index in self.masters:
-                continue
-            if is_moved:
-                place, value = slot.view(storage, start), data[slot.index]
-                whole = flat if value.stride() == slot.stride else torch.Tensor.detach  # an expanded one takes no other
-                whole(place).copy_(whole(value))
-                parameter.data = place
-            if block is None and (is_moved or is_written or slot.index in touched):
-                renewed.append(slot)
-            elif block is not None and (is_moved or is_written or slot.index in touched):
-                checksum = self.checksum(slot.index)
-                if checksum is not None and (is_moved or is_written or touched[slot.index] not in (None, checksum)):
-                    raise ValueError(
-                        f"wrote to parameter {slot.name!r}, which is frozen and another task's, too; give this task a "
-                        f"copy of its own (copy.deepcopy)"
-                    )
-                if checksum is None:
-                    block.cast_anew()
-        self.renew(renewed)
-
-    def _moved(self, shown: Shown) -> dict[int, Tensor]:
-        """Values of the parameters, by slot, that lie elsewhere now; a copy of what another one's place has."""
-        moved: dict[int, Tensor] = {}
-        names, first, end = [], self._weights.data_ptr(), self._weights.data_ptr() + self._weights.nbytes()
-        for slot in self.layout.slots:
-            block, parameter = self._blocks.get(slot.index), slot.parameter
-            place = first + slot.offset if block is None else block.storage.data_ptr() + block.offset
-            if parameter.data_ptr() != place or parameter.stride() != slot.stride:
-                is_here = first <= parameter.data_ptr() < end
-                moved[slot.index] = parameter.data.clone() if is_here else parameter.data
-                if block is None and not is_here and slot.index not in self.masters:
-                    names.append(slot.name)
-        if names and num_users(self._weights) > shown.num_users - len(names):
-            raise ValueError(
-                f"gave parameter {names[0]!r} other memory, by .data, and kept a tensor that lies in its own; keep a "
-                f"clone(), and write to the parameter in place (copy_)"
-            )
-        return moved
 
     @property
     def frozen_version(self) -> int:
@@ -423,6 +355,73 @@ class HostPool:
     def owned(self, shard: Shard) -> list[Slot]:
         """The trainable parameters that a shard's update steps."""
         return [self.layout.slots[index] for index in shard.owned]
+
+
+class LentWeights:
+    """A pool's weights while their user has them between two steps, from when this is made until `take_over`."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self._versions = [slot.parameter._version for slot in pool.layout.slots]
+        self._num_users = num_users(pool._weights)  # tensors in the memory of trainable ones, and the like
+
+    @property
+    def are_written_to(self) -> bool:
+        """True if a function of torch's has written to one since."""
+        return self._versions != [slot.parameter._version for slot in self._pool.layout.slots]
+
+    def take_over(self, touched: Mapping[int, int | None]) -> None:
+        """Take over weights as their user has left them between two steps.
+
+        touched: slots that may have been written to, where writes are followed, with their checksums before.
+        Raises ValueError where a frozen weight was written to that another task has, too, and where a parameter was
+        given other memory while a tensor of its own was kept: that would have the values of the parameter.
+        """
+        pool, data, renewed = self._pool, self._moved(), []
+        for slot, version in zip(pool.layout.slots, self._versions, strict=True):
+            block, parameter = pool._blocks.get(slot.index), slot.parameter
+            storage, start = (pool._weights, slot.offset) if block is None else (block.storage, block.offset)
+            is_moved = slot.index in data
+            is_written = parameter._version != version
+            if slot.index in pool.masters:
+                continue
+            if is_moved:
+                place, value = slot.view(storage, start), data[slot.index]
+                whole = flat if value.stride() == slot.stride else torch.Tensor.detach  # an expanded one takes no other
+                whole(place).copy_(whole(value))
+                parameter.data = place
+            if block is None and (is_moved or is_written or slot.index in touched):
+                renewed.append(slot)
+            elif block is not None and (is_moved or is_written or slot.index in touched):
+                checksum = pool.checksum(slot.index)
+                if checksum is not None and (is_moved or is_written or touched[slot.index] not in (None, checksum)):
+                    raise ValueError(
+                        f"wrote to parameter {slot.name!r}, which is frozen and another task's, too; give this task a "
+                        f"copy of its own (copy.deepcopy)"
+                    )
+                if checksum is None:
+                    block.cast_anew()
+        pool.renew(renewed)
+
+    def _moved(self) -> dict[int, Tensor]:
+        """Values of the parameters, by slot, that lie elsewhere now; a copy of what another one's place has."""
+        moved: dict[int, Tensor] = {}
+        pool, weights, names = self._pool, self._pool._weights, []
+        first, end = weights.data_ptr(), weights.data_ptr() + weights.nbytes()
+        for slot in pool.layout.slots:
+            block, parameter = pool._blocks.get(slot.index), slot.parameter
+            place = first + slot.offset if block is None else block.storage.data_ptr() + block.offset
+            if parameter.data_ptr() != place or parameter.stride() != slot.stride:
+                is_here = first <= parameter.data_ptr() < end
+                moved[slot.index] = parameter.data.clone() if is_here else parameter.data
+                if block is None and not is_here and slot.index not in pool.masters:
+                    names.append(slot.name)
+        if names and num_users(weights) > self._num_users - len(names):
+            raise ValueError(
+                f"gave parameter {names[0]!r} other memory, by .data, and kept a tensor that lies in its own; keep a "
+                f"clone(), and write to the parameter in place (copy_)"
+            )
+        return moved
 
 
 class BorrowedPool(HostPool):

@@ -6,11 +6,9 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from itertools import chain
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +17,6 @@ from hydra_engine.data import NO_BATCH, RandomState, Signature, place_in_dram, r
 from hydra_engine.host.layout import Shard, Slot
 from hydra_engine.schedule import part_ranges
 from partitioners.boundary import Boundary
-from partitioners.reach import reach
 
 Gradients: TypeAlias = "Mapping[int, Tensor | None]"  # by slot; None: it received none
 Values: TypeAlias = "Sequence[Tensor | None]"  # tensors that enter a shard, or their gradients; None: it received none
@@ -124,39 +121,6 @@ class StepParts:
             return self._wide[slot]
 
 
-def kept_by(tensor: Tensor, *roots: tuple[str, object]) -> str | None:
-    """Return the path to what shares memory with a tensor, in what these objects hold; None: nothing does."""
-    own = _memory(tensor)
-    if own is None:
-        return None
-    found = ((path, _memory(value)) for path, value, _ in reach(*roots))
-    return next((path for path, other in found if other is not None and _share_memory(own, other)), None)
-
-
-def _memory(value: Any) -> np.ndarray[Any, Any] | None:
-    """Return the memory of an array, or of a tensor as NumPy takes it, which reads none of it; None: it has none."""
-    if not isinstance(value, Tensor):
-        return value if isinstance(value, np.ndarray) else None
-    if value.layout != torch.strided or value.device.type != "cpu" or not value.numel() or not value.data_ptr():
-        return None
-    size = value.element_size()
-    interface = {
-        "version": 3,
-        "typestr": f"|V{size}",
-        "data": (value.data_ptr(), True),
-        "shape": tuple(value.shape),
-        "strides": tuple(stride * size for stride in value.stride()),
-    }
-    return np.asarray(SimpleNamespace(__array_interface__=interface))
-
-
-def _share_memory(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
-    try:
-        return np.shares_memory(a, b, max_work=1_000_000)  # type: ignore[arg-type]  # any int
-    except np.exceptions.TooHardError:
-        return True
-
-
 class Given(NamedTuple):
     """Micro-batches that a step begins with."""
 
@@ -165,17 +129,6 @@ class Given(NamedTuple):
     weights: tuple[float, ...] = ()  # of their losses
     start: tuple[RandomState, ...] = ()  # before each forward
     signature: Signature = NO_BATCH  # which decides the memory of every unit of the step
-    own: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]] = ()  # tensors that plain PyTorch computes on, likewise
-
-    def seen_by(self, m: int, side: int, k: int, loader: Any) -> str:
-        """Say who else sees, in plain PyTorch, what is written to one of micro-batch m's tensors; or nothing."""
-        tensor = self.own[m][side][k]
-        if tensor.dtype != (self.inputs, self.targets)[side][m].tensors[k].dtype:
-            return ""  # a cast of it is written to
-        if sum(kept_by(tensor, ("", each)) is not None for pair in self.own for each in chain(*pair)) > 1:
-            return "shares memory with another part of the batch"
-        path = kept_by(tensor, ("loader", loader))
-        return "" if path is None else f"{path} keeps"
 
 
 class StepStaging:
@@ -223,13 +176,12 @@ class StepStaging:
         weights: Sequence[float],
         start: Sequence[RandomState],
         signature: Signature,
-        own: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]] = (),
     ) -> None:
         """Start a step on micro-batches (inputs, target); the others as in `Given`."""
         self.clear()
         self.serial += 1
         inputs, targets = tuple(inputs for inputs, _ in boundaries), tuple(target for _, target in boundaries)
-        self.given = Given(inputs, targets, tuple(weights), tuple(start), signature, tuple(own))
+        self.given = Given(inputs, targets, tuple(weights), tuple(start), signature)
         self.random = {(0, m): state for m, state in enumerate(start)}
 
     @property

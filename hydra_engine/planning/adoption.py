@@ -2,10 +2,11 @@
 
 Two tasks are of a kind if all is equal that a rehearsal depends on: the classes of modules, the shapes, types and flags
 of tensors, plain attributes, options, and the code of the model, the loss, the metrics and their hooks, with what
-closures hold. Values of tensors and globals do not count, nor does the first batch, whose sizes are compared apart.
+closures and globals hold. Values of parameters and buffers do not count, nor does the first batch, whose sizes are
+compared apart.
 
-Plans are also in a folder beside a run's checkpoints, for resumes and other processes. There the values of globals, the
-command line, the files of the program and the engine, and the versions of Python and packages have to be the same, too.
+Plans are also in a folder beside a run's checkpoints, for resumes and other processes. There the command line, the
+files of the program, the packages and the version of Python have to be the same, too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,8 +36,7 @@ from hydra_engine.host import Cut, KnownUnits, Measured, Observed, TaskState, ha
 from hydra_engine.planning.cuts import CutChoice, PredictedCut
 from hydra_engine.system import warn
 from hydra_engine.tasks import Purpose
-from partitioners.reach import CLASS, CONTAINERS, GLOBALS, PLAIN, reach, shown
-from partitioners.reach import __file__ as REACH
+from partitioners.reach import CLASS, CONTAINERS, GLOBALS, PLAIN, reach, text_of
 
 # Kinds whose plans are remembered; the first to be seen are forgotten.
 MOST_KNOWN = 64
@@ -66,13 +66,6 @@ _OPTIONS = (
     "records",
     "compile",
 )
-
-
-class Kind(NamedTuple):
-    """Digests of what a plan depends on."""
-
-    structure: str
-    values: str  # what may differ between processes that run one program: globals, the environment, packages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,48 +112,42 @@ class Rehearsals:
     def __init__(self, folder: Callable[[], Path | None] = lambda: None) -> None:
         self._folder = folder
         self._found: dict[str, Rehearsed] = {}
-        self._files: dict[str, str] = {}  # names of those that are, or may be, in the folder
+        self._paths: dict[str, Path] = {}  # of those that are, or may be, in the folder
 
-    def get(self, kind: Kind | None) -> Rehearsed | None:
+    def get(self, kind: str | None) -> Rehearsed | None:
         """Return what was found out of a task of this kind."""
-        if kind is None:
-            return None
-        found, folder = self._found.get(kind.structure), self._folder()
-        if found is not None or folder is None or (program := _program(len(sys.modules))) is None:
-            return found
-        name = self._files[kind.structure] = f"{_digest([*kind, program])}.plan"
-        found = _read(folder / name)
+        folder = self._folder()
+        if kind is None or kind in self._found or folder is None or (program := _program(len(sys.modules))) is None:
+            return self._found.get(kind or "")
+        path = self._paths[kind] = folder / f"{_digest([kind, program])}.plan"
+        found = _read(path)
         if found is not None:
-            self._found[kind.structure] = found
+            self._found[kind] = found
         return found
 
-    def forget(self, kind: Kind) -> None:
+    def forget(self, kind: str) -> None:
         """Plan tasks of this kind anew: one has failed with a plan that it took over, which may be why."""
-        self._found.pop(kind.structure, None)
-        name, folder = self._files.pop(kind.structure, None), self._folder()
-        if name is not None and folder is not None:
+        self._found.pop(kind, None)
+        if (path := self._paths.pop(kind, None)) is not None:
             with suppress(OSError):
-                (folder / name).unlink()
+                path.unlink()
 
-    def put(self, kind: Kind | None, rehearsed: Rehearsed) -> None:
+    def put(self, kind: str | None, rehearsed: Rehearsed) -> None:
         """Remember it, unless its layers work in place on a batch: that depends on who keeps the batch."""
         if kind is not None and not rehearsed.observed.works_on_batch:
-            self._found[kind.structure] = rehearsed
+            self._found[kind] = rehearsed
             for oldest in list(self._found)[:-MOST_KNOWN]:
                 del self._found[oldest]
 
     def save(self) -> None:
         """Write to the folder what is not there; the oldest files go. What the disk does not take is planned anew."""
-        folder = self._folder()
-        if folder is None or not self._files:
-            return
         with suppress(OSError):
-            for structure, name in self._files.items():
-                rehearsed = self._found.get(structure)
-                if rehearsed is not None and not (folder / name).exists():
-                    _write(folder / name, rehearsed)
-            for old in sorted(folder.glob("*.plan"), key=os.path.getmtime)[:-MOST_KNOWN]:
-                old.unlink()
+            for kind, path in self._paths.items():
+                if kind in self._found and not path.exists():
+                    _write(path, self._found[kind])
+            for folder in {path.parent for path in self._paths.values()}:
+                for old in sorted(folder.glob("*.plan"), key=os.path.getmtime)[:-MOST_KNOWN]:
+                    old.unlink()
 
 
 def _write(path: Path, rehearsed: Rehearsed) -> None:
@@ -177,11 +164,10 @@ def _write(path: Path, rehearsed: Rehearsed) -> None:
 
 
 def _read(path: Path) -> Rehearsed | None:
-    try:
-        written, size = path.read_bytes(), hashlib.sha256().digest_size
-    except OSError:
+    if not path.exists():
         return None
     with suppress(Exception):  # what unpickling bytes raises, if they are no plan
+        written, size = path.read_bytes(), hashlib.sha256().digest_size
         found = _Plan(io.BytesIO(written[size:])).load() if _sha256(written[size:]) == written[:size] else None
         if isinstance(found, Rehearsed):
             return found
@@ -206,15 +192,14 @@ class _Plan(pickle.Unpickler):
 
 @cache
 def _program(_: int) -> str | None:
-    """Return the digest of this program: its arguments, its own modules, the engine; None: it is in no file."""
+    """Return the digest of this program: its arguments, its own modules, packages; None: it is in no file."""
     if getattr(sys.modules.get("__main__"), "__file__", None) is None:
         return None
     installed = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
     files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
     own = sorted({file for file in map(os.path.realpath, filter(None, files)) if not file.startswith(installed)})
-    engine = [Path(__file__).parents[1], Path(REACH).parent]
-    own += [str(path) for folder in engine for path in sorted(folder.rglob("*.py"))]
-    return _digest((repr(sys.argv[1:]), sys.version, torch.__version__, *map(_file_digest, own)))
+    packages = sorted(path.name for folder in {*installed} for path in Path(folder).glob("*.dist-info"))
+    return _digest((repr(sys.argv[1:]), sys.version, torch.__version__, *packages, *map(_file_digest, own)))
 
 
 @cache
@@ -230,11 +215,11 @@ def _sha256(content: bytes) -> bytes:
 
 
 def _digest(texts: Iterable[str]) -> str:
-    return _sha256(b"".join(_sha256(text.encode()) for text in texts)).hex()
+    return _sha256("\0".join(texts).encode(errors="surrogatepass")).hex()
 
 
-def kind_of(state: TaskState, beside: Callable[[], Hashable]) -> Kind | None:
-    """Return digests of all of a task that its plan depends on; None: it is not compared with others.
+def kind_of(state: TaskState, beside: Callable[[], Hashable]) -> str | None:
+    """Return a digest of all of a task that its plan depends on; None: it is not compared with others.
 
     beside: what it depends on beside the task's structure.
     """
@@ -246,21 +231,17 @@ def kind_of(state: TaskState, beside: Callable[[], Hashable]) -> Kind | None:
         options |= {name: getattr(task, name) for name in ("optimizer", "param_groups", "lr", "lr_scheduler")}
     source = task.model.source if task.model.is_converted else None
     roots = {"loss_fn": task.loss_fn, "metrics": task.metrics, "source": source, "options": options}
-    values: list[str] = []
     try:
-        texts = [*_texts(state, values, [*zip(layout.names, layout.layers, strict=True), *roots.items()])]
+        texts = [*_texts(state, [*zip(layout.names, layout.layers, strict=True), *roots.items()])]
     except Exception:  # of whatever a layer holds, too: it is rehearsed, and may fail there
         return None
     states = tuple(state.measured.state_bytes.items())
     texts.append(repr(_comparable((task.validation is None, states, *_settings(), beside()))))
-    return Kind(_digest(texts), _digest(values))
+    return _digest(texts)
 
 
-def _texts(state: TaskState, values: list[str], roots: Sequence[tuple[str, Any]]) -> Iterator[str]:
-    """Describe everything that these hold, in texts that are equal for values of a kind that hold each other alike.
-
-    values: is given what counts in another process only.
-    """
+def _texts(state: TaskState, roots: Sequence[tuple[str, Any]]) -> Iterator[str]:
+    """Describe everything that these hold, in texts that are equal for values of a kind that hold each other alike."""
     slots = {id(slot.parameter): slot for slot in state.layout.slots}
     held = [module for _, root in roots if isinstance(root, nn.Module) for module in _modules(root)]
     first: dict[int, int] = {}
@@ -268,54 +249,54 @@ def _texts(state: TaskState, values: list[str], roots: Sequence[tuple[str, Any]]
     # Made of the source, and of the first batch.
     made = {id(module) for module in held if type(module).__module__.startswith("hydra_engine.capture.")}
     kinds: set[type] = set()
-    packages: set[str] = set()
     # A resume brings their values back before it plans.
-    saved = {id(each) for module in held for each in (*module.parameters(), *module.buffers())}
+    saved = {id(each) for module in held for own in (module._parameters, module._buffers) for each in own.values()}
     for number, (path, value, _) in enumerate(reach(*roots, plain=True, code=True, besides=made)):
         if number == MOST_VALUES:
             raise ValueError("too many values")
         path = _HOOK.sub("hooks", path) if "hooks" in path else path  # keys of hooks say how many the process has had
-        is_small = isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) <= MOST_NUMBERS
-        if (is_small and id(value) not in saved) or (GLOBALS in path and isinstance(value, PLAIN)):
-            values.append(f"{path}: {shown(value)}")
-        elif isinstance(value, types.FunctionType):
-            code, names = value.__code__, value.__globals__
-            values += (
-                f"{each}={os.environ[each]}" for each in code.co_consts if isinstance(each, str) and each in os.environ
-            )
-            packages.update(_package(names[each]) for each in code.co_names if each in names)
-        if GLOBALS in path or path.endswith(("hooks.keys()", "_object_hash")):  # of transformers, by an address
+        if path.endswith(("hooks.keys()", "_object_hash")):  # of transformers, by an address
+            continue
+        if isinstance(value, PLAIN):
+            yield f"{path}: {type(value).__name__} {value!r}"
+            continue
+        if (
+            isinstance(value, (Tensor, np.ndarray))
+            and math.prod(value.shape) <= MOST_NUMBERS
+            and id(value) not in saved
+        ):
+            yield f"{path}: {text_of(value)}"
+        if GLOBALS in path:
             continue
         kind: Any = value if isinstance(value, type) else type(value)
         if kind not in kinds:
             kinds.add(kind)
-            packages.add(_package(kind))
             yield from _class_texts(kind)
         yield f"{path}: {kind.__module__}.{kind.__qualname__}"
         if isinstance(value, Tensor):
             slot = slots.get(id(value))
             place = None if slot is None else (slot.index, slot.offset, slot.link_dtype)
             form = value.stride() if value.layout == torch.strided else value.layout
-            yield repr((value.shape, form, value.dtype, value.device, value.requires_grad, place))
-            yield str(residue(value) if slot is None else 0)
+            beside = residue(value) if slot is None else 0
+            yield repr((value.shape, form, value.dtype, value.device, value.requires_grad, place, beside))
         elif isinstance(value, np.ndarray):
             yield repr((value.shape, value.strides, value.dtype.str))
         elif isinstance(value, types.FunctionType):
-            yield repr(_comparable(value.__code__))
+            yield _code_text(value)
         elif not hasattr(value, "__dict__") and not isinstance(value, (*CONTAINERS, tuple, frozenset)):
             text = repr(value)  # with an address, unless that says all
             yield text.partition(" at 0x")[0] if CLASS in path else text
-    values += (f"{each} {getattr(sys.modules.get(each), '__version__', '')}" for each in sorted(packages))
-
-
-def _package(value: Any) -> str:
-    """Name the package that a value is of."""
-    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-    return str(name).partition(".")[0]
 
 
 def _modules(root: nn.Module) -> Iterator[nn.Module]:
     return (module for _, module in root.named_modules(remove_duplicate=False))
+
+
+def _code_text(function: types.FunctionType) -> str:
+    """Describe a function's code, with the values of variables of the environment that it names."""
+    code = function.__code__
+    named = [os.environ[each] for each in code.co_consts if isinstance(each, str) and each in os.environ]
+    return repr((_comparable(code), named))
 
 
 def _class_texts(kind: type) -> Iterator[str]:
@@ -325,7 +306,7 @@ def _class_texts(kind: type) -> Iterator[str]:
             member = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
             member = member.fget if isinstance(member, property) else member
             if isinstance(member, types.FunctionType):
-                yield f"{name} {_comparable(member.__code__)}"
+                yield f"{name} {_code_text(member)}"
             elif type(member) in PLAIN and name not in ("__doc__", "__firstlineno__"):
                 yield f"{name} {member!r}"
 

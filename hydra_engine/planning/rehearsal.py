@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, TypeAlias
@@ -32,6 +33,7 @@ from hydra_engine.data import (
     copy_in_dram,
     identical,
     installed,
+    kept_by,
     seeded,
 )
 from hydra_engine.devices import COMPUTE, DeviceSpec, OpenDevice, Promise
@@ -42,11 +44,11 @@ from hydra_engine.schedule import BACKWARD, FORWARD, Computed, Event, Failed, St
 from hydra_engine.tasks import Purpose
 from hydra_engine.trace import Trace
 from hydra_engine.worker import Attributes, Changed, Contents, MicroInput, Worker
-from partitioners.boundary import UnfitTensor
+from partitioners.boundary import Boundary, UnfitTensor
 from partitioners.copies import copy_of_function
 from partitioners.measure import generator_key
 from partitioners.profile import noted, spanned
-from partitioners.reach import BYTES, CLASS, CONTAINERS, GLOBALS, reach, shown
+from partitioners.reach import BYTES, CLASS, CONTAINERS, GLOBALS, reach, text_of
 
 # By the attributes that lead there, and whether it is the copy's own: what is there.
 OwnedState: TypeAlias = "dict[tuple[str, bool], list[str]]"
@@ -173,14 +175,14 @@ class _Onlooker:
         # (inputs or target, micro-batch) of a batch whose containers were changed, and with the tensor that was.
         self.rearranged: set[tuple[int, int]] = set()
         self.written: dict[Part, Shard] = {}  # and by which shard
-        # What a micro-batch was given: the tensors, and inputs or target, the value, what was in it.
+        # What a micro-batch was given: inputs or target, the value, what was in it.
         self._shard: Shard | None = None
-        self._m, self._tensors = 0, list[Sequence[Tensor]]()
-        # What enters a shard in the memory of the batch, by what the shard below has given: which part of it, in which
-        # version. `_passed`: by the shard's first layer, micro-batch and number of the tensor.
-        self._entered: list[tuple[Part, Tensor, int]] = []
-        self._passed: dict[Part, Part] = {}
+        self._m = 0
         self._given: list[tuple[int, Any, list[Any], pytree.TreeSpec]] = []
+        # What enters a shard in the memory of the batch: which part of it, and the same in DRAM. `_passed`: by what the
+        # shard below has given: by the shard's first layer, micro-batch and number of the tensor.
+        self._entered: list[tuple[Part, Tensor, Tensor]] = []
+        self._passed: dict[Part, Part] = {}
         self._state, self._classes, self._limit, self.writes = state, classes, limit, _Writes(state)
 
     def begins(self, shard: Shard, views: Mapping[int, Tensor]) -> None:
@@ -198,17 +200,16 @@ class _Onlooker:
 
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
         self._note_batch()
-        self._shard, self._m = shard, m
-        self._tensors = [micro.value.tensors if shard.is_first else (), micro.target.tensors if micro.target else ()]
-        parts = {
-            k: (0, m, k) if shard.is_first else self._passed.get((shard.first, m, k))
-            for k in range(len(micro.value.tensors))
-        }
-        self._entered = [
-            (part, micro.value.tensors[k], micro.value.tensors[k]._version)
-            for k, part in parts.items()
-            if part is not None
-        ]
+        self._shard, self._m, staging = shard, m, self._state.staging
+        for k, (tensor, source) in enumerate(
+            zip(micro.value.tensors, staging.entering(shard.index, m).tensors, strict=True)
+        ):
+            part = (0, m, k) if shard.is_first else self._passed.get((shard.first, m, k))
+            if part is not None:
+                self._entered.append((part, tensor, source))
+        if micro.target is not None:
+            both = zip(micro.target.tensors, staging.given.targets[m].tensors, strict=True)
+            self._entered += [((1, m, k), *pair) for k, pair in enumerate(both)]
 
     def gives(self, shard: Shard, m: int, tensors: Sequence[Tensor]) -> None:
         within = {_address(tensor): part for part, tensor, _ in self._entered if tensor.layout == torch.strided}
@@ -222,24 +223,17 @@ class _Onlooker:
 
     def _note_batch(self) -> None:
         """Note what a micro-batch's layers and the loss have changed of the copy of the batch that they were given."""
-        given, self._given, tensors, self._tensors = self._given, [], self._tensors, []
+        given, self._given, entered, self._entered = self._given, [], self._entered, []
         if self._shard is None:
             return
-        for part, tensor, version in self._entered:
-            if tensor._version != version:
-                self.written[part] = self._shard
-        self._entered = []
         for side, value, leaves, spec in given:
             now, now_spec = pytree.tree_flatten(value)
             if now_spec != spec or any(a is not b for a, b in zip(now, leaves, strict=True)):
                 self.rearranged.add((side, self._m))
-        batch = self._state.staging.given
-        for side, found in enumerate(tensors):
-            for k, tensor in enumerate(found):
-                # No copy where it is in DRAM, which would be metered; `.cpu()` would close gaps between elements.
-                here = tensor if tensor.device.type == "cpu" else copy_in_dram(tensor)
-                if not identical(here, (batch.inputs, batch.targets)[side][self._m].tensors[k]):
-                    self.written[side, self._m, k] = self._shard
+        for part, tensor, source in entered:
+            # No copy where it is in DRAM, which would be metered; `.cpu()` would close gaps between elements.
+            if not identical(tensor if tensor.device.type == "cpu" else copy_in_dram(tensor), source):
+                self.written[part] = self._shard
 
     def begins_backward(self, buffers: Mapping[int, Tensor]) -> None:
         self._buffers = {index: copy_in_dram(buffer) for index, buffer in buffers.items()}
@@ -284,11 +278,14 @@ class _Seeds:
     def __exit__(self, *_: object) -> None:
         sys.setprofile(self._before)
 
-    def _note(self, _: FrameType, event: str, called: Any) -> None:
+    def _note(self, frame: FrameType, event: str, called: Any) -> None:
         if event == "c_call" and called.__name__ in ("seed", "manual_seed", "set_state"):
             generator = called.__self__
-            is_torchs = isinstance(generator, torch.Generator)
-            self.are_set |= is_torchs and generator_key(generator) == generator_key(torch.default_generator)
+            # Functions of torch's mean the task's generator.
+            if frame.f_globals.get("__name__") == "torch.random":
+                self.are_set = True
+            elif isinstance(generator, torch.Generator):
+                self.are_set |= generator_key(generator) == generator_key(torch.default_generator)
 
 
 class _Rehearsal:
@@ -340,7 +337,7 @@ class _Rehearsal:
         tensors = [each for pair in batch.boundaries for value in pair for each in value.tensors]
         self.classes.batch_sizes = {size for each in tensors for size in each.shape}
         weights = [weight for _, _, weight in batch.micro_batches]
-        state.staging.begin(batch.boundaries, weights, batch.start, batch.signature, batch.own)
+        state.staging.begin(batch.boundaries, weights, batch.start, batch.signature)
         seconds: dict[tuple[str, int], float] = {}
         for kind, shard in state.cut.chains[batch.training]:
             unit = Unit(state.name, kind, shard, batch.step)
@@ -431,7 +428,10 @@ class _Checks:
         self._rehearsal = rehearsal
         self._state, self._executor = rehearsal.state, rehearsal.executor
         self._onlooker = rehearsal.onlooker
-        self._roots = _rooted(self._state.layout.names, self._executor.structure.layers, self._executor.loss_fn)
+        # What runs: layers, and a loss that is none.
+        layers, loss_fn = self._executor.structure.layers, self._executor.loss_fn
+        self._roots: list[tuple[str, object]] = [*zip(self._state.layout.names, layers, strict=True)]
+        self._roots += [] if isinstance(loss_fn, nn.Module) else [(LOSS, loss_fn)]
         self._begun = self._plain_state()
 
     def check_batch(self, batch: Batch) -> None:
@@ -445,8 +445,15 @@ class _Checks:
             if path:
                 raise self._in_place(side, state.cut.shards[-1 if side else 0], f"{path} keeps, a dict or list")
         is_listed = state.task.purpose is Purpose.TRAIN and isinstance(state.task.validation, (list, tuple))
+        tensors = [[Boundary.of(each, "a batch").tensors for each in pair[:2]] for pair in batch.micro_batches]
         for side, m, k in sorted(found.written):
-            where = state.staging.given.seen_by(m, side, k, loader)
+            tensor, where = tensors[m][side][k], ""  # which the loader gave
+            if tensor.dtype != batch.boundaries[m][side].tensors[k].dtype:
+                pass  # a cast of it is written to
+            elif sum(kept_by(tensor, ("", each)) is not None for each in chain(*chain(*tensors))) > 1:
+                where = "shares memory with another part of the batch"
+            elif (kept := kept_by(tensor, ("loader", loader))) is not None:
+                where = f"{kept} keeps"
             if where or (not batch.training and is_listed):
                 raise self._in_place(side, found.written[side, m, k], where or "the list of validation= keeps")
 
@@ -504,7 +511,7 @@ class _Checks:
                 )
             if self._onlooker.is_bound(value):
                 found[path, is_own] = [PASSING]
-            elif (text := shown(value)) is not None:
+            elif (text := text_of(value)) is not None:
                 found.setdefault((path, is_own), []).append(text)
         return found
 
@@ -543,12 +550,6 @@ def _within(modes: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
         for mode in modes:
             held.enter_context(mode)
         yield
-
-
-def _rooted(names: Iterable[str], layers: Iterable[nn.Module], loss_fn: Any) -> list[tuple[str, object]]:
-    """What runs: layers, and a loss that is none."""
-    roots: list[tuple[str, object]] = list(zip(names, layers, strict=True))
-    return roots if isinstance(loss_fn, nn.Module) else [*roots, (LOSS, loss_fn)]
 
 
 def _is_of_one(value: Any, copies: Collection[int], *, is_own: bool) -> bool:

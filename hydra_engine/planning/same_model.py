@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -18,6 +17,7 @@ from hydra_engine.capture import Segment, called_with, carried
 from hydra_engine.data import RandomState, Redirected, Stream, TaskGenerator, copy_of, identical, installed, seeded
 from hydra_engine.host import LayerFault
 from hydra_engine.tasks import Model
+from hydra_engine.worker import Attributes
 from partitioners.profile import noted
 
 # Of the random state that a model's forward and its layers are compared from.
@@ -26,12 +26,6 @@ UNDER_NO_GRAD = (
     "in eval() under torch.no_grad(), as evaluations run; a forward or a loss that differentiates there does so under "
     "torch.enable_grad()"
 )
-
-
-def _note_no_grad(error: Exception) -> None:
-    """Add the remedy to an error of what differentiates where there are no graphs."""
-    if "does not require grad" in str(error):
-        noted(error, UNDER_NO_GRAD)
 
 
 def check_converted(model: Model, inputs: Any, num_samples: int, *, training: bool = True) -> None:
@@ -65,7 +59,7 @@ def check_converted(model: Model, inputs: Any, num_samples: int, *, training: bo
             torch.set_grad_enabled(training),
             installed(Stream(state)),
             # Another thread may draw, too. What the forward seeds is what it draws from.
-            Redirected(draws := TaskGenerator(state.torch), with_functions=True),
+            Redirected(draws := TaskGenerator(state.torch)),
         ):
             for each in modules if not training else ():
                 each.training = False  # not by its eval(), which may write to its weights
@@ -87,8 +81,8 @@ def check_converted(model: Model, inputs: Any, num_samples: int, *, training: bo
         try:
             found = both(inputs)
         except Exception as error:
-            if not training:
-                _note_no_grad(error)
+            if not training and "does not require grad" in str(error):
+                noted(error, UNDER_NO_GRAD)
             raise
     (expected, drawn), (given, redrawn) = found
     if not torch.equal(drawn, redrawn):
@@ -113,56 +107,17 @@ def random_state(seed: int = SEED) -> RandomState:
 @contextmanager
 def _put_back(roots: Iterable[Any]) -> Iterator[None]:
     """Put back buffers, attributes and modes of modules, and what their containers hold."""
-    modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
-    attributes = [(module, dict(vars(module))) for module in modules]
-    # Hooks, buffers, records: a forward that is the model's first may add some.
-    among = (value for _, named in attributes for value in named.values())
-    held = [(each, copy.copy(each)) for each in among if isinstance(each, (dict, list, set))]
-    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
+    modules = [root for root in roots if isinstance(root, nn.Module)]
+    attributes = [Attributes(module, "") for module in modules]
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     try:
         yield
     finally:
-        for module, before in attributes:
-            vars(module).clear()
-            vars(module).update(before)
-        for value, entries in held:
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(entries)
+        for each in attributes:
+            each.put_back()
         with torch.no_grad():
             for buffer, content in buffers:
                 buffer.copy_(content)
-
-
-def plain_error(
-    model: nn.Module, loss_fns: Sequence[Callable[..., Any]], inputs: Any, target: Any, *, training: bool
-) -> Exception | None:
-    """Return what a plain step raises on a batch, or None; nothing of it is left.
-
-    loss_fns: of what the model returns and the target; `training`: the first one's gradients are computed as well.
-    """
-    parameters = list(model.parameters())
-    before = [(each.grad, each.detach().clone()) for each in parameters]
-    try:
-        with _put_back([model, *loss_fns]), torch.set_grad_enabled(training), installed(Stream(random_state())):
-            if not training:
-                model.eval()
-            inputs, target = pytree.tree_map_only(Tensor, copy_of, (inputs, target))
-            output = model(inputs)
-            found = [loss_fn(output, target) for loss_fn in loss_fns]
-            if training:
-                torch.autograd.grad(found[0], [each for each in parameters if each.requires_grad], allow_unused=True)
-    except Exception as error:
-        error.__traceback__ = None  # which would keep the graph
-        if not training:
-            _note_no_grad(error)
-        return error
-    finally:
-        with torch.no_grad():
-            for parameter, (gradient, content) in zip(parameters, before, strict=True):
-                parameter.grad = gradient
-                if not identical(parameter.detach(), content):
-                    parameter.copy_(content)
-    return None
 
 
 def _is_plain(tensor: Tensor) -> bool:

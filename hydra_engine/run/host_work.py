@@ -191,7 +191,7 @@ class HostWork:
     def _committed(self, task: RunningTask, instruction: Commit) -> Event:
         event = commit(task, self._common.events.put, training_step=instruction.training)
         now_s = self._common.trace.now_s()
-        # Give back what the C library keeps of freed memory: tens of MB for each thread, and most of it in the first steps.
+        # Give back what the C library keeps of freed memory: tens of MB for each thread, mostly of the first steps.
         if instruction.training and now_s >= self._next_trim_s:
             self._next_trim_s = now_s + min(max(now_s, 0.1), TRIM_INTERVAL_S)
             return_free_memory()

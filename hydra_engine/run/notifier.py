@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from hydra_engine.data import GLOBAL_GENERATORS, Stream, UserDraws, capture, copy_of, identical
 from hydra_engine.errors import CallbackTimeout, PauseTask, StopTask
-from hydra_engine.host import Shown, Slot, TaskState
+from hydra_engine.host import LentWeights, Slot, TaskState
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.schedule import Event, Failed, TaskStopped
 from hydra_engine.tasks import Callback, ModelWatch, TaskReport, is_called
@@ -68,17 +68,17 @@ class UsersModel:
         """Run the body, which calls `who`. Raises ValueError where that has changed what no run can take."""
         self._secure(self._trainable)
         self._show_buffers()
-        shown = self._state.pool.as_shown()
+        weights = LentWeights(self._state.pool)
         touched = _Touched(self._state, self._secure) if self._is_followed else None
         try:
             with nullcontext() if touched is None else touched:
                 yield
         except BaseException:
             with suppress(ValueError):  # it has ended the task
-                self._take_over(touched, shown)
+                self._take_over(touched, weights)
             raise
         try:
-            self._take_over(touched, shown)
+            self._take_over(touched, weights)
         except ValueError as error:
             raise ValueError(f"{who} {error}") from error
 
@@ -89,7 +89,7 @@ class UsersModel:
             self._state.layout.put_buffers(values, changed)
             self._shown[:] = values
 
-    def _take_over(self, touched: _Touched | None, shown: Shown) -> None:
+    def _take_over(self, touched: _Touched | None, weights: LentWeights) -> None:
         if self.is_over:
             return
         slots = {} if touched is None else touched.end()
@@ -97,9 +97,9 @@ class UsersModel:
             parameter.grad = None  # of a backward of the call's own, as the next step's zero_grad has it
         state, has_buffers = self._state, self._take_buffers()
         is_other = self._watch.has_changed()
-        state.pool.take_over(slots, shown)
+        weights.take_over(slots)
         state.num_commits += 1  # what devices hold of trained shards is of no more use
-        self.is_changed |= is_other or has_buffers or shown.versions != state.pool.as_shown().versions
+        self.is_changed |= is_other or has_buffers or weights.are_written_to
         if is_other:
             thawed = next((s for s in state.layout.slots if s.parameter.requires_grad and not s.trainable), None)
             if thawed is not None:

@@ -37,6 +37,7 @@ from hydra_engine.system import process as restart
 from hydra_engine.tasks import FAILED, Evaluation, EvaluationTask, ModelTask, Plan, Report
 from partitioners import Partitioner, parse_bytes
 from partitioners.plain_numbers import plain
+from partitioners.reach import Opaque
 
 # BSD's EX_TEMPFAIL: whoever starts processes may start this one again.
 EXIT_LOST = 75
@@ -101,7 +102,7 @@ class _Settings(NamedTuple):
 
 
 # Past 300 lines: half of them say what its methods promise.
-class ModelOrchestrator:
+class ModelOrchestrator(Opaque):
     """Trains several tasks together on the devices of this machine, and evaluates models there.
 
     Args:

@@ -596,7 +596,7 @@ class RunningTask:
         staging, pool = self.state.staging, self.state.pool
         self.state.progress.begin_parts(num_parts, batch.training)
         weights = [w for _, _, w in batch.micro_batches]
-        staging.begin(batch.boundaries, weights, batch.start, batch.signature, batch.own)
+        staging.begin(batch.boundaries, weights, batch.start, batch.signature)
         if num_parts > 1:
             slots = self.state.layout.slots
             staging.parts = StepParts(

@@ -80,7 +80,7 @@ class Dispatch:
         if (device := self._devices.get(index)) is None:  # as in `lend`
             return
         self.num_devices -= 1
-        device.leaves = True
+        device.leaves, device.is_in_use = True, False
         self._empty(device)
         self._place(device)
 
@@ -94,14 +94,14 @@ class Dispatch:
         """Begin nothing more on a device, and lend it once its unit is through."""
         if (device := self._devices.get(index)) is None:  # it could not be opened, which ends the run
             return
-        device.use = Use.WANTED
+        device.use, device.is_in_use = Use.WANTED, False
         self._empty(device)
         self.free(device)
 
     def take_back(self, index: int) -> None:
         """Use a device again."""
         if (device := self._devices.get(index)) is not None:
-            device.use = Use.UNITS
+            device.use, device.is_in_use = Use.UNITS, not device.leaves
             self.free(device)
 
     def _empty(self, device: ScheduledDevice) -> None:
@@ -206,13 +206,13 @@ class Dispatch:
         for device in touched:
             if device.running is None:
                 self._run_own(device)
-        while (self._ready or self._claimed) and (idle := self._idle.best()) is not None:
+        while (idle := self._idle.best()) is not None and (self._ready or self._claimed):
             part = self._best(self._ready, idle) or self._best(self._claimed, idle)
             assert part is not None
             self._run(idle, self._before(part) or part)
         for device in {**touched, **self._touched}:
             self._claim_best(device, self._own_offers(device))
-        while (self._ready or self._loadable) and (wanting := self._wanting.best()) is not None:
+        while (wanting := self._wanting.best()) is not None and (self._ready or self._loadable):
             self._claim_best(wanting, ())
         self._touched = {}
 

@@ -623,12 +623,8 @@ class ScheduledDevice:
     index: int
     use: Use = Use.UNITS
     leaves: bool = False  # it was removed: nothing more begins on it
+    is_in_use: bool = True  # units of tasks may begin on it
     running: Unit | None = None
     part: Part | None = None  # whose unit is running
     claim: Part | None = None  # whose offer is claimed
     near: dict[Part, None] = field(default_factory=dict)  # whose last unit it computed, on its way to DRAM
-
-    @property
-    def is_in_use(self) -> bool:
-        """True if units of tasks may begin on it."""
-        return self.use is Use.UNITS and not self.leaves

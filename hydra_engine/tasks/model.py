@@ -11,17 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from hydra_engine.capture import (
-    Segment,
-    Uncut,
-    are_as_recorded,
-    called_with,
-    carried,
-    kept_message,
-    layers_for,
-    layers_of,
-    record_anew,
-)
+from hydra_engine.capture import Segment, Uncut, called_with, carried, layers_for, layers_of, programs_of
 from partitioners.profile import NamesLayers
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -224,16 +214,19 @@ class Model(nn.Sequential, NamesLayers):
     @property
     def is_outdated(self) -> bool:
         """True if layers were made of a forward that may read what was changed since: an attribute, say."""
-        return self.is_converted and not self.is_pending and not are_as_recorded(self._modules.values())
+        programs = programs_of(self._modules.values())
+        return self.is_converted and not self.is_pending and not (programs is not None and programs.are_of_now())
 
     def record_anew(self) -> None:
         """Have the forward recorded again, if what it may read was changed."""
-        record_anew(self._modules.values())
+        if (programs := programs_of(self._modules.values())) is not None:
+            programs.record_anew()
 
     @property
     def kept_message(self) -> str:
         """Says that most of the model is one layer, and which line made it so; "": it is not."""
-        return kept_message(self._modules.values())
+        programs = programs_of(self._modules.values())
+        return "" if programs is None else programs.kept_message
 
     def shown(self, path: str) -> str:
         """Return a layer, a module or an attribute in one, as the user knows it: a module with its class.

@@ -67,7 +67,7 @@ class ModelWatch:
             if isinstance(attributes := getattr(value, "__dict__", None), dict):
                 found.append(attributes)
             if isinstance(value, nn.Module):
-                found += [vars(value)[kind] for kind in IN_MODULES]
+                found += [each for each in vars(value).values() if isinstance(each, dict)]
             elif isinstance(value, FunctionType) and self._is_recorded:
                 space = value.__globals__
                 named = [name for name in value.__code__.co_names if name in space]

@@ -29,6 +29,7 @@ from hydra_engine.tasks.splitting import LossReduction, Split, unpack_batch
 from hydra_engine.tasks.splitting import split as split_batch
 from partitioners import Fastest, Partitioner, make_partitioner
 from partitioners.plain_numbers import plain
+from partitioners.reach import Opaque
 
 OptimizerFactory: TypeAlias = "Callable[..., torch.optim.Optimizer]"
 SchedulerFactory: TypeAlias = "Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]"
@@ -48,7 +49,7 @@ class Purpose(Enum):
 
 
 # More than 15 attributes: each is an option of a training loop that users name one by one, and nothing else is one.
-class ModelTask:
+class ModelTask(Opaque):
     """One training job: a model, a loss, data, an optimizer, a number of epochs.
 
     docs/tasks.md says more on options marked with a star.

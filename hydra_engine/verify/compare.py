@@ -199,20 +199,16 @@ def verify(
     return Verification(tasks=found, notes=list(trials.notes))
 
 
+@dataclass
 class _Trials:
     """The trainings, each of tasks that the user's function makes for it."""
 
-    def __init__(
-        self,
-        make_tasks: Callable[[], ModelTask | Sequence[ModelTask]],
-        epochs: int,
-        memory: str | int,
-        num_devices: int,
-        micro_batches: int | None,
-    ) -> None:
-        self._make_tasks, self._epochs, self._micro_batches = make_tasks, epochs, micro_batches
-        self._memory, self._num_devices = memory, num_devices
-        self.notes: dict[str, None] = {}
+    make_tasks: Callable[[], ModelTask | Sequence[ModelTask]]
+    epochs: int
+    memory: str | int
+    num_devices: int
+    micro_batches: int | None
+    notes: dict[str, None] = field(default_factory=dict)
 
     def plainly(self) -> dict[str, Record]:
         tasks, records = self._tasks(), {}
@@ -228,7 +224,7 @@ class _Trials:
 
     def resumed(self) -> dict[str, Record]:
         """Pause each task in the middle of a pass over its batches, and go on with one that is made anew."""
-        middle = BATCHES * (self._epochs // 2) + 1
+        middle = BATCHES * (self.epochs // 2) + 1
         with tempfile.TemporaryDirectory() as folder:
             records = self.by_engine(is_cut=True, folder=folder, pause_after=middle)
             if any(record.error is not None for record in records.values()):
@@ -254,8 +250,8 @@ class _Trials:
         _seed()
         try:
             if is_cut:
-                next(iter(tasks.values())).callbacks += (DevicesChange(lambda: orchestra, self._memory),)
-            devices = [EmulatedDevice(self._memory) for _ in range(self._num_devices if is_cut else 1)]
+                next(iter(tasks.values())).callbacks += (DevicesChange(lambda: orchestra, self.memory),)
+            devices = [EmulatedDevice(self.memory) for _ in range(self.num_devices if is_cut else 1)]
             orchestra = ModelOrchestrator(list(tasks.values()), devices=devices, checkpoint_dir=folder)
             orchestra.verbose = 0
             report = orchestra.train_models(resume=is_resumed)
@@ -276,7 +272,7 @@ class _Trials:
     def _tasks(self) -> dict[str, ModelTask]:
         """Call the user's function; the tasks by name, as the orchestrator names them."""
         _seed()
-        made = self._make_tasks()
+        made = self.make_tasks()
         tasks = [made] if isinstance(made, ModelTask) else list(made)
         for k, task in enumerate(tasks):
             if not isinstance(task, ModelTask):
@@ -298,15 +294,15 @@ class _Trials:
                 f"training; give the task that the loader wraps one of torch's"
             )
         task.dataloader = FirstBatches(task.dataloader, BATCHES, record.batches if sees_batches else None)
-        task.epochs, task.validation_interval = self._epochs, "epoch"
+        task.epochs, task.validation_interval = self.epochs, "epoch"
         if task.validation is not None:
             task.validation = FirstBatches(task.validation, 1)
         for name, (value, why) in _OTHERWISE.items():
             if why and getattr(task, name) != value:
                 self.notes[f"{task.name}: compared with {name}={value!r}, {why}"] = None
             setattr(task, name, value)
-        if self._micro_batches is not None or task.accumulation_steps == "auto":
-            task.accumulation_steps = self._micro_batches or 1
+        if self.micro_batches is not None or task.accumulation_steps == "auto":
+            task.accumulation_steps = self.micro_batches or 1
         task.callbacks += (Recorder(task, record, pause_after),)
 
 

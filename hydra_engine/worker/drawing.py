@@ -20,21 +20,22 @@ class Drawing:
     redirects: bool  # single draws from the CPU's generator are taken from `state` instead
     is_compiled: bool  # layers are, and look for the mode that redirects them
     _before: bytes = field(default=b"", init=False)  # state of the device's generator, as the forward begins
+    _locks: ExitStack | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._mode = TaskGenerator(self.state.torch)
-        self._locks = ExitStack()
 
     def __enter__(self) -> Drawing:
-        with ExitStack() as entered:
-            if self.locked:  # in a backward, too, which may run a forward again
+        if self.locked:  # in a backward, too, which may run a forward again
+            with ExitStack() as entered:
                 entered.enter_context(installed(Stream(self.state)))
-                entered.enter_context(Redirected(self._mode, with_functions=True))
-            self._locks = entered.pop_all()
+                entered.enter_context(Redirected(self._mode))
+                self._locks = entered.pop_all()
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._locks.__exit__(*exc)
+        if self._locks is not None:
+            self._locks.__exit__(*exc)
 
     def forward(self) -> AbstractContextManager[TaskGenerator | None]:
         """Return the context of a forward, whose draws `move` the state."""

@@ -23,7 +23,7 @@ from hydra_engine.worker.attributes import Attributes
 from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.drawing import Drawing
 from hydra_engine.worker.graphs import Arrival, GradientSums, Graph, SavedTensors, arrive
-from hydra_engine.worker.thread_modes import UNIT_MODES, put_back
+from hydra_engine.worker.thread_modes import UNIT_MODES, ThreadModes, put_back
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput, UpdateOnDevice
 from partitioners.boundary import Boundary
 from partitioners.precision import cast
@@ -193,7 +193,7 @@ class UnitRunning:
         self._versions: list[int] = []  # of its parameters, as it began
         self._written = set(spec.written) & set(spec.shard.buffers)
         self._was_training: list[tuple[nn.Module, bool]] = []  # modules, while they evaluate
-        self._modes: Sequence[Any] = ()  # of the thread, as it began
+        self._modes: ThreadModes = ()  # of the thread, as it began
 
     def __enter__(self) -> UnitRunning:
         self._structure.bind(self._views, self._buffers)
@@ -210,7 +210,8 @@ class UnitRunning:
                 with self._executor.modes():  # may be the user's code
                     for layer in layers:
                         layer.eval()
-            torch.set_grad_enabled(self._spec.kind != EVALUATE)
+            if torch.is_grad_enabled() is (self._spec.kind == EVALUATE):
+                torch.set_grad_enabled(self._spec.kind != EVALUATE)
             if self._so_far:
                 self._gradients.go_on_from(self._so_far)
         except BaseException:

@@ -411,7 +411,8 @@ class Spiller:
     def _place(self, tensor: Tensor, pairs: Pairs) -> Tensor:
         """Make room on the device for a copy of a tensor, and add the copy to those to be made."""
         place = place_for(tensor, self._device.torch_device)
-        pairs.append((flat(place), flat(tensor)))
+        is_plain = place.is_contiguous() and not (place.is_conj() or place.is_neg() or tensor.requires_grad)
+        pairs.append((place, tensor) if is_plain else (flat(place), flat(tensor)))
         return place
 
     def _sent(self, tensor: Tensor) -> Tensor:

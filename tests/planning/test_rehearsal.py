@@ -244,6 +244,16 @@ def test_record_that_is_named_is_exact():
     assert_refused("'history", lambda: model_with(Statistics("list", [])), records=("2.hist", "2.historyy"))
 
 
+def test_loss_that_reads_the_orchestrator_and_a_layer_that_holds_it_are_exact():
+    held = {}
+    model, loss = model_with(), lambda output, target: F.cross_entropy(output, target) / len(held["orchestra"].devices)
+    task = task_for(model, loss)
+    held["orchestra"] = model[0].held = orchestrator(task)
+    model[0].task = task
+    result = reference.train(model_with(), F.cross_entropy, data(), seed=SEED, lr=LR, epochs=2)
+    assert held["orchestra"].train_models().tasks["net"].losses == result.losses
+
+
 @pytest.mark.net
 def test_metric_with_a_state_is_not_advanced_by_generate():
     metric = Loss("record")
@@ -329,8 +339,6 @@ class Writes(nn.Module):
             self.weight.data = F.normalize(self.weight.data, dim=0)
         elif self.how == "rebinds to the same":
             self.weight.data = self.weight.data.clamp(-10, 10)
-        elif self.how == "numpy":
-            self.weight.detach().numpy()[:] *= 0.9
         elif self.how == "new parameter":
             self.weight = nn.Parameter(self.weight.detach() * 0.9)
         elif "hook" not in self.how:
@@ -339,7 +347,7 @@ class Writes(nn.Module):
 
 
 WRITES = [
-    "mul", "clamp that changes nothing", "no_grad", "normalize", "rebinds to the same", "numpy", "new parameter",
+    "mul", "clamp that changes nothing", "no_grad", "normalize", "rebinds to the same", "new parameter",
     "backward hook", "forward hook", "tensor hook",
 ]  # fmt: skip
 
