@@ -175,7 +175,7 @@ def state_of(model: nn.Module, besides: Collection[int]) -> dict[str, str]:
     out. Equal for a copy of the model.
     """
     found: dict[str, str] = {}
-    for where, value, _ in reach(("", model), plain=True, besides=besides):
+    for where, value, _ in reach(("", model), plain=True, code=True, besides=besides):
         if isinstance(value, Tensor):
             found[where] = "a tensor" if value.is_meta else f"a tensor {bytes_of(value)}"
         elif isinstance(value, np.ndarray):
@@ -184,8 +184,8 @@ def state_of(model: nn.Module, besides: Collection[int]) -> dict[str, str]:
             if where.rpartition(".")[2] != "keys()":
                 found[where] = repr(value)
         else:
-            code = getattr(value, "__code__", None)
-            found[where] = _Kind(id(type(value) if code is None else code))
+            code = getattr(value, "__code__", getattr(value, "__qualname__", type(value)))  # a built-in has a name
+            found[where] = _Kind(code if isinstance(code, str) else id(code))
     return found
 
 

@@ -52,10 +52,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b, self.drop, self.gate = nn.Linear(8, 8), nn.Linear(8, 3), nn.Dropout(0.2), 1.0
-        self.config = SimpleNamespace(alpha=1.0)
+        self.config, self.bend = SimpleNamespace(alpha=1.0), torch.tanh
 
     def forward(self, x):
-        return self.b(self.drop(torch.tanh(self.a(x)) * self.gate * self.config.alpha * scaled(FACTORS["all"])))
+        return self.b(self.drop(self.bend(self.a(x)) * self.gate * self.config.alpha * scaled(FACTORS["all"])))
 
 
 FACTORS, FACTOR = {"all": 1.0}, 1.0
@@ -219,6 +219,7 @@ OF_NET = {
     "attribute": lambda m: setattr(m, "gate", m.gate + 0.5),
     "eval": lambda m: m.eval(),
     "freeze": lambda m: m.a.requires_grad_(False),
+    "function": lambda m: setattr(m, "bend", torch.relu),
     "object": lambda m: setattr(m.config, "alpha", m.config.alpha * 0.5),
     "in a global": lambda m: FACTORS.update(all=FACTORS["all"] * 0.5),
     "global": lambda m: globals().update(FACTOR=FACTOR * 0.5),
