@@ -141,7 +141,8 @@ class Replicas(Shared):
         elif isinstance(value, GENERATORS):
             made[id(value)] = copy.deepcopy(value)
         else:
-            plain = made[id(value)] = copy.copy(value)
+            kind: Any = type(value)
+            plain = made[id(value)] = kind.__new__(kind)  # bare: its class may say how it is pickled
             for name, each in self._parts(slots_of(value)).items():
                 object.__setattr__(plain, name, each)
             if hasattr(plain, "__dict__"):

@@ -21,6 +21,7 @@ from hydra_engine.data import TaskGenerator, seeded
 from hydra_engine.data.memory import copy_of
 from hydra_engine.host.layout import LayerFault, ModelLayout, Structure
 from partitioners import Presharded
+from partitioners.copies import copy_of_function
 from partitioners.reach import reach
 from tests import exact, reference, zoo
 from tests.promises.test_spread import spread
@@ -450,6 +451,22 @@ class Forwarding(nn.Module):
         return self.inner(x)
 
 
+class Proxy:
+    """Answers for what is inside, also before it has it; no pickle takes it."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __getstate__(self):
+        raise TypeError("not to be pickled")
+
+    def __call__(self, *args):
+        return self.inner(*args)
+
+
 def keeps(make_value):
     return lambda self: vars(self).update(kept=make_value(self))
 
@@ -468,6 +485,7 @@ def keeps(make_value):
         ),
         pytest.param(lambda: Around(keeps(lambda _: {"a": [threading.Lock()]})), id="lock"),
         pytest.param(lambda: Around(keeps(lambda _: (k for k in range(3)))), id="generator"),
+        pytest.param(lambda: Around(keeps(lambda _: Proxy(torch.tanh)), lambda s, x: s.kept(s.linear(x))), id="proxy"),
         pytest.param(
             lambda: Around(keeps(lambda self: [nn.Linear(8, 8)]), lambda self, x: self.linear(self.kept[0](x))),
             id="layer in a list only",
@@ -482,6 +500,13 @@ def keeps(make_value):
 )
 def test_layers_that_no_deepcopy_would_copy_are_exact(make, cut):
     assert_exact(make, cut)
+
+
+def test_a_loss_that_no_pickle_takes_is_copied():
+    loss = Proxy(nn.MSELoss())
+    copied = copy_of_function(loss)
+    assert copied is not loss
+    assert copied(torch.ones(2), torch.zeros(2)) == 1
 
 
 # Memory in two places
