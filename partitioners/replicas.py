@@ -193,6 +193,7 @@ def slots_of(value: Any) -> dict[str, Any]:
 
 
 def _is_ordinary(kind: type) -> bool:
-    """Return True for a class that leaves it to Python how its objects are made and copied."""
+    """Return True for a class that leaves it to Python how its objects are made, copied and ended."""
     ordinary = all(getattr(kind, name) is getattr(object, name) for name in ("__new__", "__reduce_ex__", "__reduce__"))
-    return ordinary and not hasattr(kind, "__deepcopy__")
+    # The end of a copy would close a file of the original's.
+    return ordinary and not (hasattr(kind, "__deepcopy__") or hasattr(kind, "__del__"))

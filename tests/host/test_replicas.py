@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import gc
+import io
 import threading
 import types
 import warnings
@@ -507,6 +509,28 @@ def test_a_loss_that_no_pickle_takes_is_copied():
     copied = copy_of_function(loss)
     assert copied is not loss
     assert copied(torch.ones(2), torch.zeros(2)) == 1
+
+
+class Logs:
+    """Closes a file at its end."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __call__(self, output, target):
+        self.file.write("called")
+        return F.mse_loss(output, target)
+
+    def __del__(self):
+        self.file.close()
+
+
+def test_the_end_of_a_copy_closes_no_file_of_the_original():
+    loss = Logs(io.StringIO())
+    copied = copy_of_function(lambda *args: loss(*args))
+    del copied
+    gc.collect()
+    assert loss(torch.ones(2), torch.zeros(2)) == 1
 
 
 # Memory in two places
