@@ -4,10 +4,12 @@ import copy
 import functools
 import gc
 import io
+import itertools
 import threading
 import types
 import warnings
 import weakref
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -509,6 +511,20 @@ def test_a_loss_that_no_pickle_takes_is_copied():
     copied = copy_of_function(loss)
     assert copied is not loss
     assert copied(torch.ones(2), torch.zeros(2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("keep", "use"),
+    [
+        (bytearray(), lambda kept: kept.append(1)),
+        (array("d"), lambda kept: kept.append(1.0)),
+        (itertools.count(), next),
+    ],
+)
+def test_what_a_copied_loss_counts_in_is_its_own(keep, use):
+    before = repr(keep)
+    copy_of_function(lambda: use(keep))()
+    assert repr(keep) == before
 
 
 class Logs:
