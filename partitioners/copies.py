@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from array import array
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -132,8 +135,8 @@ def copy_of_function(function: Any, modules: Iterable[nn.Module] = ()) -> Any:
     own = {id(each) for root in modules for each in (*root.modules(), *root.parameters(), *root.buffers())}
     stand_ins: dict[int, Any] = {}
     for _, value, _ in reach(("", function), besides=own):
-        if isinstance(value, np.ndarray):
-            stand_ins[id(value)] = value.copy()
+        if isinstance(value, (np.ndarray, bytearray, array, count)):
+            stand_ins[id(value)] = copy.copy(value)
         elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.is_leaf:
             stand_ins[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
     return Replicas([function], stand_ins, besides=own, is_deep=True).roots[0]

@@ -141,7 +141,8 @@ class Replicas(Shared):
         elif isinstance(value, GENERATORS):
             made[id(value)] = copy.deepcopy(value)
         else:
-            plain = made[id(value)] = copy.copy(value)
+            kind: Any = type(value)
+            plain = made[id(value)] = kind.__new__(kind)  # bare: its class may say how it is pickled
             for name, each in self._parts(slots_of(value)).items():
                 object.__setattr__(plain, name, each)
             if hasattr(plain, "__dict__"):
@@ -192,6 +193,7 @@ def slots_of(value: Any) -> dict[str, Any]:
 
 
 def _is_ordinary(kind: type) -> bool:
-    """Return True for a class that leaves it to Python how its objects are made and copied."""
+    """Return True for a class that leaves it to Python how its objects are made, copied and ended."""
     ordinary = all(getattr(kind, name) is getattr(object, name) for name in ("__new__", "__reduce_ex__", "__reduce__"))
-    return ordinary and not hasattr(kind, "__deepcopy__")
+    # The end of a copy would close a file of the original's.
+    return ordinary and not (hasattr(kind, "__deepcopy__") or hasattr(kind, "__del__"))

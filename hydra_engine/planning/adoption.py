@@ -250,7 +250,7 @@ def _texts(state: TaskState, roots: Sequence[tuple[str, Any]]) -> Iterator[str]:
     made = {id(module) for module in held if type(module).__module__.startswith("hydra_engine.capture.")}
     kinds: set[type] = set()
     # A resume brings their values back before it plans.
-    saved = {id(each) for module in held for own in (module._parameters, module._buffers) for each in own.values()}
+    saved = {id(each) for module in held for each in module._buffers.values()}
     for number, (path, value, _) in enumerate(reach(*roots, plain=True, code=True, besides=made)):
         if number == MOST_VALUES:
             raise ValueError("too many values")
@@ -263,7 +263,7 @@ def _texts(state: TaskState, roots: Sequence[tuple[str, Any]]) -> Iterator[str]:
         if (
             isinstance(value, (Tensor, np.ndarray))
             and math.prod(value.shape) <= MOST_NUMBERS
-            and id(value) not in saved
+            and not (isinstance(value, nn.Parameter) or id(value) in saved)
         ):
             yield f"{path}: {text_of(value)}"
         if GLOBALS in path:

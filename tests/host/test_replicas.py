@@ -2,10 +2,14 @@
 
 import copy
 import functools
+import gc
+import io
+import itertools
 import threading
 import types
 import warnings
 import weakref
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -21,6 +25,7 @@ from hydra_engine.data import TaskGenerator, seeded
 from hydra_engine.data.memory import copy_of
 from hydra_engine.host.layout import LayerFault, ModelLayout, Structure
 from partitioners import Presharded
+from partitioners.copies import copy_of_function
 from partitioners.reach import reach
 from tests import exact, reference, zoo
 from tests.promises.test_spread import spread
@@ -450,6 +455,22 @@ class Forwarding(nn.Module):
         return self.inner(x)
 
 
+class Proxy:
+    """Answers for what is inside, also before it has it; no pickle takes it."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __getstate__(self):
+        raise TypeError("not to be pickled")
+
+    def __call__(self, *args):
+        return self.inner(*args)
+
+
 def keeps(make_value):
     return lambda self: vars(self).update(kept=make_value(self))
 
@@ -468,6 +489,7 @@ def keeps(make_value):
         ),
         pytest.param(lambda: Around(keeps(lambda _: {"a": [threading.Lock()]})), id="lock"),
         pytest.param(lambda: Around(keeps(lambda _: (k for k in range(3)))), id="generator"),
+        pytest.param(lambda: Around(keeps(lambda _: Proxy(torch.tanh)), lambda s, x: s.kept(s.linear(x))), id="proxy"),
         pytest.param(
             lambda: Around(keeps(lambda self: [nn.Linear(8, 8)]), lambda self, x: self.linear(self.kept[0](x))),
             id="layer in a list only",
@@ -482,6 +504,49 @@ def keeps(make_value):
 )
 def test_layers_that_no_deepcopy_would_copy_are_exact(make, cut):
     assert_exact(make, cut)
+
+
+def test_a_loss_that_no_pickle_takes_is_copied():
+    loss = Proxy(nn.MSELoss())
+    copied = copy_of_function(loss)
+    assert copied is not loss
+    assert copied(torch.ones(2), torch.zeros(2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("keep", "use"),
+    [
+        (bytearray(), lambda kept: kept.append(1)),
+        (array("d"), lambda kept: kept.append(1.0)),
+        (itertools.count(), next),
+    ],
+)
+def test_what_a_copied_loss_counts_in_is_its_own(keep, use):
+    before = repr(keep)
+    copy_of_function(lambda: use(keep))()
+    assert repr(keep) == before
+
+
+class Logs:
+    """Closes a file at its end."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __call__(self, output, target):
+        self.file.write("called")
+        return F.mse_loss(output, target)
+
+    def __del__(self):
+        self.file.close()
+
+
+def test_the_end_of_a_copy_closes_no_file_of_the_original():
+    loss = Logs(io.StringIO())
+    copied = copy_of_function(lambda *args: loss(*args))
+    del copied
+    gc.collect()
+    assert loss(torch.ones(2), torch.zeros(2)) == 1
 
 
 # Memory in two places

@@ -164,6 +164,14 @@ def test_other_seeds_rates_optimizers_settings_and_lambdas_of_one_code_are_the_s
     assert adopted(make("first", 0, 1e-2, 0.0), make("second", 1, 1e-3, 0.1)) == [None, "first"]
 
 
+def test_layers_that_a_loss_closes_over_may_have_other_weights():
+    def make(name):
+        frozen = nn.Linear(3, 3).requires_grad_(False)
+        return task_of(name, loss_fn=lambda output, target: F.cross_entropy(frozen(output), target))
+
+    assert adopted(make("first"), make("second")) == [None, "first"]
+
+
 def test_classes_that_are_made_anew_for_each_task_are_compared_by_their_code():
     def model(factor):
         class Local(nn.Module):
