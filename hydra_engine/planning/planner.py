@@ -610,8 +610,7 @@ class PlannedTask:
                 "what came before it (make one layer of those that it reaches through; "
                 "nn.Sequential(nn.Sequential(*layers)) makes one of all)"
             )
-        evaluates = task.purpose is not Purpose.TRAIN or task.validation is not None
-        if evaluates and "does not require grad" in str(error):
+        if "does not require grad" in str(error):
             ways.append(UNDER_NO_GRAD)
         return (
             f"task {self.name}: if a plain loss_fn(model(inputs), target) works on its first batch: here it runs "

@@ -397,12 +397,6 @@ def test_it_is_said_what_differs_from_a_plain_step(loss_fn, layers, options, wor
     assert all(word in note for word in ("plain", *words.split())), note
 
 
-def test_evaluations_are_not_mentioned_where_there_are_none():
-    note = said(lambda output, target: F.mse_loss(output.detach(), target))
-    assert "plain" in note
-    assert "no_grad" not in note
-
-
 def test_a_loss_that_differentiates_across_layers_trains_as_one_layer():
     def model():
         torch.manual_seed(0)
