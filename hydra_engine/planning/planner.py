@@ -50,7 +50,7 @@ from hydra_engine.planning.cuts import (
     least_step_s,
 )
 from hydra_engine.planning.rehearsal import REMEDY, Opened, TooLarge, own_device, rehearse
-from hydra_engine.planning.same_model import UNDER_NO_GRAD, check_converted
+from hydra_engine.planning.same_model import check_converted, plain_error
 from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s, update_work_bytes
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
@@ -557,17 +557,38 @@ class PlannedTask:
             if uncut is not None and (has_remedy or isinstance(error, (LayerTooLarge, ShardDoesNotFit))):
                 raise noted(uncut, f"task {self.name}: as one layer, {error}") from error
             is_of_layers = error is planner.fault and not isinstance(error, (DeviceLost, DeviceFailed, MemoryError))
-            if not is_of_layers or (has_remedy and not model.is_converted):
+            if not is_of_layers or (has_remedy and not model.is_converted) or not self._may_try_plain():
                 raise
-            if model.is_converted and (plan := self._plan_as_one_layer(target, error)) is not None:
+            raised = self._plain_error()
+            if raised is None and model.is_converted and (plan := self._plan_as_one_layer(target, error)) is not None:
                 return plan
+            if raised is None and uncut is not None:
+                raise noted(uncut, f"task {self.name}: as one layer, {type(error).__name__}: {error}") from error
             if not has_remedy:
-                noted(error, self._beside_plain(error))
+                noted(error, f"task {self.name}: a plain {self._beside_plain(error, raised)}")
             if model.one_layer_because:
                 for note in getattr(self._uncut and self._uncut.__cause__, "__notes__", ()):
                     noted(error, note)
                 noted(error, f"task {self.name}: {model.one_layer_because}")
             raise
+
+    def _may_try_plain(self) -> bool:
+        """Return True if the model has values, and DRAM has room for another copy of them."""
+        tensors = [*self.task.model.parameters(), *self.task.model.buffers()]
+        needed = 2 * sum(each.nbytes for each in tensors)
+        has_values = not any(each.is_meta for each in tensors)
+        return self.task.purpose is not Purpose.PREDICT and has_values and needed < dram.available_dram_bytes()
+
+    def _plain_error(self) -> Exception | None:
+        """Return what a plain step on the first batch raises, and a validation where there is one; None: nothing."""
+        task, trains = self.task, self.task.purpose is Purpose.TRAIN
+        for training in (True, False) if trains and task.validation is not None else (trains,):
+            inputs, target = (each.value() for each in self.reader.sample(training=training).whole)
+            loss_fns = [task.loss_fn, *(() if training else task.metrics.values())]
+            error = plain_error(task.model.as_plain, loss_fns, inputs, target, training=training)
+            if error is not None:
+                return error
+        return None
 
     def _plan_as_one_layer(self, target: Target, error: Exception) -> TaskPlan | None:
         """Plan it as one layer, since its layers failed; None: so does that."""
@@ -593,8 +614,12 @@ class PlannedTask:
         text = f"{self.name}: {self.task.model.one_layer_because}"
         self.doubts += [] if text in self.doubts else [text]
 
-    def _beside_plain(self, error: Exception) -> str:
-        """Say what differs from a plain step, with a remedy, where an error came."""
+    def _beside_plain(self, error: Exception, raised: Exception | None) -> str:
+        """Say what a plain step does where an error came here, and what differs, with a remedy; `raised`: by it."""
+        plain = "loss_fn(model(inputs), target) on its first batch"
+        if raised is not None:
+            same = "the same" if str(raised) == str(error) else f"{type(raised).__name__}: {raised}"
+            return " ".join([f"{plain} shows {same}", *getattr(raised, "__notes__", ())])
         task, ways = self.task, []
         number = len(self.reader.sample(training=task.purpose is Purpose.TRAIN).micro_batches)
         if number > 1:
@@ -610,12 +635,7 @@ class PlannedTask:
                 "what came before it (make one layer of those that it reaches through; "
                 "nn.Sequential(nn.Sequential(*layers)) makes one of all)"
             )
-        if "does not require grad" in str(error):
-            ways.append(UNDER_NO_GRAD)
-        return (
-            f"task {self.name}: if a plain loss_fn(model(inputs), target) works on its first batch: here it runs "
-            f"{', '.join(ways) or 'in a copy of the model, several times'}"
-        )
+        return f"{plain} works; here it runs {', '.join(ways) or 'in a copy of the model, several times'}"
 
     def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int) -> None:
         """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
