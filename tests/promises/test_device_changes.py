@@ -22,7 +22,7 @@ def test_units_that_are_given_up_are_computed_elsewhere():
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.rest) for k in (1, 2, 3))])
-def test_device_that_fails_costs_one_unit(seed):
+def test_device_that_fails_costs_what_it_has_in_hand(seed):
     device_changes.run_failure(seed)
 
 
