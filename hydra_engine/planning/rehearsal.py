@@ -250,6 +250,10 @@ class _Onlooker:
         self._limit.enters(None)
         self._note_batch()
 
+    def let_go(self) -> None:
+        """Hold no memory of the device, and nothing of the batch, where a unit has raised."""
+        self.writes.views, self._given, self._entered, self._buffers = {}, [], [], {}
+
     def leaves(self, layer: int, attributes: Attributes) -> None:
         self.changed.update(dict.fromkeys(attributes.changed()))
         left = attributes.capture()
@@ -326,6 +330,8 @@ class _Rehearsal:
         self._worker.dismiss_all()
         self.state.close(keeps=self.is_whole)
         self.state.stepper = None
+        if self.modes:
+            self.onlooker.let_go()
         for slot, gradient in zip(self.state.layout.slots, self._gradients, strict=False):
             slot.parameter.grad = gradient
 
