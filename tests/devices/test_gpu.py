@@ -535,7 +535,8 @@ def lose_the_device():
         batches[STRUCK_STEP][0][0, 0] = Asserts.VALUE
         strike = None if fake is None else (lambda: fake.strike())
         bad = nn.Sequential(Asserts(strike), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 5))
-        struck = ModelTask(bad, F.mse_loss, batches, LR, name="struck", partitioner=Presharded([1, 4]))
+        options = {"partitioner": Presharded([1, 4]), "records": [] if fake is None else ["0.strike"]}
+        struck = ModelTask(bad, F.mse_loss, batches, LR, name="struck", **options)
         model, loss_fn, loader = gpt()
         other = ModelTask(model, loss_fn, loader, LR, 50, name="other", seed=SEED, partitioner=Presharded([3, 7]))
         orchestra = ModelOrchestrator([struck, other], devices=[capped(BUDGET_BYTES)])
