@@ -211,6 +211,7 @@ def run_failure(seed):
     units = Counter(span.label for span in report.spans if span.lane == "compute")
     again = [label for label, number in units.items() if number > 1]
     steps = [span.label for span in report.spans if span.lane == AGAIN]
+    assert max(units.values()) <= 2, f"seed {seed}: computed more than twice: {units.most_common(3)}"
     if steps:  # the sums of a part that follows another were on their way: the step begins again, whole
         assert ["+" in label for label in steps] == [True], f"seed {seed}: {steps}"
         assert {step_of(label) for label in again} == {step_of(steps[0])}, f"seed {seed}: {again}"

@@ -251,7 +251,7 @@ class _Onlooker:
         self._note_batch()
 
     def let_go(self) -> None:
-        """Hold no memory of the device, and nothing of the batch, where a unit has raised."""
+        """Let go of the device's memory and of the batch, which a unit that has raised leaves here."""
         self.writes.views, self._given, self._entered, self._buffers = {}, [], [], {}
 
     def leaves(self, layer: int, attributes: Attributes) -> None:
@@ -330,7 +330,7 @@ class _Rehearsal:
         self._worker.dismiss_all()
         self.state.close(keeps=self.is_whole)
         self.state.stepper = None
-        if self.modes:
+        if self.modes:  # else it was never made
             self.onlooker.let_go()
         for slot, gradient in zip(self.state.layout.slots, self._gradients, strict=False):
             slot.parameter.grad = gradient
