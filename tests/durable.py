@@ -120,13 +120,13 @@ def drawing():
     return model, loss_fn, loader, 0.01, options
 
 
-def on_device():
-    """The optimizer's state streams with the shard, so that a save may meet a store; some layers are frozen."""
+def released():
+    """Shards are updated in the middle of a step, in which a save may fall; some layers are frozen."""
     model, loss_fn, loader = zoo.frozen()
-    return model, loss_fn, loader, 0.01, {"optimizer": torch.optim.AdamW, "optimizer_device": "device"}
+    return model, loss_fn, loader, 0.01, {"optimizer": torch.optim.AdamW, "early_release": True}
 
 
-BUILDERS = {"gpt": averaged_and_clipped, "conv": scaled, "drawing": drawing, "on_device": on_device}
+BUILDERS = {"gpt": averaged_and_clipped, "conv": scaled, "drawing": drawing, "released": released}
 
 
 class Begun(Callback):

@@ -26,7 +26,6 @@ CASES = {
     "huge": ({"optimizer": torch.optim.AdamW}, 3, 4096),
     "momentum": ({"optimizer": partial(torch.optim.SGD, momentum=0.9)}, 10, 2048),
     "coupled": ({"optimizer": torch.optim.AdamW, "optimizer_scope": "task"}, 10, 2048),
-    "on-device": ({"optimizer": torch.optim.AdamW, "optimizer_device": "device"}, 10, 2048),
     "rmsprop": ({"optimizer": torch.optim.RMSprop}, 10, 2048),
     "half": ({"optimizer": partial(torch.optim.AdamW, fused=True), "ema_decay": 0.999}, 108),
     "adamw": ({"optimizer": partial(torch.optim.AdamW, fused=True), "ema_decay": 0.999}, 216),

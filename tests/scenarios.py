@@ -287,9 +287,8 @@ UPDATES = {
     "whole task": {"optimizer_scope": "task"},
     "early release": {"early_release": True},
     "all gradients": {"early_release": "all"},
-    "on devices": {"optimizer_device": "device"},
 }
-IN_THE_STEP = ("early release", "all gradients", "on devices")  # a step is not given up once it has begun
+IN_THE_STEP = ("early release", "all gradients")  # a step is not given up once it has begun
 
 
 class Scenario(NamedTuple):
@@ -331,7 +330,7 @@ class World:
         update = scenario.update
         if update in IN_THE_STEP and scenario.event in (*FAULTS, "stop", "device fails"):
             update = "clipped"  # what such an update refuses, or does not put back; a stop may end in mid-step
-        if scenario.place == "update" and update in ("on devices", "whole task"):
+        if scenario.place == "update" and update == "whole task":
             update = "plain"  # three updates per step
         self.settings = {"accumulation_steps": micro, **UPDATES[update]}
         self.plain = self._plain_settings()

@@ -24,15 +24,6 @@ def _hooks(parameter: nn.Parameter) -> tuple[list[Any], list[Any]]:
     return list((parameter._backward_hooks or {}).values()), list((after or {}).values())
 
 
-def check_no_hooks(name: str, layout: ModelLayout) -> None:
-    """Refuse hooks on parameters where devices step the optimizer."""
-    if has_hooks(layout):
-        raise ValueError(
-            f"{name}: hooks are registered on parameters, which act on the host; remove them, or set "
-            f"optimizer_device='host'"
-        )
-
-
 @torch.no_grad()  # as in a backward
 def call_hooks(
     slots: Iterable[Slot],

@@ -2,20 +2,17 @@
 
 An *update* is what a step does to a shard; `step` is only ever the name of an optimizer's own method:
 
-    commit, end_step               make the record of a step, and move the schedule past it
-    update                         on the host, after the commit
-    release                        on the host, or as the device left it, once the shard's backward is stored
-                                   (`early_release`): before the commit, beside it or after it, by its step's record
-    for_device, update_on_device,  on the device, within a backward unit; the states then come back
-      take_back
-    before                         copies that put an update back which raises half-way
+    commit, end_step   make the record of a step, and move the schedule past it
+    update             after the commit
+    release            once the shard's backward is stored (`early_release`): before the commit, beside it or after it,
+                       by its step's record
+    before             copies that put an update back which raises half-way
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -45,7 +42,7 @@ from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.pool import HostPool
 from hydra_engine.host.split import SplitMaster
-from hydra_engine.host.staging import NONE, Gradients, StepStaging
+from hydra_engine.host.staging import NONE, StepStaging
 from hydra_engine.native import NarrowUpdate, is_dense, native
 from hydra_engine.system import Freed
 from hydra_engine.tasks import (
@@ -179,24 +176,15 @@ class Released(NamedTuple):
     num_steps: int  # before it
 
 
-class DeviceUpdate(NamedTuple):
-    """Tensors that a device updates a shard with, and those that this leaves, by slot."""
-
-    masters: dict[int, Tensor]  # of parameters that are narrow on the device
-    states: dict[int, dict[str, Any]]
-
-
-# Past 300 lines: there are four ways from gradients to weights; factors, norm and states of a step are in all of them.
+# Past 300 lines: there are three ways from gradients to weights; factors, norm and states of a step are in all of them.
 # More than 15 attributes: those of one step are replaced together at its commit; the others never change.
 class TaskOptimizer:
     """Owns a task's optimizer and scheduler. Shards of one step may be updated side by side."""
 
-    def __init__(self, task: ModelTask, layout: ModelLayout, *, commits: bool = True) -> None:
-        self.commits = commits  # False: a rehearsal, whose weights and states nobody keeps
+    def __init__(self, task: ModelTask, layout: ModelLayout) -> None:
         self._task = task
         self._layout = layout
         self._slots = layout.trainable_slots()
-        self.epoch = 0  # of the step in progress
         self.factors: Sequence[float] = ()  # of its learning rates, by group; none: they are as they are
         self.optimizer = make_optimizer(task, {slot.name: slot.parameter for slot in self._slots})
         groups = kept_groups(self.optimizer)
@@ -288,9 +276,6 @@ class TaskOptimizer:
             with self._releasing:
                 is_committed = self.num_steps > released.num_steps
                 record = self._committed if is_committed else self._record_released(released.epoch)
-            if pool.gradients.stays_on_device:  # the device has stepped it
-                self._averages.move(pool.owned(shard), pool, is_first=record.is_first)
-                return
             hooked = call_hooks(pool.owned(shard), staging, pool, partial(self._finished, pool, None, {}), self.secure)
             self.update(shard, pool, replace(record, has_gradient=dict(staging.has_gradient), hooked=hooked))
         finally:
@@ -302,52 +287,6 @@ class TaskOptimizer:
         if self._released is None:
             self._released = StepRecord(groups=kept_groups(self.optimizer, self.factors), is_first=self.num_steps == 0)
         return self._released
-
-    @property
-    def counts_on_device(self) -> bool:
-        """True if counts of steps lie beside the parameters, as with fused and capturable optimizers."""
-        return any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
-
-    def for_device(self, shard: Shard) -> DeviceUpdate:
-        """Masters and states of a shard as they are in DRAM, which a device needs to update it."""
-        slots = [self._layout.slots[index] for index in shard.owned]
-        return DeviceUpdate(
-            masters={slot.index: slot.parameter.data for slot in slots if slot.dtype != slot.link_dtype},
-            states={slot.index: dict(self.optimizer.state.get(slot.parameter, {})) for slot in slots},
-        )
-
-    def update_on_device(
-        self, shard: Shard, loaded: DeviceUpdate, parameters: Sequence[nn.Parameter], gradients: Gradients
-    ) -> DeviceUpdate:
-        """Update a shard on the device that its parameters and their gradients are on."""
-        passed_over = {index for index in shard.owned if self._is_torchs and gradients[index] is None}  # see `_without`
-        received = {index: gradients[index] for index in shard.owned if index not in passed_over}
-        masters = loaded.masters
-        own = {index: nn.Parameter(masters[index]) if index in masters else parameters[index] for index in received}
-        for index, parameter in own.items():
-            gradient = received[index]
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-        self.secure(())  # the schedule may go on to an epoch
-        mine = {id(self._layout.slots[index].parameter): parameter for index, parameter in own.items()}
-        recorded = self._record_released(self.epoch).groups
-        groups = [{**g, "params": [mine[id(p)] for p in g["params"] if id(p) in mine]} for g in recorded]
-        part = part_of(self.optimizer, groups)
-        part.state = defaultdict(dict, {parameter: loaded.states[index] for index, parameter in own.items()})
-        try:
-            if own:
-                part.step()
-        finally:
-            for parameter in own.values():
-                parameter.grad = None
-        stepped = {index: parameter.data for index, parameter in own.items() if index in masters}
-        for index, master in stepped.items():
-            parameters[index].data.copy_(master)
-        return DeviceUpdate(stepped, {index: part.state[parameter] for index, parameter in own.items()})
-
-    def take_back(self, states: dict[int, dict[str, Any]]) -> None:
-        """Take over states that are in DRAM again, by slot."""
-        for index, state in states.items():
-            self.optimizer.state[self._layout.slots[index].parameter] = state
 
     def _finished(self, pool: HostPool, scale: float | None, hooked: Mapping[int, Tensor], slot: Slot) -> Tensor:
         """A parameter's gradient as the optimizer takes it: of the parameter's own type, without the loss scale."""

@@ -33,12 +33,11 @@ class Gradients:
     """Owns the DRAM of one step's gradients.
 
     Each has its place for the whole step. With `early_release=True` two shards have room at a time, from arrival until
-    their update is through. None has any where devices step the optimizer at the end of a backward: none arrives.
+    their update is through.
     """
 
     def __init__(self, layout: ModelLayout, early_release: bool | str) -> None:
         self.early_release = early_release  # as `ModelTask`'s
-        self.stays_on_device = False  # devices step the optimizer; set before `open`
         self.places: list[Tensor | None] = []  # by slot
         self._layout = layout
         self.storages: list[torch.UntypedStorage] = []  # the only one, or those that are lent
@@ -48,15 +47,13 @@ class Gradients:
 
     @property
     def is_lent(self) -> bool:
-        return self.early_release is True and not self.stays_on_device
+        return self.early_release is True
 
     def num_bytes(self, shards: Sequence[Shard]) -> int:
         """DRAM that they take when a model is cut into these shards."""
         return sum(self._sizes(shards))
 
     def _sizes(self, shards: Sequence[Shard]) -> list[int]:
-        if self.stays_on_device:
-            return []
         if not self.is_lent:
             return [self._layout.link_bytes[True]]
         slots, aligned = self._layout.slots, self._layout.aligned
@@ -69,7 +66,7 @@ class Gradients:
         if [storage.nbytes() for storage in self.storages] != sizes:
             self.storages = [host.new(num_bytes) for num_bytes in sizes]
         self.places, self._lent, self._free = [None] * len(self._layout.slots), {}, SimpleQueue()
-        if self.storages and not self.is_lent:
+        if not self.is_lent:
             for slot in self._layout.trainable_slots():
                 self.places[slot.index] = slot.gradient_view(self.storages[0], slot.link_offset)
         else:
@@ -139,7 +136,7 @@ class HostPool:
     @property
     def early_release(self) -> bool | str:
         """Tell whether a shard is updated as soon as its backward is stored, and not after the commit; as the task."""
-        return self.gradients.early_release or self.gradients.stays_on_device
+        return self.gradients.early_release
 
     @property
     def num_bytes(self) -> int:
@@ -149,8 +146,8 @@ class HostPool:
         return sum(each.nbytes() for each in {id(each): each for each in own}.values()) - hidden
 
     def _split_slots(self) -> list[Slot]:
-        """Trainable parameters of which halves are in DRAM; none where devices step the optimizer on masters."""
-        if not self.splits or self.gradients.stays_on_device:
+        """Trainable parameters of which halves are in DRAM."""
+        if not self.splits:
             return []
         kinds = torch.float32, torch.bfloat16
         return [slot for slot in self.layout.trainable_slots() if (slot.dtype, slot.link_dtype) == kinds]
@@ -175,9 +172,7 @@ class HostPool:
             is_kept = self in _KEPT
             _KEPT.discard(self)
         self._host = host
-        # Beside casts, masters cross no link unless a device steps the optimizer.
-        crosses = self.layout.narrow is None or self.gradients.stays_on_device
-        self._masters_host = host if crosses else HostMemory()
+        self._masters_host = host if self.layout.narrow is None else HostMemory()  # beside casts, they cross no link
         if is_kept:
             self._masters_host.take_again(self._weights)
         else:

@@ -22,7 +22,6 @@ from hydra_engine.data import (
 from hydra_engine.host.layout import LayerFault, ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.measured import Measured, UnitBytes
-from hydra_engine.host.optimizer import TaskOptimizer
 from hydra_engine.host.pool import HostPool
 from hydra_engine.host.staging import NormGroups, StepStaging
 from hydra_engine.schedule import BACKWARD, EVALUATE, Flow, Unit, evaluation_chain, training_chain
@@ -217,7 +216,6 @@ class TaskState:
         self.place = torch.device("cpu")  # a device of the kind that it is planned for
         scale = LossScale.of(task)
         self.loss_scale = None if scale is None else scale.scale  # of the step in progress
-        self.stepper: TaskOptimizer | None = None  # while devices update shards
         self.num_commits = 0  # of training steps in this run
         # Of an adaptive task: groups of parameters whose gradients are measured. One, before there is an optimizer.
         self.norm_groups = NormGroups({slot.index: 0 for slot in layout.trainable_slots()}, 1) if task.adapts else None
@@ -255,14 +253,6 @@ class TaskState:
             return math.inf
         return self.progress.next_use_s(shard, beyond_step=not region.trainable)
 
-    @property
-    def steps_on_device(self) -> bool:
-        return self.pool.gradients.stays_on_device
-
-    def step_on_device(self, *, is_so: bool) -> None:
-        """Let devices step the optimizer, or the host again. Called before `open`."""
-        self.pool.gradients.stays_on_device = is_so
-
     def note_resized(self, buffers: Mapping[int, Tensor]) -> bool:
         """Remember which of these are others in shape or type than planned, and tell whether any is for the first time.
 
@@ -285,14 +275,6 @@ class TaskState:
         """Return True if a batch's sizes decide what a shard's units take: no layer up to there resizes a buffer."""
         resized = self.observed.resized
         return not resized or all(resized.isdisjoint(each.buffers) for each in self.cut.shards[: shard.index + 1])
-
-    def update_bytes(self, shard: Shard) -> int:
-        """Bytes that updating a shard brings to a device: the optimizer's state, and masters beside narrow weights."""
-        if not self.steps_on_device:
-            return 0
-        slots = self.pool.owned(shard)
-        masters = sum(slot.num_bytes for slot in slots if slot.dtype != slot.link_dtype)
-        return masters + sum(self.measured.state_bytes.get(slot.index, 0) for slot in slots)
 
     def sum_bytes(self, shard: Shard) -> int:
         """Bytes of a shard's gradients as they are added up on a device: narrow ones in float32."""
@@ -374,7 +356,7 @@ class TaskState:
         """Bytes that the largest unit of a shard seen so far takes beside the slab."""
         known, number = self.measured.known.items(), self.cut.num_micro_batches
         units = [unit.total(number) for (_, j, _), unit in known if j == shard.index]
-        return self.buffer_bytes(shard) + self.update_bytes(shard) + max(units, default=0)
+        return self.buffer_bytes(shard) + max(units, default=0)
 
     def end_of_forward(self) -> RandomState:
         """Random state that the last layer has left in the step in progress."""

@@ -60,9 +60,7 @@ _OPTIONS = (
     "split",
     "grad_scaler",
     "optimizer_scope",
-    "optimizer_device",
     "early_release",
-    "may_veto",
     "records",
     "compile",
 )
@@ -76,7 +74,6 @@ class Rehearsed:
     cut: Cut
     measured: Measured
     observed: Observed
-    steps_on_device: bool
     input_bytes: list[int]
     choice: CutChoice | None  # of the cut
     predicted: PredictedCut | None
@@ -91,7 +88,6 @@ class Rehearsed:
             cut=state.cut,
             measured=state.measured.copied(),
             observed=state.observed.copied(),
-            steps_on_device=state.steps_on_device,
             input_bytes=list(input_bytes),
             choice=choice,
             predicted=predicted,
@@ -99,8 +95,6 @@ class Rehearsed:
 
     def put_into(self, state: TaskState) -> None:
         """Let a task of the same kind know it."""
-        if self.steps_on_device != state.steps_on_device:
-            state.step_on_device(is_so=self.steps_on_device)
         measured = self.measured.copied()
         measured.state_bytes = state.measured.state_bytes
         state.adopt(self.cut, measured, self.observed.copied())
@@ -227,8 +221,6 @@ def kind_of(state: TaskState, beside: Callable[[], Hashable]) -> str | None:
     if task.purpose is not Purpose.TRAIN or _TORCH_MODULE._has_any_global_hook() or has_hooks(layout):
         return None
     options = {name: getattr(task, name) for name in _OPTIONS}
-    if task.optimizer_device != "host":
-        options |= {name: getattr(task, name) for name in ("optimizer", "param_groups", "lr", "lr_scheduler")}
     source = task.model.source if task.model.is_converted else None
     roots = {"loss_fn": task.loss_fn, "metrics": task.metrics, "source": source, "options": options}
     try:

@@ -38,7 +38,7 @@ LEAST_GAIN = 1.02
 _BY_SAMPLES = (
     *("input_bytes", "output_bytes", "saved_bytes", "peak_bytes", "forward_peak_bytes", "held_bytes", "target_bytes"),
 )
-# Of another number of micro-batches, or with the optimizer elsewhere, so many cuts are tried.
+# Of another number of micro-batches, so many cuts are tried.
 MOST_OTHERS = 4
 
 
@@ -51,7 +51,6 @@ class RunAtHand:
     num_devices: int = 1
     num_tasks: int = 1  # all taken to be like the one that is cut
     double_buffer: bool = True
-    state_bytes: float | None = None  # that an update on the device moves for each byte of gradients; None: on the host
     early_release: bool | str = False
 
     @property
@@ -82,7 +81,6 @@ class Way(NamedTuple):
 
     boundaries: tuple[int, ...]  # cumulative end indices of the shards
     num_micro_batches: int  # of a step
-    steps_on_device: bool  # devices step the optimizer, and not the host
 
 
 class PredictedCut(NamedTuple):
@@ -199,11 +197,8 @@ def cut_cost(
     changed = {j for j, held in enumerate(layers) if any(cost.changes_buffers for cost in held)}
     slabs = [slab_bytes(costs, *shard) for shard in shards]
     works = [shard_bytes(costs, *shard, number) - slab for shard, slab in zip(shards, slabs, strict=True)]
-    gradients = [float(sum(cost.grad_bytes for cost in held)) for held in layers]
+    gradients = [sum(cost.grad_bytes for cost in held) for held in layers]
     stepped = [sum(map(accumulated_bytes, held)) for held in layers]
-    state_bytes = None if run is None else run.state_bytes
-    if state_bytes is not None:
-        gradients = [state_bytes * num_bytes for num_bytes in gradients]
     task = TaskCost(
         name=name,
         num_steps=num_steps,
@@ -212,7 +207,7 @@ def cut_cost(
         load_bytes=slabs,
         boundary_bytes=[number * costs[first].input_bytes for first, _ in shards],
         gradient_bytes=gradients,
-        update_s=[num_bytes / budget.update_bytes_per_s if state_bytes is None else 0.0 for num_bytes in stepped],
+        update_s=[num_bytes / budget.update_bytes_per_s for num_bytes in stepped],
         work_bytes=works,
         forward_bytes=[forward_unit_bytes(costs, *shard, number) for shard in shards],
         num_micro_batches=number,

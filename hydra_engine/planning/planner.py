@@ -29,10 +29,8 @@ from hydra_engine.host import (
     FrozenBlocks,
     HostPool,
     LayerFault,
-    Shard,
     Structure,
     TaskState,
-    check_no_hooks,
     has_hooks,
     kept_pools,
     layout_of,
@@ -52,7 +50,7 @@ from hydra_engine.planning.cuts import (
 from hydra_engine.planning.rehearsal import REMEDY, Opened, TooLarge, own_device, rehearse
 from hydra_engine.planning.same_model import check_converted, plain_error
 from hydra_engine.planning.simulate import predict_spreads
-from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s, update_work_bytes
+from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
 from hydra_engine.system import HostThreads, dram
 from hydra_engine.tasks import FINISHED, ModelTask, Purpose, TaskPlan, TaskReport, is_adaptive, plain_attributes
@@ -193,42 +191,8 @@ class Estimate:
             num_devices=len(target.spread_devices),
             num_tasks=target.num_tasks,
             double_buffer=target.budget.double_buffer,
-            state_bytes=self.state_bytes() if state.steps_on_device else None,
             early_release=state.pool.early_release,
         )
-
-    def state_bytes(self) -> float:
-        """Bytes that an update on a device moves, each way, for each byte of gradients."""
-        return self._moved_bytes / max(1, self._state.layout.link_bytes[True])
-
-    @property
-    def _moved_bytes(self) -> int:
-        layout = self._state.layout
-        masters = 0 if layout.narrow is None else layout.num_bytes[True]
-        return masters + sum(self._state.measured.state_bytes.values())
-
-    @property
-    def may_step_anywhere(self) -> bool:
-        """True if the user has left open where the optimizer steps, and nothing speaks against a device."""
-        task, pool = self._state.task, self._state.pool
-        is_open = task.optimizer_device == "auto" and not task.may_veto and task.moments == "float32"
-        return is_open and not pool.splits and not has_hooks(self._state.layout)
-
-    def steps_on_device(self, device: DeviceSpec) -> bool:
-        """Decide whether devices step the optimizer; where that is to be found out, by the time that it takes alone.
-
-        On the host: the gradients down, and the update. On a device: states, and masters beside narrow weights, up
-        and down; its own update is taken to cost nothing beside that.
-        """
-        task, layout = self._state.task, self._state.layout
-        if self.may_step_anywhere:
-            link = self.rates(device)
-            host_s = layout.num_bytes[True] / self._update_bytes_per_s()
-            device_s = self._moved_bytes / link.up_bytes_per_s + self._moved_bytes / link.down_bytes_per_s
-            return device_s < host_s + layout.link_bytes[True] / link.down_bytes_per_s
-        if task.optimizer_device == "device":
-            check_no_hooks(self._state.name, layout)
-        return task.optimizer_device == "device"
 
     def spreading(self, devices: Sequence[DeviceSpec], number: int, beside_bytes: int, limit: DramLimit) -> Spreading:
         """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices.
@@ -298,7 +262,7 @@ class Estimate:
             update_s=[sum(slot.num_bytes for slot in state.pool.owned(shard)) / rate for shard in shards],
             num_micro_batches=number,
             ordered=state.ordered,
-            early_release=False if state.steps_on_device else state.pool.early_release,
+            early_release=state.pool.early_release,
         )
 
 
@@ -727,18 +691,16 @@ class PlannedTask:
     @property
     def way(self) -> Way:
         """Return how it is to be trained as it is planned now."""
-        return Way(tuple(self.state.cut.boundaries), self.state.cut.num_micro_batches, self.state.steps_on_device)
+        return Way(tuple(self.state.cut.boundaries), self.state.cut.num_micro_batches)
 
     def rehearsed_cost(self) -> TaskCost:
         """Return what it takes in a simulation, by its rehearsal."""
-        cost = self.estimate.cost(self.num_micro_batches)
-        return self._of_task(replace(cost, early_release=self.state.pool.early_release))
+        return self._of_task(self.estimate.cost(self.num_micro_batches))
 
     def options(self) -> list[tuple[Way, TaskCost]]:
         """Return the ways in which it may be trained, and what each takes in a simulation; the first is as it is now.
 
-        These are its other cuts, and the likeliest ones of another number of micro-batches and with the optimizer
-        elsewhere, where the user has left that open.
+        These are its other cuts, and the likeliest ones of other numbers of micro-batches, where these are left open.
         """
         own, choice = self.way, self.choice
         if choice is None:
@@ -747,15 +709,8 @@ class PlannedTask:
             return [(own, self._of_task(choice.cost(own.boundaries)))]
         cuts = [own.boundaries, *(ends for ends in map(tuple, choice.candidates) if ends != own.boundaries)]
         found = [(own._replace(boundaries=ends), choice.cost(ends)) for ends in cuts]
-        places = (own.steps_on_device, not own.steps_on_device) if self.estimate.may_step_anywhere else own[2:]
-        for on_device in places:
-            state_bytes = self.estimate.state_bytes() if on_device else None
-            early = on_device or self.task.early_release
-            elsewhere = replace(choice, run=replace(choice.run, state_bytes=state_bytes, early_release=early))
-            for number in (own.num_micro_batches, *self._numbers(own, choice.run.num_devices)):
-                if (number, on_device) != own[1:]:
-                    likeliest = elsewhere.in_micro_batches(number).likeliest()
-                    found += [(Way(ends, number, on_device), cost) for ends, cost in likeliest]
+        for number in self._numbers(own, choice.run.num_devices):
+            found += [(Way(ends, number), cost) for ends, cost in choice.in_micro_batches(number).likeliest()]
         return [(way, self._of_task(cost)) for way, cost in found]
 
     def _of_task(self, cost: TaskCost) -> TaskCost:
@@ -767,7 +722,7 @@ class PlannedTask:
     def _numbers(self, own: Way, num_devices: int) -> list[int]:
         """Larger numbers of micro-batches, for steps that are spread over more devices."""
         task, observed = self.task, self.state.observed
-        if task.accumulation_steps != "auto" or self.saved is not None or own.steps_on_device or task.early_release:
+        if task.accumulation_steps != "auto" or self.saved is not None or task.early_release:
             return []
         if observed.runs_backward or observed.draws_outside_torch or self.state.shares_changed_buffer():
             return []
@@ -786,7 +741,7 @@ class PlannedTask:
         self._limit.leave(self)
 
 
-# Past 300 lines: micro-batches, cut, place of the optimizer and rehearsal are tried in turn, each from the one before.
+# Past 300 lines: micro-batches, cut and rehearsal are tried in turn, each from the one before.
 class Planner:
     """Makes one plan of one task."""
 
@@ -834,23 +789,16 @@ class Planner:
         together = self._target.together
         if together is not None and is_open:  # any other number is the user's, and with it the bits
             number = together.num_micro_batches
-        is_so = self._estimate.steps_on_device(device) if together is None else together.steps_on_device
-        state.step_on_device(is_so=is_so)
         # A validation computes such a batch in parts, and so do evaluations and predictions.
         adaptation = None if task.replay else self._planned.adaptation
         may_split = is_auto or adaptation is not None or not self._trains
-        first_number = number
         while True:
             try:
                 self.cut(number)
                 break
             except (LayerTooLarge, ShardDoesNotFit) as error:
                 if together is not None or not may_split or number >= num_samples:
-                    if together is not None or not (state.steps_on_device and self._estimate.may_step_anywhere):
-                        raise ShardDoesNotFit(f"{self._planned.name}: {self._remedied(error)}") from error
-                    state.step_on_device(is_so=False)  # where an update takes nothing of a device
-                    number = number if adaptation is not None else first_number
-                    continue
+                    raise ShardDoesNotFit(f"{self._planned.name}: {self._remedied(error)}") from error
                 number *= 2
                 if adaptation is not None:  # the first batch is split, and none may be larger than its parts
                     num_parts = min(number, num_samples)
@@ -881,8 +829,6 @@ class Planner:
     def least_bytes(self) -> LeastBytes:
         """As `PlannedTask.least_bytes`: with shards as fine as the partitioner makes them, or the user's fixed ones."""
         task, self.state.place = self._task, self._target.device.torch_device
-        if task.optimizer_device == "device":  # it may not have been planned yet
-            self.state.step_on_device(is_so=True)
         num_samples = self._sample().num_samples
         costs = self._costs(self._number(num_samples) if self._trains else num_samples)
         number = len(self._sample().micro_batches)
@@ -890,25 +836,12 @@ class Planner:
         may_cut = len(costs) == 1 or task.partitioner.revise([len(costs)], 0, costs) is not None
         ends = [*range(1, len(costs) + 1)] if may_cut else task.partitioner.partition(costs, budget)
         shards = [*pairwise([0, *ends])]
-        cut = self.state.cut.at(self.state.layout, ends, skips_of(costs))
-        needed = [self._needed_bytes(costs, shard, number) for shard in cut.shards]
+        needed = [shard_bytes(costs, *shard, number) for shard in shards]
         first, last = shards[needed.index(max(needed))]
         what = spanned([cost.name for cost in costs[first:last]])
         slabs = [slab_bytes(costs, *shard) for shard in shards]
         work = max(both - slab for both, slab in zip(needed, slabs, strict=True))
         return LeastBytes(self._planned.name, max(needed), what, max(slabs), work)
-
-    def _needed_bytes(self, costs: list[LayerCost], shard: Shard, number: int) -> int:
-        """Bytes that a device needs for a shard, with its update, if that is there."""
-        state, (first, last) = self.state, (shard.first, shard.last)
-        needed = shard_bytes(costs, first, last, number)
-        if not (self._trains and state.steps_on_device and shard.owned):
-            return needed
-        # What layers have saved is gone by then; gradients, summed up, are there, and that of the input, on its way.
-        through = [replace(cost, peak_bytes=cost.grad_bytes, saved_bytes=0, accumulated_bytes=0) for cost in costs]
-        with installed(Stream(capture())):  # the factories are user code
-            updating = update_work_bytes(self._task, state.layout, shard, state.place) + costs[first].input_bytes
-        return max(needed, shard_bytes(through, first, last, number) + updating) + state.update_bytes(shard)
 
     def _beside(self) -> Hashable:
         """All that a plan depends on beside the task's structure: devices, and the sizes of the first batches."""
@@ -1019,9 +952,8 @@ class Planner:
                     finer = self._with_smaller_slabs(boundaries, costs)
                 if finer is None:
                     shard = self.state.cut.shards[error.shard]
-                    needed = error.needed_bytes  # as far as it came
-                    with suppress(Exception):  # of the optimizer
-                        needed = max(needed, self._needed_bytes(costs, shard, budget.num_micro_batches))
+                    needed = shard_bytes(costs, shard.first, shard.last, budget.num_micro_batches)
+                    needed = max(needed, error.needed_bytes)  # as far as it came
                     layers = spanned([cost.name for cost in costs[shard.first : shard.last]])
                     raise ShardDoesNotFit(
                         f"shard {error.shard} ({layers}) needs {_size(needed)} on a device, "
@@ -1121,7 +1053,6 @@ class Planner:
             boundaries=list(state.cut.boundaries),
             shard_bytes=[state.shard_bytes(shard) for shard in state.cut.shards],
             dram=self._planned.dram,
-            optimizer_device="device" if state.steps_on_device else "host",
             accumulation_steps=state.cut.num_micro_batches,
             step_s=sum(state.measured.unit_s.values()),
             speedups=[spread.speedup for spread in spreading.spreads],

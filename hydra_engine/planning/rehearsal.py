@@ -29,7 +29,6 @@ from hydra_engine.data import (
     IndexLimit,
     Stream,
     TaskGenerator,
-    capture,
     copy_in_dram,
     identical,
     installed,
@@ -38,7 +37,7 @@ from hydra_engine.data import (
 )
 from hydra_engine.devices import COMPUTE, DeviceSpec, OpenDevice, Promise
 from hydra_engine.errors import DeviceOutOfMemory
-from hydra_engine.host import LayerFault, Shard, TaskOptimizer, TaskState, writes
+from hydra_engine.host import LayerFault, Shard, TaskState, writes
 from hydra_engine.planning.same_model import random_state
 from hydra_engine.schedule import BACKWARD, FORWARD, Computed, Event, Failed, Stored, Unit
 from hydra_engine.tasks import Purpose
@@ -97,9 +96,6 @@ def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: O
     `evaluation`: a batch to evaluate as well, where the task has a validation loader. opened: the device. Raises
     TooLarge, what a layer or the loss raised, and ValueError for layers that cannot be streamed.
     """
-    if state.steps_on_device:  # before anything is open: the factories are user code
-        with installed(Stream(capture())):
-            state.stepper = TaskOptimizer(state.task, state.layout, commits=False)
     slab_bytes = max(shard.slab_bytes for shard in state.cut.shards)
     with opened(slab_bytes) as device, closing(_Rehearsal(state, device)) as rehearsal:
         checks = _Checks(rehearsal)
@@ -329,7 +325,6 @@ class _Rehearsal:
         self._worker.leave()
         self._worker.dismiss_all()
         self.state.close(keeps=self.is_whole)
-        self.state.stepper = None
         if self.modes:  # else it was never made
             self.onlooker.let_go()
         for slot, gradient in zip(self.state.layout.slots, self._gradients, strict=False):

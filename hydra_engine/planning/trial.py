@@ -12,22 +12,17 @@ import inspect
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import LRScheduler
 
 from hydra_engine.data import Stream, capture, installed
 from hydra_engine.host import (
     TORCHS,
-    DeviceUpdate,
     ModelLayout,
-    Shard,
     Slot,
-    TaskOptimizer,
     has_step_hooks,
     is_moment,
     is_torchs,
@@ -38,7 +33,6 @@ from hydra_engine.host import (
 )
 from hydra_engine.native import NarrowUpdate
 from hydra_engine.tasks import ModelTask
-from partitioners import MemoryMeter
 from partitioners.reach import PlainState, plain_state
 
 NUM_TIMED_STEPS = 5
@@ -232,39 +226,6 @@ def update_bytes_per_s(task: ModelTask) -> float:
                 optimizer.step()
         seconds = time.perf_counter() - start_s
     return NUM_TIMED_STEPS * parameter.nbytes / seconds
-
-
-def update_work_bytes(task: ModelTask, layout: ModelLayout, shard: Shard, place: torch.device) -> int:
-    """Most bytes that a shard's first update on a device creates beside gradients: states, and what it works with.
-
-    Counted on fake tensors; where the optimizer looks at their values, on real ones in DRAM.
-    """
-    stepper = TaskOptimizer(task, layout, commits=False)
-    try:
-        return _update_work_bytes(stepper, layout, shard, place, FakeTensorMode(allow_non_fake_inputs=True))
-    except Exception:
-        return _update_work_bytes(stepper, layout, shard, torch.device("cpu"), nullcontext())
-
-
-def _update_work_bytes(
-    stepper: TaskOptimizer, layout: ModelLayout, shard: Shard, place: torch.device, mode: AbstractContextManager[Any]
-) -> int:
-    with mode:
-        held = [slot.shape if slot.index in shard.owned else 0 for slot in layout.slots]
-        sent = [torch.zeros(size, dtype=s.link_dtype, device=place) for size, s in zip(held, layout.slots, strict=True)]
-        loaded = stepper.for_device(shard)
-        # Copies: neither weights nor states that are there already may change.
-        masters = {index: torch.zeros_like(tensor, device=place) for index, tensor in loaded.masters.items()}
-        states = {
-            index: {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-            for index, state in loaded.states.items()
-        }
-        parameters = [nn.Parameter(tensor, requires_grad=False) for tensor in sent]
-        gradients: dict[int, Tensor | None] = {index: torch.zeros_like(sent[index]) for index in shard.owned}
-        with MemoryMeter() as meter:
-            updated = stepper.update_on_device(shard, DeviceUpdate(masters, states), parameters, gradients)
-        del updated
-        return meter.peak_bytes
 
 
 def _check_scheduler(scheduler: Any) -> None:

@@ -14,7 +14,7 @@ from hydra_engine.adaptive import Adaptation, AdaScale, rule_for
 from hydra_engine.devices import DeviceSpec, OpenDevice, Promise, host_memory
 from hydra_engine.elastic import Quotas
 from hydra_engine.errors import DeviceLost, LoaderTimeout
-from hydra_engine.host import BestWeights, NormGroups, TaskOptimizer, check_no_hooks
+from hydra_engine.host import BestWeights, NormGroups, TaskOptimizer
 from hydra_engine.planning import PlannedTask, has_to_fit, largest_micro_batch
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.host_work import HostWork
@@ -481,8 +481,6 @@ class Joining:
                 planned.doubts += planned.saved.put_optimizer(optimizer)
             if planned.adaptation is not None:
                 self._adapt(task, planned.adaptation, optimizer)
-            if state.steps_on_device:
-                check_no_hooks(planned.name, planned.layout)  # since the plan was made
             if planned.task.keep_best is not None:
                 best = Best(by=planned.task.keep_best, direction=planned.task.best, epoch_first=planned.report.steps)
                 task.figures.best = BestWeights(state.pool, best)
@@ -655,8 +653,6 @@ class Joining:
             task.optimizer = optimizer
             optimizer.secure = task.secure
             state.loss_scale = optimizer.loss_scale
-            if state.steps_on_device:
-                state.stepper = optimizer
         if planned.stopping is not None:
             task.end.obey(planned.stopping, "a callback's on_epoch_begin")
         self._begin_waiting()

@@ -106,7 +106,7 @@ class HostWork:
         task = self._common.tasks[instruction.task]
         task.take(is_spread=instruction.num_parts > 1)
         task.stage(instruction.num_parts, in_sums=instruction.in_sums)
-        if task.optimizer is not None and not task.state.steps_on_device:
+        if task.optimizer is not None:
             shards = task.state.cut.shards
             in_order = reversed(shards) if task.state.pool.early_release else shards
             task.optimizer.make_ahead(in_order, self._ahead.submit)
@@ -300,7 +300,7 @@ class HostWork:
                     task.report.ema_state = task.optimizer.ema_state()
                 if task.optimizer is not None:
                     task.optimizer.drop_ahead()
-                task.record = task.snapshot = task.optimizer = task.state.stepper = task.figures.best = None
+                task.record = task.snapshot = task.optimizer = task.figures.best = None
                 task.end.write(task.report)  # callbacks may have failed since
                 self._common.loggers.end(task.name, task.report.status)
                 if is_paused:

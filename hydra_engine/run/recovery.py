@@ -52,8 +52,8 @@ class Recovery:
         if not event.is_torn:
             return UnitLost(unit)
         task = self._common.tasks[event.task]
-        if task.updates_in_step or task.end.has_failed:
-            return None  # weights of the step before are gone
+        if task.end.has_failed:
+            return None
         assert task.step is not None
         task.step.again = Again(error.with_traceback(None), fits=True)
         return DidNotFit(unit)
@@ -72,7 +72,8 @@ class Recovery:
         if isinstance(event, DataFailed) and task.is_ending and task.end.is_paused:
             return  # it is saved, and its batch is read again when it goes on
         is_of_unit = isinstance(event, Failed) and event.unit is not None
-        if is_of_unit and task.end.is_paused and not (task.updates_in_step or isinstance(event.error, DeviceLost)):
+        is_dropped = task.end.is_paused and not task.state.pool.early_release
+        if is_of_unit and is_dropped and not isinstance(event.error, DeviceLost):
             return  # its step is dropped, and begins again when the task goes on
         if task.end.is_early and not task.is_ending and not isinstance(event.error, DeviceLost):
             return  # of a step that nobody wants any more

@@ -434,11 +434,6 @@ class RunningTask:
         return not (self.is_torn or self.misses_update)
 
     @property
-    def updates_in_step(self) -> bool:
-        """True if units of a step may update shards before it is committed."""
-        return bool(self.state.pool.early_release) or self.state.steps_on_device
-
-    @property
     def is_ending(self) -> bool:
         """True if nothing of it is under way any more."""
         return self.life in (Life.ENDING, Life.ENDED)
@@ -583,8 +578,6 @@ class RunningTask:
     def stage(self, num_parts: int = 1, *, in_sums: bool = True) -> None:
         """Set the batch in progress before its first unit, spread over so many devices."""
         batch = self.batch
-        if self.optimizer is not None:
-            self.optimizer.epoch = batch.epoch
         if self.planned.adaptation is not None and batch.choice is not None:
             assert self.optimizer is not None
             assert self.step is not None

@@ -129,7 +129,7 @@ class Saves:
     def _save_once_told(self, task: RunningTask) -> None:
         """Save a task that is settled with what callbacks leave at its step."""
         # Where calls read no model, the next step may update weights before its commit: the task is settled now.
-        if task.notifier.is_told or (task.updates_in_step and not task.notifier.reads_model):
+        if task.notifier.is_told or (task.state.pool.early_release and not task.notifier.reads_model):
             self._save(task)
         elif self._saver is not None and task.name in self._saver.wanted:
             self._common.await_((SAVE, task.planned), CALLBACKS_S)

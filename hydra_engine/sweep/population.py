@@ -110,15 +110,11 @@ class Population:
                 f"population: {name} has keep_best {task.keep_best!r}, limit: none, since members are ranked by their "
                 f"last validation; leave it out"
             )
-        for field, given, limit in (
-            ("early_release", task.early_release, False),
-            ("optimizer_device", task.optimizer_device, "host"),
-        ):
-            if given != limit:
-                raise ValueError(
-                    f"population: {name} has {field} {given!r}, limit: {limit!r}, since a fork begins at the step of a "
-                    f"validation, and a pause may come one step later with it; leave it out"
-                )
+        if task.early_release:
+            raise ValueError(
+                f"population: {name} has early_release {task.early_release!r}, limit: False, since a fork begins at "
+                f"the step of a validation, and a pause may come one step later with it; leave it out"
+            )
         if task.optimizer_scope != "shard":
             raise ValueError(
                 f"population: {name} has optimizer_scope {task.optimizer_scope!r}, limit: 'shard', whose state can be "

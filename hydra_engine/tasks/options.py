@@ -210,7 +210,6 @@ LIMITS: tuple[Rule, ...] = (
     _known("precision", *DTYPES),
     _known("moments", "float32", "bfloat16"),
     _known("optimizer_scope", "shard", "task"),
-    _known("optimizer_device", "host", "device", "auto"),
     _known("early_release", False, True, "all"),
     _known("lr_scheduler_interval", "step", "epoch"),
     _known("loss_reduction", "mean", "sum", beside=callable),
@@ -306,7 +305,6 @@ def splits_against(task: Any) -> list[str]:
     found = {
         f"precision={task.precision!r}": task.precision != "bfloat16",
         "optimizer_scope='task'": task.optimizer_scope == "task",
-        "optimizer_device='device'": task.optimizer_device == "device",
         "read_ahead=False": not task.read_ahead,  # the loader reads weights
     }
     return [option for option, is_against in found.items() if is_against]
@@ -318,7 +316,6 @@ def _conflicts(task: Any) -> Iterator[str]:
     whole = {
         "precision='float32'": task.precision == "float32",
         "optimizer_scope='task'": task.optimizer_scope == "task",
-        "optimizer_device='device'": task.optimizer_device == "device",
     }
     for option in (each for each in whole if whole[each] and task.moments != "float32"):
         yield f"moments: {task.moments!r} with {option}, where updates are the optimizer's own; leave out one"
@@ -328,12 +325,8 @@ def _conflicts(task: Any) -> Iterator[str]:
         yield "grad_scaler: it is disabled, as one for an absent device is; make a GradScaler('cpu')"
     if task.max_devices is not None and task.min_devices > task.max_devices:
         yield f"min_devices: {task.min_devices}, limit: max_devices={task.max_devices}; lower it, or raise the maximum"
-    is_early = {
-        "early_release": task.early_release,
-        "optimizer_device='device'": task.optimizer_device == "device",
-    }
-    for option, veto in ((option, veto) for option in is_early if is_early[option] for veto in vetoes(task)):
-        yield f"{option}: with {veto} a step waits until all gradients are there; leave out one"
+    for veto in vetoes(task) if task.early_release else ():
+        yield f"early_release: with {veto} a step waits until all gradients are there; leave out one"
     most, number = task.max_device_batch, task.accumulation_steps
     if most is not None and number != 1:
         yield (

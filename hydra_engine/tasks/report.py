@@ -58,7 +58,6 @@ class TaskPlan:
     dram: dict[str, int]  # bytes of DRAM for weights, casts, gradients, optimizer, best, averages, a step, its parts
     accumulation_steps: int
     step_s: float  # compute of one step, from one metered run of the sample
-    optimizer_device: str = "host"  # or "device"
     speedups: list[float] = field(default_factory=lambda: [1.0])  # predicted, of a step spread over 1, 2, ... devices
     shares_cores: bool = False  # devices are emulated: predicted as if each had the host's cores to itself
     one_device_because: str = ""  # why it is never spread

@@ -23,7 +23,6 @@ from hydra_engine.tasks.options import (
     naming_task,
     plain_values,
     splits_against,
-    vetoes,
 )
 from hydra_engine.tasks.splitting import LossReduction, Split, unpack_batch
 from hydra_engine.tasks.splitting import split as split_batch
@@ -72,9 +71,6 @@ class ModelTask(Opaque):
         early_release*: update a shard as soon as its gradient has arrived, in the middle of the step, which nothing may
             veto then: not with `max_grad_norm`, float16, scope "task", `max_retries` or `nonfinite`. True: DRAM has the
             gradients of two shards at a time, and backwards wait for updates. "all": it has those of all, as without.
-        optimizer_device*: "host": updates run on the CPU, under other work of the devices. "device": at the end of a
-            shard's backward unit, with the limits of `early_release`, and nothing may hook into parameters. "auto":
-            whichever is predicted to take less time, "host" where the task may veto its steps.
         ema_decay: keep an exponential moving average of the weights, as torch's `AveragedModel` with
             `get_ema_multi_avg_fn(ema_decay)` does; in `TaskReport.ema_state` at the end.
         lr_scheduler: (optimizer) -> torch.optim.lr_scheduler.LRScheduler.
@@ -171,7 +167,6 @@ class ModelTask(Opaque):
         param_groups: Callable[[str], dict[str, Any]] | None = None,
         optimizer_scope: str = "shard",
         early_release: bool | str = False,
-        optimizer_device: str = "host",
         ema_decay: float | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         lr_scheduler_interval: str = "step",
@@ -242,7 +237,6 @@ class ModelTask(Opaque):
         self.optimizer: OptimizerFactory = by_name if by_name is not None else torch.optim.SGD
         self.param_groups = param_groups
         self.optimizer_scope = optimizer_scope
-        self.optimizer_device = optimizer_device
         self.ema_decay = ema_decay
         self.lr_scheduler = lr_scheduler
         self.lr_scheduler_interval = lr_scheduler_interval
@@ -301,11 +295,6 @@ class ModelTask(Opaque):
     def may_split_weights(self) -> bool:
         """True if no option stands against `split_weights`."""
         return self.purpose is Purpose.TRAIN and not splits_against(self)
-
-    @property
-    def may_veto(self) -> bool:
-        """True if a step may be vetoed once all gradients are there, so that updates wait for them."""
-        return bool(vetoes(self))
 
     def __repr__(self) -> str:
         return f"ModelTask({self.name or 'unnamed'}: {len(self.model)} layers, {self.epochs} epochs)"

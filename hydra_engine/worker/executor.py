@@ -24,7 +24,7 @@ from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.drawing import Drawing
 from hydra_engine.worker.graphs import Arrival, GradientSums, Graph, SavedTensors, arrive
 from hydra_engine.worker.thread_modes import UNIT_MODES, ThreadModes, put_back
-from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput, UpdateOnDevice
+from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
 from partitioners.boundary import Boundary
 from partitioners.precision import cast
 from partitioners.profile import spanned
@@ -264,8 +264,8 @@ class UnitRunning:
             out.pieces = self._gradients.taken(self._shard.owned)
         return out
 
-    def end(self, update: UpdateOnDevice | None = None) -> UnitOutput:
-        """Return what the unit leaves, once all its micro-batches are through; `update`: the optimizer's, in place."""
+    def end(self) -> UnitOutput:
+        """Return what the unit leaves, once all its micro-batches are through."""
         spec, structure, shard = self._spec, self._structure, self._shard
         put_back(self._modes)
         if self._inspector is not None:
@@ -273,23 +273,18 @@ class UnitRunning:
         self._executor.current = ""  # what is found from here on is not the last layer's
         structure.check_parameters(self._views, self._versions)
         gradients: dict[int, Tensor | None] = {}
-        updated = norms = None
+        norms = None
         if spec.kind in (FUSED, BACKWARD) and not spec.in_pieces:
             gradients = self._gradients.totals(are_rounded=spec.is_last)
             if spec.is_last:
                 norms = self._gradients.measured(gradients.items())
-            if update is not None:
-                updated, gradients = update(structure.parameters, gradients), {}
-                for index in shard.owned:  # a layer may have moved one elsewhere, as an LSTM does for cuDNN
-                    if structure.parameters[index].data_ptr() != self._views[index].data_ptr():
-                        self._views[index].copy_(structure.parameters[index].data)
         self._train_again()
         structure.check_shared()
         taken = structure.take_buffers(shard.first, self._end)
         self._executor.settle_attributes(shard.first, self._end, spec.changes)
         if spec.kind == BACKWARD:  # the rest is what the forward left
             taken = {index: taken[index] for index in self._written}
-        return UnitOutput(gradients=gradients, buffers=taken, updated=updated, norms=norms)
+        return UnitOutput(gradients=gradients, buffers=taken, norms=norms)
 
     def _through_layers(self, micro: MicroInput, drawing: Drawing) -> MicroOutput:
         """Run the layers forward, and backward where the unit has a backward."""

@@ -143,24 +143,18 @@ class Runner:
                     self._keep_input(run, m, entered, out)
                 last = self._emit(run, m, out)
                 del entered, out  # before the next one's arrive
-            output = running.end(run.take_update())
+            output = running.end()
         output.last = last
         return output
 
     def _hand_over(self, run: UnitRun, start_s: float) -> None:
         """Give back what a computed unit needs no more, report it, and have its output stored."""
         claim, held_bytes, kept_bytes = run.claim, run.account.held_bytes, run.account.output_bytes
-        goes_at_once = has_updated = False
+        goes_at_once = False
         if run.output is not None:  # held by nobody here when it is stored
-            has_updated = run.output.updated is not None
             kept_bytes += run.output.num_bytes
-            # Where the device has updated the shard, weights and states go down too: never in this thread.
-            goes_at_once = not has_updated and self._device.copies_at_once(kept_bytes)
-        # Buffers stay until they are stored; weights that were updated are in the slab.
-        if has_updated:
-            kept_bytes += run.account.beside_bytes
-        else:
-            self._claims.let_go(claim)
+            goes_at_once = self._device.copies_at_once(kept_bytes)
+        self._claims.let_go(claim)
         kept_bytes = min(held_bytes, kept_bytes)
         self._device.ledger.release(held_bytes - kept_bytes)
         seconds = self._trace.now_s() - start_s
@@ -215,8 +209,6 @@ class Runner:
             run.buffers = self._spiller.load_buffers(claim.state, claim.shard, claim.unit.part, after=after)
         if run.sums is Sums.GOES_ON:
             run.so_far = self._spiller.load_so_far(claim.state, claim.shard)
-        if run.stepper is not None:
-            run.update = self._spiller.load_update(run.stepper, claim.shard)
         m = run.micro_batches.start
         return self._spiller.load_input(claim.state, claim.unit.kind, claim.shard, m, self._place_input(run, m))
 
@@ -356,17 +348,12 @@ class Runner:
                 run.passage.passed.keep(None)
                 is_torn = run.sums is Sums.GOES_ON  # onto sums that it began with
                 spiller.store_gradients(state, unit, shard, output)
-                if output.updated is not None and run.stepper is not None:
-                    is_torn = True
-                    spiller.store_update(state, run.stepper, shard, claim.views, output.updated)
         except BaseException as error:
             claim.fail(error, "store lane")
         try:
             self._device.finish()
         except BaseException as error:
             claim.fail(error, "store lane")
-        if output is not None and output.updated is not None:
-            self._claims.let_go(claim)
         run.output = output = None  # nobody holds it when its bytes are given back
         run.buffers = {}
         self._device.ledger.release(kept_bytes - stays_bytes, deactivates=True)

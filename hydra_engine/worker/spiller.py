@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hydra_engine.data import check_classes, check_indices, flat, identical, place_for, with_bits_of
 from hydra_engine.devices import LOAD, STORE, OpenDevice, Residents, Slab
-from hydra_engine.host import WHOLE, BuffersChanged, DeviceUpdate, Region, Shard, TaskOptimizer, TaskState
+from hydra_engine.host import WHOLE, BuffersChanged, Region, Shard, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, Unit
 from hydra_engine.tasks import Purpose
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
@@ -129,54 +129,6 @@ class Spiller:
     def load_so_far(self, state: TaskState, shard: Shard) -> dict[int, Tensor]:
         parts = state.staging.parts
         return {} if parts is None else {i: self._bring(tensor) for i, tensor in parts.so_far(shard.owned).items()}
-
-    def load_update(self, stepper: TaskOptimizer, shard: Shard) -> DeviceUpdate:
-        """Bring what updating a shard on the device takes."""
-        host = stepper.for_device(shard)
-        is_read = not stepper.counts_on_device
-
-        def bring(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            # A count of steps, a scalar, that the optimizer reads on the host: on a device it would wait for it.
-            return value.clone() if is_read and not value.dim() else self._bring(value)
-
-        return DeviceUpdate(
-            masters={index: self._bring(tensor) for index, tensor in host.masters.items()},
-            states={index: {k: bring(v) for k, v in state.items()} for index, state in host.states.items()},
-        )
-
-    def store_update(
-        self, state: TaskState, stepper: TaskOptimizer, shard: Shard, views: Mapping[int, Tensor], updated: DeviceUpdate
-    ) -> None:
-        """Send what an update on the device left: weights, masters of narrow ones, and states."""
-        if not stepper.commits:
-            return
-        self._storing = state.name
-        stepper.secure(shard.owned)
-        host = stepper.for_device(shard)
-        for slot in state.pool.owned(shard):
-            if slot.index not in updated.states:
-                continue  # it received no gradient
-            self._send(state.pool.narrow(slot), views[slot.index])
-            if state.layout.narrow is not None:
-                self._send(slot.parameter.data, updated.masters.get(slot.index, views[slot.index]))
-        stepper.take_back(
-            {
-                index: {k: self._stored(host.states[index].get(k), v) for k, v in after.items()}
-                for index, after in updated.states.items()
-            }
-        )
-
-    def _stored(self, before: Any, value: Any) -> Any:
-        """Send a state to DRAM, to the place it had if it still fits there."""
-        if not isinstance(value, Tensor):
-            return value
-        kept = isinstance(before, Tensor) and (before.dtype, before.shape) == (value.dtype, value.shape)
-        if not kept or before.stride() != value.stride():
-            return self._sent(value)
-        self._send(before, value)
-        return before
 
     def place_input(self, state: TaskState, kind: str, shard: Shard, m: int, *, has_graph: bool = False) -> Arriving:
         """Make room for what one micro-batch of a unit starts from; `has_graph`: its forward's input is not needed.

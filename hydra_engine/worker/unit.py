@@ -8,21 +8,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hydra_engine.data import RandomState, Signature
 from hydra_engine.devices import Ledger, OpenDevice, Promise, Slab
-from hydra_engine.host import DeviceUpdate, Region, TaskOptimizer, TaskState, UnitBytes
+from hydra_engine.host import Region, TaskState, UnitBytes
 from hydra_engine.schedule import BACKWARD, FUSED, Unit
 from hydra_engine.worker.graphs import GraphUse, SavedTensors
 from partitioners import MemoryMeter
 from partitioners.boundary import Boundary
 
 T = TypeVar("T")
-UpdateOnDevice: TypeAlias = "Callable[[Sequence[nn.Parameter], dict[int, Tensor | None]], DeviceUpdate]"
 
 
 @dataclass(kw_only=True)
@@ -83,7 +81,6 @@ class UnitOutput:
 
     gradients: dict[int, Tensor | None]  # by owned slot; None: it received none
     buffers: dict[int, Tensor]
-    updated: DeviceUpdate | None = None  # what an update on the device left
     norms: Tensor | None = None  # squared, of the step's gradients by group, where they are all in these
     last: MicroOutput | None = None  # of its last micro-batch, which goes to DRAM with it
 
@@ -186,7 +183,7 @@ class Account:
     signature: Signature
     num_micro_batches: int
     buffer_bytes: int  # of its shard's buffers
-    beside_bytes: int  # granted beside `known`: for buffers, the update, gradients that it adds to
+    beside_bytes: int  # granted beside `known`: for buffers, gradients that it adds to
     known: UnitBytes | None = None  # what such a unit took at most so far; None: it has to be metered
     held_bytes: int = 0  # granted now
     work_bytes: int = 0  # peak of what a metered unit created
@@ -269,55 +266,42 @@ class UnitRun:
 
     def __init__(self, claim: Claim, ledger: Ledger, after: Passage | None) -> None:
         unit, state = claim.unit, claim.state
-        staging, shard, has_gradients = state.staging, claim.shard, unit.kind in (FUSED, BACKWARD)
+        staging, shard = state.staging, claim.shard
         self.claim = claim
         self.micro_batches = range(*staging.range_of(unit.part))  # of the step's
-        self.stepper: TaskOptimizer | None = state.stepper if has_gradients else None
         self.sums = Sums.OWN
         if staging.parts is not None and unit.part > 0:
             if not staging.parts.in_sums:
                 self.sums = Sums.IN_PIECES
-            elif has_gradients:
+            elif unit.kind in (FUSED, BACKWARD):
                 self.sums = Sums.GOES_ON
         signature, buffer_bytes = staging.signature_of(unit.part), state.buffer_bytes(shard)
-        update_bytes = 0 if self.stepper is None else state.update_bytes(shard)
         sum_bytes = state.sum_bytes(shard) if self.sums is Sums.GOES_ON else 0
         self.account = Account(
             ledger=ledger,
             signature=signature,
             num_micro_batches=len(self.micro_batches),
             buffer_bytes=buffer_bytes,
-            beside_bytes=buffer_bytes + update_bytes + sum_bytes,
+            beside_bytes=buffer_bytes + sum_bytes,
         )
         self.account.look_up(claim)
         self.is_metered = False
         self.graphs = GraphUse()
         self.after = after  # of the unit before it, where that is still on its way to DRAM
         self.passage = Passage()
-        # The next four are brought by the lane that computes.
+        # The next three are brought by the lane that computes.
         self.first_input: MicroInput | None = None
         self.buffers: dict[int, Tensor] = {}
         self.so_far: dict[int, Tensor] = {}
-        self.update: DeviceUpdate | None = None
         self.inputs: dict[int, Promise[MicroInput]] = {}  # the others on their way, by micro-batch
         self.stores: list[Promise[None]] = []  # outputs on their way to DRAM, but for the last
         self.output: UnitOutput | None = None
         self.waited_s = 0.0  # seconds in which the compute lane waited for copies of micro-batches
 
-    def take_update(self) -> UpdateOnDevice | None:
-        """Return what updates the shard on the device; None: the host does. It is no longer kept here."""
-        if self.claim.error is not None:  # given up: the optimizer is in another step by now
-            raise self.claim.error
-        loaded, self.update = self.update, None
-        if self.stepper is None:
-            return None
-        assert loaded is not None
-        return partial(self.stepper.update_on_device, self.claim.shard, loaded)
-
     def forget(self) -> None:
         """Let go of everything on the device: the unit has failed, and somebody may keep its error for long."""
         self.graphs = GraphUse()
-        self.update, self.first_input, self.inputs, self.stores = None, None, {}, []
+        self.first_input, self.inputs, self.stores = None, {}, []
         self.claim.views, self.buffers, self.so_far = {}, {}, {}
 
 

@@ -38,30 +38,30 @@ def test_states_of_several_parameters_in_one_piece_of_memory_are_taken_at_once()
         assert torch.equal(tensor, torch.zeros(2))
 
 
-def test_a_device_begins_to_step_once_the_schedule_is_taken_down(tmp_path, monkeypatch):
-    """Its first shard's step may move the schedule to another epoch."""
-    stepping, seen = [threading.Event() for _ in range(NUM_STEPS + 1)], []
-    capture, step, record = Snapshot.capture, TaskOptimizer.update_on_device, TaskOptimizer._record_released
+def test_an_update_in_the_middle_of_a_step_begins_once_the_schedule_is_taken_down(tmp_path, monkeypatch):
+    """That of its first shard may move the schedule to another epoch."""
+    updating, seen = [threading.Event() for _ in range(NUM_STEPS + 1)], []
+    capture, release, record = Snapshot.capture, TaskOptimizer.release, TaskOptimizer._record_released
     last = []
 
     def slow_capture(snapshot):
         last.append(snapshot)
         if snapshot.over is None and snapshot.steps < NUM_STEPS:
-            assert stepping[snapshot.steps].wait(PATIENCE_S)
+            assert updating[snapshot.steps].wait(PATIENCE_S)
         capture(snapshot)
 
-    def noted_step(optimizer, *args):
-        stepping[optimizer.num_steps].set()
-        return step(optimizer, *args)
+    def noted_release(optimizer, *args):
+        updating[optimizer.num_steps].set()
+        return release(optimizer, *args)
 
     def checked_record(optimizer, epoch):
         seen.extend(snapshot._captured.is_set() for snapshot in last)
         return record(optimizer, epoch)
 
     monkeypatch.setattr(Snapshot, "capture", slow_capture)
-    monkeypatch.setattr(TaskOptimizer, "update_on_device", noted_step)
+    monkeypatch.setattr(TaskOptimizer, "release", noted_release)
     monkeypatch.setattr(TaskOptimizer, "_record_released", checked_record)
-    report = orchestra_of([task_of(optimizer_device="device")], tmp_path).train_models()
+    report = orchestra_of([task_of(early_release=True)], tmp_path).train_models()
     assert report.tasks["task"].status == "finished"
     assert report.checkpoints.num_failed == 0
     assert len(seen) >= NUM_STEPS

@@ -48,7 +48,6 @@ CASES = {
 OWN = {
     "one step for all": {"optimizer_scope": "task"},
     "released early": {"early_release": True},
-    "on the device": {"optimizer_device": "device"},
 }
 
 

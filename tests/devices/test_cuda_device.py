@@ -496,17 +496,16 @@ class TestPlaces:
         assert len(counts) > 2
         assert counts[-1] == counts[0]
 
-    @pytest.mark.parametrize(("optimizer_device", "crosses"), [("host", False), ("device", True)])
-    def test_masters_are_locked_where_they_cross_the_link(self, cuda, optimizer_device, crosses):
+    def test_masters_beside_casts_are_not_locked(self, cuda):
         model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
         model[2].requires_grad_(False)
-        options = {"precision": "bfloat16", "optimizer_device": optimizer_device, "name": "task"}
+        options = {"precision": "bfloat16", "name": "task"}
         batches = [(torch.randn(4, 40), torch.randn(4, 40))]
         task = ModelTask(model, F.mse_loss, batches, LR, partitioner=Presharded([2, 3]), **options)
         where = []
         task.callbacks = [EachStep(lambda: where.append([is_locked(cuda, model[k].weight) for k in (0, 2)]))]
         trained(cuda, [task])
-        assert where == [[crosses, False]]
+        assert where == [[False, False]]
 
     def test_frozen_weights_are_locked_where_a_task_is_sent_them_as_they_are(self, cuda):
         frozen = nn.Linear(12, 12).requires_grad_(False)
@@ -646,24 +645,21 @@ def test_an_input_is_nobody_elses_while_kernels_may_read_it(cuda, kept):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("options", [{"early_release": True}, {"optimizer_device": "device"}], ids=["early", "device"])
-def test_updates_in_the_middle_of_a_step_and_on_the_device(cuda, options):
-    task, model = exact.task_of("gpt", optimizer="adam", epochs=1, **options)
+def test_updates_in_the_middle_of_a_step(cuda):
+    task, model = exact.task_of("gpt", optimizer="adam", epochs=1, early_release=True)
     report = trained(cuda, [task])
     exact.assert_as_expected(report, "gpt", model, exact.expected("gpt", optimizer="adam", epochs=1))
 
 
 @pytest.mark.rest
-@covering(name=["gpt", "cnn"], optimizer_device=["host", "device"], strength=1)
-def test_bfloat16_with_float32_masters_in_dram(cuda, name, optimizer_device):
+@pytest.mark.parametrize("name", ["gpt", "cnn"])
+def test_bfloat16_with_float32_masters_in_dram(cuda, name):
     settings = {"optimizer": torch.optim.AdamW, "accumulation_steps": 3, "precision": "bfloat16"}
     plain, loss_fn, loader = zoo.MODELS[name]()
     expected = reference.train(plain, loss_fn, loader, seed=SEED, lr=LR, **settings)
     model, loss_fn, loader = zoo.MODELS[name]()
     cut = Presharded(list(range(1, len(model) + 1)))
-    task = ModelTask(
-        model, loss_fn, loader, LR, name=name, seed=SEED, partitioner=cut, optimizer_device=optimizer_device, **settings
-    )
+    task = ModelTask(model, loss_fn, loader, LR, name=name, seed=SEED, partitioner=cut, **settings)
     report = trained(cuda, [task], num_devices=2)
     assert report.tasks[name].losses == expected.losses
     exact.assert_same_state(zoo.state(model), zoo.state(plain))
@@ -887,25 +883,17 @@ def test_a_lost_device_ends_the_process_with_all_commits_saved(lost_cuda, tmp_pa
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(
-    ("num_devices", "settings"),
-    [
-        (2, {"early_release": True}),
-        pytest.param(1, {"early_release": True}, marks=pytest.mark.rest),
-        pytest.param(1, {"optimizer_device": "device"}, marks=pytest.mark.rest),
-    ],
-    ids=str,
-)
-def test_a_step_that_a_lost_device_cut_off_is_not_saved(lost_cuda, tmp_path, num_devices, settings):
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_step_that_a_lost_device_cut_off_is_not_saved(lost_cuda, tmp_path, num_devices):
     """Some of its weights are updated already, and nobody had asked for checkpoints."""
     names = ("gpt", "dropout")
-    others = [exact.task_of(name, optimizer="adam", **settings)[0] for name in names]
+    others = [exact.task_of(name, optimizer="adam", early_release=True)[0] for name in names]
     orchestra = orchestra_of([striking_task(lost_cuda)[0], *others], devices_of(lost_cuda, num_devices))
     with pytest.raises(SystemExit):
         orchestra.train_models()
     orchestra.report = None
     [directory] = tmp_path.glob("hydra-rescue-*")
-    again = {name: exact.task_of(name, optimizer="adam", **settings) for name in names}
+    again = {name: exact.task_of(name, optimizer="adam", early_release=True) for name in names}
     tasks = [striking_task(lost_cuda)[0], *(task for task, _ in again.values())]
     resumed = orchestra_of(tasks, [EmulatedDevice(MIB)], checkpoint_dir=directory).train_models(resume=True)
     for name, (_, model) in again.items():

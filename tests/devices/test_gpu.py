@@ -349,12 +349,6 @@ class TestNearResident:
         task, model = task_of(name, **options)
         assert_near(result_of(trained([task]), name, model), *expected, precision)
 
-    @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-    def test_optimizer_on_the_device(self, precision):
-        expected = resident(gpt, precision=precision)
-        task, model = task_of("gpt", precision=precision, optimizer_device="device")
-        assert_near(result_of(trained([task]), "gpt", model), *expected, precision)
-
 
 # The budget
 

@@ -110,9 +110,7 @@ def test_the_plan_has_half_of_the_bytes_and_the_report_says_that_it_is_not_exact
     assert not any("not plain PyTorch's" in message for message in wide[3].messages)
 
 
-@pytest.mark.parametrize(
-    "options", [{"precision": "float32"}, {"optimizer_scope": "task"}, {"optimizer_device": "device"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"precision": "float32"}, {"optimizer_scope": "task"}], ids=str)
 def test_updates_that_are_the_optimizers_own_are_refused(options):
     with refused(says=f"moments bfloat16 {next(iter(options.values()))}"):
         ModelTask(nn.Linear(2, 2), F.mse_loss, [], moments="bfloat16", **{"precision": "bfloat16", **options})

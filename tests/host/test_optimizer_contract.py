@@ -3,8 +3,7 @@
 An optimizer owes the engine one thing: it steps each parameter by that parameter's gradient, state and group, and by
 nothing else. The engine tries that before any work (tests/planning/test_trial.py); who needs more has
 `ModelTask(optimizer_scope="task")`. Below is what the engine owes in turn, shard by shard. Whole runs are held against
-the plain loop by tests/promises/test_exact_optimizers.py, steps on a device by tests/host/test_device_step.py, and
-updates in 16 bits by tests/host/test_blocked.py.
+the plain loop by tests/promises/test_exact_optimizers.py, and updates in 16 bits by tests/host/test_blocked.py.
 """
 
 import copy

@@ -22,7 +22,6 @@ KEPT_BYTES = 2**26
         ("large", KEPT_BYTES),
         ("rmsprop", TRIM_BYTES),
         ("coupled", TRIM_BYTES),
-        ("on-device", TRIM_BYTES),
     ],
 )
 def test_a_fresh_process_grows_by_what_the_plan_says_and_is_left_with_the_model(case, freed_bytes):

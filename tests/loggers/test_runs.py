@@ -458,11 +458,7 @@ class Copies(Callback):
         self.on_epoch_begin(report, None)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({}, marks=pytest.mark.rest), {"early_release": True}, {"optimizer_device": "device"}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.rest), {"early_release": True}], ids=str)
 def test_weights_that_on_epoch_begin_copies_are_those_of_the_epochs_last_step(options):
     copies = Copies()
     options = {"max_grad_norm": None, **options}

@@ -177,7 +177,6 @@ def test_where_only_a_run_tells_micro_batches_may_be_eight_times_the_first():
 @pytest.mark.parametrize(
     "options",
     [
-        {"optimizer": torch.optim.AdamW, "optimizer_device": "device"},
         pytest.param({"optimizer": torch.optim.AdamW, "early_release": True}, marks=pytest.mark.rest),
         pytest.param({"precision": "bfloat16"}, marks=pytest.mark.rest),
         pytest.param(

@@ -321,10 +321,8 @@ def test_a_module_in_other_places_is_seen():
         {"validation": batches(2)},
         {"accumulation_steps": 2},
         {"loss_reduction": "sum"},
-        {"max_grad_norm": 1.0, "optimizer_device": "auto"},
         {"optimizer": torch.optim.SGD},  # its state is of another size
         {"early_release": True},
-        {"optimizer_device": "device"},
         {"partitioner": Presharded([3, 6])},
     ],
     ids=lambda options: "-".join(options),

@@ -52,7 +52,6 @@ def random_choice(seed):
         num_tasks=rng.choice((1, 2, 5)),
         num_devices=rng.choice((1, 2)),
         host=HostCost(optimizer_threads=rng.choice((1, 2)), cores=rng.choice((None, 2.0))),
-        state_bytes=rng.choice((None, None, 2.0)),
     )
 
 
@@ -121,12 +120,6 @@ def test_devices_share_the_host():
     [alone, beside] = (round_s(found.cost([8]), found.run) for found in (one, two))
     assert two.run.tasks_per_device == 1
     assert beside == pytest.approx(alone + 3 * 512 / 8)  # its own, at half of the rate, and the other's
-
-
-def test_an_update_on_the_device_moves_states_and_leaves_the_host_alone():
-    found = choice(layers(*([BLOCK] * 4)), 4096, state_bytes=3.0).cost([2, 4])
-    assert found.update_s == (0.0, 0.0)
-    assert found.gradient_bytes == (3 * 128, 3 * 128)
 
 
 def test_seconds_are_of_all_micro_batches():

@@ -276,7 +276,7 @@ def test_layers_that_draw_cannot_be_split_once_the_next_batch_is_read(monkeypatc
 
 
 @pytest.mark.parametrize("memory", [2_000_000, pytest.param(2_400_000, marks=pytest.mark.rest)])
-@pytest.mark.parametrize("options", [{"early_release": True}, {"early_release": "all"}, {"optimizer_device": "device"}])
+@pytest.mark.parametrize("options", [{"early_release": True}, {"early_release": "all"}])
 def test_a_larger_batch_is_fitted_before_shards_above_are_updated(memory, options):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(WIDTH, 128), *(nn.Linear(128, 128) for _ in range(4)), nn.Linear(128, 3))

@@ -214,7 +214,6 @@ class TestOfARun:
         orchestra = pair(accumulation_steps=number)
         assert orchestra.generate().tasks["long"].accumulation_steps == number
         assert {way.num_micro_batches for way in seen[0]} == {number}
-        assert {way.steps_on_device for way in seen[0]} == {False}
         assert orchestra.train_models().tasks["long"].losses == plain(number).losses
 
     @pytest.mark.rest
@@ -224,15 +223,6 @@ class TestOfARun:
         pair(num_devices=3, accumulation_steps="auto").generate()
         pair(num_devices=6, accumulation_steps="auto").generate()  # a batch has four samples
         assert [max(way.num_micro_batches for way in ways) for ways in seen] == [1, 3, 4]
-
-    @pytest.mark.rest
-    def test_the_optimizer_steps_where_it_is_best_for_all_if_the_user_leaves_that_open(self, monkeypatch):
-        seen = choose(monkeypatch, lambda way, own: way.steps_on_device != own.steps_on_device)
-        orchestra = pair(optimizer_device="auto")
-        plan = orchestra.generate().tasks["long"]
-        was_on_device = seen[0][0].steps_on_device
-        assert plan.optimizer_device == ("host" if was_on_device else "device")
-        assert orchestra.train_models().tasks["long"].losses == plain().losses
 
     @pytest.mark.rest
     def test_a_task_that_is_added_is_cut_beside_what_is_left_of_the_others(self, monkeypatch):

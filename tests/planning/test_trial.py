@@ -72,7 +72,7 @@ def assert_plain(optimizer, *, prepare=lambda network: None, dtypes=(torch.float
     for each in (network, plain):
         prepare(each)
     report = orchestra([task_of(network, optimizer, ends=ends, **options)]).train_models().tasks["a"]
-    for name in ("optimizer_scope", "early_release", "optimizer_device", "max_retries"):
+    for name in ("optimizer_scope", "early_release", "max_retries"):
         options.pop(name, None)
     result = reference.train(
         plain, F.cross_entropy, loader(), seed=SEED, lr=LR, epochs=EPOCHS, optimizer=optimizer, **options
@@ -356,13 +356,7 @@ class Sometimes(nn.Linear):
 
 @pytest.mark.rest
 @covering(
-    options=[
-        {},
-        {"optimizer_scope": "task"},
-        {"early_release": True},
-        {"optimizer_device": "device"},
-        {"max_retries": 1},
-    ],
+    options=[{}, {"optimizer_scope": "task"}, {"early_release": True}, {"max_retries": 1}],
     accumulation_steps=[1, 2],
     strength=1,
 )

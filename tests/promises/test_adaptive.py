@@ -87,7 +87,7 @@ def spread(*, in_sums):
         yield
 
 
-ENGINE_ONLY = ("partitioner", "early_release", "optimizer_device", "optimizer_scope", "read_ahead", "scaling_rule")
+ENGINE_ONLY = ("partitioner", "early_release", "optimizer_scope", "read_ahead", "scaling_rule")
 
 
 def both(
@@ -166,7 +166,6 @@ OPTIONS = {
     "groups": {"param_groups": lambda name: {"lr": 0.01} if name.endswith("bias") else {"weight_decay": 0.01}},
     "clipped": {"max_grad_norm": 0.3},
     "early": {"early_release": True, "optimizer": torch.optim.Adam, "lr": 0.01},
-    "device": {"optimizer_device": "device", "optimizer": torch.optim.AdamW, "lr": 0.01},
     "task": {"optimizer_scope": "task", "max_grad_norm": 0.5, "optimizer": torch.optim.AdamW, "lr": 0.01},
     "step schedule": {"lr_scheduler": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)},
     "epoch schedule": {

@@ -415,7 +415,6 @@ def stacked():
         {},
         {"accumulation_steps": 3, "max_grad_norm": 0.5},
         {"early_release": True},
-        {"optimizer_device": "device"},
         {"optimizer_scope": "task"},
     ],
     ids=str,

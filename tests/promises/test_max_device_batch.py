@@ -88,10 +88,10 @@ SIZES = [  # of batches, the most of a micro-batch, and devices
 ]
 
 
-@covering(strength=1, split_of=SIZES, options=[{}, {"read_ahead": False}, {"optimizer_device": "device"}], ids=str)
+@covering(strength=1, split_of=SIZES, options=[{}, {"read_ahead": False}, {"early_release": True}], ids=str)
 def test_each_batch_is_split_by_its_own_size(split_of, options):
     sizes, most, max_devices = split_of
-    if "optimizer_device" not in options:
+    if "early_release" not in options:
         options = {"max_grad_norm": 1.0, **options}
     original, loss_fn, loader = sized(*sizes)()
     plain = {name: value for name, value in options.items() if name == "max_grad_norm"}

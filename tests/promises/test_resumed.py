@@ -197,8 +197,6 @@ CASES = {
     "whole task": {"optimizer_scope": "task", "ema_decay": 0.9},
     "early release": {"early_release": True, "ema_decay": 0.9},
     "early release, room for all": {"early_release": "all", "ema_decay": 0.9},
-    "steps on devices": {"optimizer_device": "device"},
-    "steps on devices, narrow": {"optimizer_device": "device", "precision": "bfloat16"},
     "groups": {"param_groups": lambda name: {"weight_decay": 0.0} if name.endswith("bias") else {}},
 }
 FRESH = ("validation", "grad_scaler")  # made anew for each task
@@ -222,7 +220,7 @@ def uninterrupted(case):
 
 
 # Every fourth case is cut once in the net. Not those whose every setting another case has, too.
-ALSO_IN_OTHERS = ("plain", "draws", "buffers", "averages", "early release, room for all", "steps on devices, narrow")
+ALSO_IN_OTHERS = ("plain", "draws", "buffers", "averages", "early release, room for all")
 CUTS = [
     pytest.param(
         case, after, marks=() if k % 12 == (1, 6, 8).index(after) and case not in ALSO_IN_OTHERS else pytest.mark.rest
@@ -406,7 +404,7 @@ def test_a_task_that_is_added_goes_on_where_it_was(tmp_path):
     assert load_newest(tmp_path).data["tasks"].keys() == {"a", "b", "c"}
 
 
-OTHERS_THAT_CHANGE = ("plain", "whole task", "steps on devices", "float16")
+OTHERS_THAT_CHANGE = ("plain", "whole task", "early release", "float16")
 
 
 class Gate(Disk):

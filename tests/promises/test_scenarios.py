@@ -32,7 +32,7 @@ RAISED = TRIED_AGAIN | {
 WHOLE_RUN = {
     "event": tuple(HAPPENINGS),
     "place": ("backward of the lowest shard", "loader", "update", "callback"),
-    "update": ("clipped", "early release", "on devices"),
+    "update": ("clipped", "early release"),
     **SETTINGS,
 }
 MEMORY = [

@@ -268,7 +268,7 @@ def bytes_of(split_weights):
 
 @pytest.mark.parametrize(
     "options",
-    [{"precision": "float16"}, {"optimizer_scope": "task"}, {"optimizer_device": "device"}, {"read_ahead": False}],
+    [{"precision": "float16"}, {"optimizer_scope": "task"}, {"read_ahead": False}],
     ids=str,
 )
 def test_options_that_need_float32_weights_are_refused(options):

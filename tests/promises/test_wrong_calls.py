@@ -185,7 +185,6 @@ OPTIONS = [
     ({"lr_scheduler_interval": "batch"}, ValueError, "batch 'epoch'"),
     ({"param_groups": [{"lr": 0.1}]}, TypeError, "0.1"),
     ({"optimizer_scope": "layer"}, ValueError, "layer 'shard'"),
-    ({"optimizer_device": "cuda"}, ValueError, "cuda 'host'"),
     ({"ema_decay": 1.0}, ValueError, "1.0"),
     ({"partitioner": "best"}, ValueError, "best 'presharded'"),
     ({"partitioner": Presharded}, TypeError, "Presharded"),

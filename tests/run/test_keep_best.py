@@ -93,11 +93,10 @@ def minus_error(output, target):
 
 CASES = {
     "host": {},
-    "device": {"optimizer_device": "device"},
     "early release": {"early_release": True},
     "whole task": {"optimizer_scope": "task"},
     "clipped, retried": {"max_grad_norm": 0.1, "max_retries": 1},
-    "bfloat16, device": {"precision": "bfloat16", "optimizer_device": "device"},
+    "bfloat16": {"precision": "bfloat16"},
     "in order": {"read_ahead": False},
 }
 
@@ -112,7 +111,7 @@ def net_has(*names):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("case", net_has("clipped, retried", "bfloat16, device"))
+@pytest.mark.parametrize("case", net_has("clipped, retried", "bfloat16"))
 def test_the_model_has_the_weights_of_its_best_validation(case):
     options = CASES[case]
     task = task_of(**options)

@@ -346,7 +346,6 @@ def build_batches(trial):
         (lambda trial: build(trial, keep_best="loss"), ["lr"], "trial-0", "keep_best 'loss'"),
         (lambda trial: build(trial, optimizer_scope="task"), ["lr"], "trial-0", "optimizer_scope 'task' 'shard'"),
         (lambda trial: build(trial, early_release="all"), ["lr"], "trial-0", "early_release 'all'"),
-        (lambda trial: build(trial, optimizer_device="device"), ["lr"], "trial-0", "optimizer_device 'device' 'host'"),
     ],
 )
 def test_refused_before_anything_is_trained(tmp_path, build_task, settings, task, says):

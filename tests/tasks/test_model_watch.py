@@ -180,7 +180,7 @@ NET = (
     "teacher",
     "draws",
 )
-WAYS = [{}, {"early_release": True}, {"optimizer_device": "device"}, {"optimizer_scope": "task"}]
+WAYS = [{}, {"early_release": True}, {"optimizer_scope": "task"}]
 WAYS += [{"accumulation_steps": 2}, {"max_retries": 1, "ema_decay": 0.9}]
 
 
