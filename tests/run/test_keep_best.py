@@ -222,10 +222,9 @@ TOLD = [
     *(
         pytest.param(case, told, marks=pytest.mark.rest)
         for case, told in (
-            ("device", Begins),
             ("whole task", Told),
             ("clipped, retried", Begins),
-            ("bfloat16, device", Told),
+            ("bfloat16", Told),
             ("in order", Begins),
         )
     ),
@@ -316,7 +315,7 @@ class Boom(RuntimeError):
 @covering(
     strength=1,
     by=["validation_loss", "loss"],
-    case=["early release", "bfloat16, device"],
+    case=["early release", "bfloat16"],
     after=[STEPS, 2 * STEPS + 1],
 )
 def test_a_resumed_task_has_the_same_best(tmp_path, by, case, after):
