@@ -233,7 +233,8 @@ void step_adam_block(const Update& u, const Values& values, int64_t size) {
         for (int64_t i = 0; i < size; ++i) largest[i] = step_largest(second[i], largest[i], kIsTail);
     }
     roots(values.moments[2] ? values.moments[2] : second, root, size, u.refines_roots, u.roots_of_library);
-    for (int64_t i = 0; i < size; ++i) master[i] = step_adam_weight(s, first[i], root[i], master[i]);
+    const Settings again = u.settings;  // kept over a library's call, they cost split weights 2 % of an update
+    for (int64_t i = 0; i < size; ++i) master[i] = step_adam_weight(again, first[i], root[i], master[i]);
 }
 
 template <bool kIsTail>
