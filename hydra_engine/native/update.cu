@@ -5,14 +5,14 @@
 //
 // Roots and quotients are correctly rounded without an option (`__fsqrt_rn`, `__fdiv_rn`).
 //
-// Arguments of `hydra_update`, all of them in the GPU's memory:
+// Arguments of `hydra_update`; both arrays, and all that they point to, are in the GPU's memory:
 //
-//     updates      for each parameter its `Update`. Fields that are "on the host" are not read
-//     ends         where each parameter's blocks end, counted over all: sums of ceil(size / kElementsOfBlock), int64
-//     num_updates  how many there are; a size may be 0
+//     updates      for each parameter its `Update`, of which no field is read that is "on the host"
+//     ends         where each parameter's blocks end, counted over all: sums of ceil(size / kElementsOfBlock)
+//     num_updates  their number. A size may be 0
 //
-// Grid: the last of `ends`, kThreads to a block. A split weight has a bit for each element (`Update::ties`), rounded up
-// to whole words, in place of a list of unknown length: set where split.py keeps a tie apart. Payloads of NaN are lost.
+// Grid: the last of `ends`. Block: kThreads. A split weight has a bit for each element (`Update::ties`, whole words) in
+// the place of a list, whose length would be unknown: it is set where split.py keeps a tie apart. NaN loses its payload.
 
 #include "element.h"
 
@@ -75,8 +75,8 @@ HYDRA_ELEMENT void write_element(const Update& u, const Element& e, int64_t i) {
     for (int k = 0; k < 3; ++k) {
         if (!u.moments[k]) continue;
         if (u.moments_type == kBFloat16 && u.turn >= 0) {
-            const bool is_number = !is_nan(to_bits(e.moments[k]));  // all bits of a GPU's NaN are set: a sum would overflow
-            const float moment = is_number ? e.moments[k] : from_bfloat16(0x7fc0);
+            // All bits of a GPU's NaN are set: the sum would overflow.
+            const float moment = is_nan(to_bits(e.moments[k])) ? from_bfloat16(0x7fc0) : e.moments[k];
             static_cast<uint16_t*>(u.moments[k])[i] = to_bfloat16_by_turns(moment, below_unit(i, u.turn));
         } else {
             write(u.moments[k], u.moments_type, i, e.moments[k]);
