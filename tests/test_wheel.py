@@ -65,8 +65,9 @@ def test_the_wheel_made_from_the_sdist_holds_every_module(distributions):
     assert sdist.name == f"hydra_engine-{hydra_engine.__version__}.tar.gz"
     assert wheel.name == f"hydra_engine-{hydra_engine.__version__}-py3-none-any.whl"
     held = set(zipfile.ZipFile(wheel).namelist())
+    kinds = (".py", ".md", ".h", ".cpp", ".cu")
     for package in ("hydra_engine", "partitioners"):
-        own = [path for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".md") or path.name == "py.typed"]
+        own = [path for path in (ROOT / package).rglob("*") if path.suffix in kinds or path.name == "py.typed"]
         assert {str(path.relative_to(ROOT)) for path in own} <= held
     assert not [name for name in held if name.startswith(("tests", "examples", "docs", "benchmarks"))]
 

@@ -89,8 +89,10 @@ class Library:
             self._begin(place)
 
     def _place(self) -> Path:
-        """The file: its name tells source, flags and kind of machine apart, so it may lie in a shared home."""
-        told = (self._source.read_text(encoding="utf-8"), *self._flags(), platform.system(), platform.machine())
+        """The file: its name tells source, headers, flags and kind of machine apart, so it may lie in a shared home."""
+        sources = [self._source, *sorted(self._source.parent.glob("*.h"))]
+        texts = [each.read_text(encoding="utf-8") for each in sources]
+        told = (*texts, *self._flags(), platform.system(), platform.machine())
         digest = hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
         return cache_folder() / "native" / f"{self._source.stem}-{digest}.so"
 

@@ -5,10 +5,9 @@
 // Of a split weight (hydra_engine/host/split.py) DRAM has no master, but the narrow weight and a remainder: the master is
 // put together from them in the cache, and taken apart again. Moments in bfloat16 are widened and rounded likewise.
 //
-// Every line rounds as torch's kernels do: what they contract to a fused multiply-add is one here (`madd`), and nothing
-// else is (-ffp-contract=off). The loops are plain, and the compiler makes vectors of them. A block's values pass from
-// one loop to the next in the first-level cache; those of Adam as most use it stay in registers, in one loop (`step_spans`).
-// Narrow weights, which are only written, go past the cache.
+// element.h has the arithmetic, which rounds as torch's kernels do. The loops are plain, and the compiler makes vectors of
+// them. A block's values pass from one loop to the next in the first-level cache; those of Adam as most use it stay in
+// registers, in one loop (`step_spans`). Narrow weights, which are only written, go past the cache.
 
 #include <algorithm>
 #include <atomic>
@@ -24,7 +23,9 @@
 #include <utility>
 #include <vector>
 
-#if defined(__AVX2__) || defined(__F16C__)
+#include "element.h"
+
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -42,52 +43,15 @@ constexpr int64_t kSpan = 32;
 constexpr int64_t kAheadOfSpan = 3 * kSpan;
 constexpr int64_t kLine = 64;  // bytes of the cache
 
-enum Type : int32_t { kFloat32, kBFloat16, kFloat16 };
-enum Rule : int32_t { kAdam, kSgd };
-
 }  // namespace
 
 extern "C" {
-
-// MKL's vmsSqrt: length, values, roots, mode.
-using RootsOfLibrary = void (*)(int64_t, const float*, float*, int64_t);
 
 // MKL_Set_Num_Threads_Local: of the calling thread; returns those of before.
 using SetThreads = int (*)(int);
 
 // GOMP_parallel of the OpenMP library whose threads torch keeps for its caller: work, its argument, threads, flags.
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-
-// A parameter and its options, as PLACES and REST of update.py pack them. Pointers are to dense memory.
-struct Update {
-    float* master;        // null: the weight is split
-    const void* gradient;
-    void* narrow;         // null: nothing crosses the link
-    int16_t* rest;        // of a split weight: its remainder
-    const int64_t* apart_places;  // of elements that its halves do not tell: ascending
-    const int32_t* apart_bits;    // of the weight there
-    void* moments[3];     // Adam: the first, the second, the largest second so far (amsgrad). SGD: momentum. Null: none
-    int64_t size;
-    int64_t tail;         // the last elements, in which torch's fused kernels contract otherwise
-    int64_t num_apart;
-    RootsOfLibrary roots_of_library;  // null: they are taken here
-    Type gradient_type;
-    Type narrow_type;
-    Type moments_type;    // bfloat16: rounded by turns
-    int32_t turn;         // that moments are rounded by; negative: to nearest
-    Rule rule;
-    int32_t refines_roots;  // square roots as MKL's on some processors, off by one unit now and then
-    int32_t num_factors;
-    float factors[3];       // the gradient is multiplied by them, one after the other
-    float weight_decay;     // added to the gradient, times the weight
-    float keep;             // Adam: the weight is multiplied by it first
-    float beta1, one_minus_beta1;  // Adam. SGD: momentum, and one minus dampening
-    float beta2, one_minus_beta2;
-    float correction;       // Adam: roots are divided by it
-    float eps;
-    float minus_step;       // minus the step size
-    int32_t nesterov;
-};
 
 // An element of a split weight that its new halves do not tell, as FOUND of update.py has it.
 struct Found {
@@ -100,46 +64,18 @@ struct Found {
 
 namespace {
 
-inline float madd(float a, float b, float c) {
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
-inline float from_bits(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-inline uint32_t to_bits(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-// To nearest, ties to even.
-inline uint16_t to_bfloat16(float value) {
-    const uint32_t bits = to_bits(value);
-    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return value != value ? 0x7fc0 : static_cast<uint16_t>(rounded);
-}
-
 void widen(const uint16_t* __restrict from, float* __restrict to, int64_t size, Type type) {
     if (type == kBFloat16) {
-        for (int64_t i = 0; i < size; ++i) to[i] = from_bits(static_cast<uint32_t>(from[i]) << 16);
+        for (int64_t i = 0; i < size; ++i) to[i] = from_bfloat16(from[i]);
         return;
     }
+    int64_t whole = 0;
 #if defined(__F16C__)
-    int64_t i = 0;
-    for (; i + 8 <= size; i += 8)
+    whole = size - size % 8;
+    for (int64_t i = 0; i < whole; i += 8)
         _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-    for (; i < size; ++i) to[i] = _cvtsh_ss(from[i]);
-#elif defined(__ARM_FP16_FORMAT_IEEE)
-    for (int64_t i = 0; i < size; ++i) to[i] = reinterpret_cast<const __fp16*>(from)[i];
 #endif
+    for (int64_t i = whole; i < size; ++i) to[i] = from_float16(from[i]);
 }
 
 void narrow(const float* __restrict from, uint16_t* __restrict to, int64_t size, Type type) {
@@ -147,14 +83,13 @@ void narrow(const float* __restrict from, uint16_t* __restrict to, int64_t size,
         for (int64_t i = 0; i < size; ++i) to[i] = to_bfloat16(from[i]);
         return;
     }
+    int64_t whole = 0;
 #if defined(__F16C__)
-    const int64_t whole = size - size % 8;
+    whole = size - size % 8;
     for (int64_t i = 0; i < whole; i += 8)
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
-    for (int64_t i = whole; i < size; ++i) to[i] = _cvtss_sh(from[i], 0);
-#elif defined(__ARM_FP16_FORMAT_IEEE)
-    for (int64_t i = 0; i < size; ++i) reinterpret_cast<__fp16*>(to)[i] = from[i];
 #endif
+    for (int64_t i = whole; i < size; ++i) to[i] = to_float16(from[i]);
 }
 
 // Whether narrow weights are written past the cache: lines of it would be fetched only to be overwritten. Those of a
@@ -222,22 +157,14 @@ void roots(const float* __restrict from, float* __restrict to, int64_t size, [[m
 #if defined(__AVX512F__)
     if (refines) return refined_roots(from, to, size);
 #endif
-    for (int64_t i = 0; i < size; ++i) to[i] = std::sqrt(from[i]);
+    for (int64_t i = 0; i < size; ++i) to[i] = root_of(from[i]);
 }
 
-inline bool is_nan(uint32_t bits) { return (bits & 0x7fffffff) > 0x7f800000; }
-
-// A tie that is rounded down: the upper half is even, and what is cut off is a half of its unit.
-inline bool is_tie(uint32_t bits) { return (bits & 0x1ffff) == 0x8000; }
-
 // Put a block of a split weight together.
-void join_halves(const Update& u, int64_t begin, int64_t size, float* __restrict to) {
+void join_block(const Update& u, int64_t begin, int64_t size, float* __restrict to) {
     const uint16_t* __restrict narrow = static_cast<const uint16_t*>(u.narrow) + begin;
     const int16_t* __restrict rest = u.rest + begin;
-    for (int64_t i = 0; i < size; ++i) {
-        const uint32_t upper = static_cast<uint32_t>(narrow[i]) << 16, lower = static_cast<uint32_t>(rest[i]);
-        to[i] = from_bits(is_nan(upper) ? lower << 16 : upper + lower);
-    }
+    for (int64_t i = 0; i < size; ++i) to[i] = join_halves(narrow[i], rest[i]);
     const int64_t* const end = u.apart_places + u.num_apart;
     const int64_t* place = std::lower_bound(u.apart_places, end, begin);
     for (; place != end && *place < begin + size; ++place) {
@@ -246,15 +173,15 @@ void join_halves(const Update& u, int64_t begin, int64_t size, float* __restrict
 }
 
 // Take a block of a split weight apart; add to `found` what its halves do not tell. Return true if there is NaN.
-bool split_halves(const Update& u, int64_t begin, int64_t size, const float* __restrict from, int32_t update,
-                  std::vector<Found>& found) {
+bool split_block(const Update& u, int64_t begin, int64_t size, const float* __restrict from, int32_t update,
+                 std::vector<Found>& found) {
     uint16_t* __restrict narrow = static_cast<uint16_t*>(u.narrow) + begin;
     int16_t* __restrict rest = u.rest + begin;
     uint32_t is_special = 0;
     for (int64_t i = 0; i < size; ++i) {
         const uint32_t bits = to_bits(from[i]);
         narrow[i] = to_bfloat16(from[i]);
-        rest[i] = static_cast<int16_t>(is_nan(bits) ? bits >> 16 : bits);
+        rest[i] = rest_of(from[i]);
         is_special |= is_nan(bits) | is_tie(bits);
     }
     bool has_nan = false;
@@ -268,13 +195,9 @@ bool split_halves(const Update& u, int64_t begin, int64_t size, const float* __r
     return has_nan;
 }
 
-// As `round_by_turns` of hydra_engine/host/blocked.py.
 void round_by_turns(const float* __restrict from, uint16_t* __restrict to, int64_t begin, int64_t size, int32_t turn) {
-    const uint32_t first = static_cast<uint32_t>(begin) * 25717 + static_cast<uint32_t>(turn) * 40503;
-    for (int64_t i = 0; i < size; ++i) {
-        const uint32_t below = (first + static_cast<uint32_t>(i) * 25717) & 0xffff;
-        to[i] = static_cast<uint16_t>((to_bits(from[i]) + below) >> 16);
-    }
+    const uint32_t first = below_unit(begin, turn);
+    for (int64_t i = 0; i < size; ++i) to[i] = to_bfloat16_by_turns(from[i], first + below_unit(i, 0));
 }
 
 // Values of a block in float32: in memory, or in the cache if memory has them otherwise.
@@ -284,98 +207,51 @@ struct Values {
     float* moments[3];
 };
 
-// `average` times beta, plus `value` times `scale` times `other`. A tail contracts the first product, all else the last.
-void decay_towards(float* __restrict average, const float* value, const float* other, int64_t size, float beta,
-                   float scale, bool is_tail) {
-    if (is_tail) {
-        for (int64_t i = 0; i < size; ++i) average[i] = madd(average[i], beta, scale * value[i] * (other ? other[i] : 1));
-    } else if (other) {
-        for (int64_t i = 0; i < size; ++i) average[i] = madd(scale * value[i], other[i], average[i] * beta);
-    } else {
-        for (int64_t i = 0; i < size; ++i) average[i] = madd(value[i], scale, average[i] * beta);
-    }
+// Whether it is Adam as most use it, whose elements are stepped in one loop.
+bool is_plain_adam(const Update& u) {
+    return u.rule == kAdam && !u.refines_roots && !u.roots_of_library && is_near(u.settings) && !u.moments[2];
 }
 
-// Adam as most use it, for one element. It has copies of an update's options: else the compiler reads them again after each
-// write, or makes no vectors.
-struct Adam {
-    const float weight, beta2, scale, correction, eps, keep, minus_step;
-
-    explicit Adam(const Update& u)
-        : weight(u.one_minus_beta1), beta2(u.beta2), scale(u.one_minus_beta2), correction(u.correction), eps(u.eps),
-          keep(u.keep), minus_step(u.minus_step) {}
-
-    // Whether `step_adam` does the same to all that is not a tail.
-    static bool is_of(const Update& u) {
-        const bool has_own_roots = !u.refines_roots && !u.roots_of_library;
-        return u.rule == kAdam && has_own_roots && std::fabs(u.one_minus_beta1) < 0.5f && !u.moments[2];
-    }
-
-    // All is read before anything is written: cores take a read for one of what was just written where both addresses
-    // have the same lowest 12 bits, as those of one element have in tensors that each begin a page, and wait. Where
-    // moments were written before the master was read, updates took 1.03 to 1.24 times as long, by where tensors lay.
-    void step(float gradient, float& first, float& second, float& master) const {
-        const float old_first = first, old_second = second, old_master = master;
-        const float mean = madd(weight, gradient - old_first, old_first);
-        const float square = madd(scale * gradient, gradient, old_second * beta2);
-        const float denominator = std::sqrt(square) / correction + eps;
-        first = mean;
-        second = square;
-        master = old_master * keep + (minus_step * mean) / denominator;
-    }
-};
-
-// In one loop: values stay in registers.
-void step_adam_at_once(const Update& u, const Values& values, int64_t size) {
+template <bool kIsTail>
+void step_adam_block(const Update& u, const Values& values, int64_t size) {
     const float* __restrict gradient = values.gradient;
     float* __restrict master = values.master;
     float* __restrict first = values.moments[0];
     float* __restrict second = values.moments[1];
-    const Adam adam(u);
-    for (int64_t i = 0; i < size; ++i) adam.step(gradient[i], first[i], second[i], master[i]);
-}
-
-void step_adam(const Update& u, const Values& values, int64_t size, bool is_tail) {
-    if (Adam::is_of(u) && !is_tail) return step_adam_at_once(u, values, size);
-    const float* __restrict gradient = values.gradient;
-    float* __restrict master = values.master;
-    float* __restrict first = values.moments[0];
-    float root[kBlock];
-    const float weight = u.one_minus_beta1;
-    if (std::fabs(weight) < 0.5f) {  // as torch.lerp
-        for (int64_t i = 0; i < size; ++i) first[i] = madd(weight, gradient[i] - first[i], first[i]);
-    } else {
-        for (int64_t i = 0; i < size; ++i) first[i] = madd(weight - 1, gradient[i] - first[i], gradient[i]);
-    }
-    decay_towards(values.moments[1], gradient, gradient, size, u.beta2, u.one_minus_beta2, is_tail);
-    const float* second = values.moments[1];
-    if (values.moments[2]) {
-        float* __restrict largest = values.moments[2];
+    float root[kBlock], none;
+    const Settings s = u.settings;  // a copy: else the compiler reads it again after each write, or makes no vectors
+    if (!kIsTail && is_plain_adam(u)) {  // values stay in registers
         for (int64_t i = 0; i < size; ++i) {
-            largest[i] = second[i] > largest[i] || second[i] != second[i] ? second[i] : largest[i];
+            step_adam(s, gradient[i], first[i], second[i], none, master[i], true, false, false);
         }
-        second = largest;
+        return;
     }
-    roots(second, root, size, u.refines_roots, u.roots_of_library);
-    for (int64_t i = 0; i < size; ++i) {
-        const float denominator = root[i] / u.correction + u.eps;
-        master[i] = master[i] * u.keep + (u.minus_step * first[i]) / denominator;
+    const bool near = is_near(s);
+    for (int64_t i = 0; i < size; ++i) first[i] = step_mean(s, gradient[i], first[i], near);
+    for (int64_t i = 0; i < size; ++i) second[i] = step_square(s, gradient[i], second[i], kIsTail);
+    if (float* __restrict largest = values.moments[2]) {
+        for (int64_t i = 0; i < size; ++i) largest[i] = step_largest(second[i], largest[i], kIsTail);
     }
+    roots(values.moments[2] ? values.moments[2] : second, root, size, u.refines_roots, u.roots_of_library);
+    const Settings again = u.settings;  // kept over a library's call, they cost split weights 2 % of an update
+    for (int64_t i = 0; i < size; ++i) master[i] = step_adam_weight(again, first[i], root[i], master[i]);
 }
 
-void step_sgd(const Update& u, const Values& values, int64_t size, bool is_tail) {
+template <bool kIsTail>
+void step_sgd_block(const Update& u, const Values& values, int64_t size) {
     float* __restrict gradient = values.gradient;
     float* __restrict master = values.master;
     const float* direction = gradient;
+    const Settings s = u.settings;
     if (float* __restrict momentum = values.moments[0]) {
-        decay_towards(momentum, gradient, nullptr, size, u.beta1, u.one_minus_beta1, is_tail);
-        if (u.nesterov) {
-            for (int64_t i = 0; i < size; ++i) gradient[i] = madd(momentum[i], u.beta1, gradient[i]);
+        for (int64_t i = 0; i < size; ++i) momentum[i] = step_momentum(s, gradient[i], momentum[i], kIsTail);
+        if (s.nesterov) {
+            for (int64_t i = 0; i < size; ++i) gradient[i] = look_ahead(s, gradient[i], momentum[i]);
         } else {
             direction = momentum;
         }
     }
-    for (int64_t i = 0; i < size; ++i) master[i] = madd(direction[i], u.minus_step, master[i]);
+    for (int64_t i = 0; i < size; ++i) master[i] = step_sgd_weight(s, direction[i], master[i]);
 }
 
 // Fetch so many bytes into the cache, to be written. An address beyond the end does no harm.
@@ -407,7 +283,7 @@ bool step_block(const Update& u, int64_t begin, int64_t size, bool is_tail, int3
     for (const void* moment : u.moments) fetch(moment, begin + kAhead, u.moments_type);
 
     Values values{u.master ? u.master + begin : whole, gradient, {}};
-    if (!u.master) join_halves(u, begin, size, whole);
+    if (!u.master) join_block(u, begin, size, whole);
     for (int k = 0; k < 3; ++k) {
         if (!u.moments[k]) continue;
         if (u.moments_type == kFloat32) {
@@ -422,19 +298,20 @@ bool step_block(const Update& u, int64_t begin, int64_t size, bool is_tail, int3
     } else {
         widen(static_cast<const uint16_t*>(u.gradient) + begin, gradient, size, u.gradient_type);
     }
-    for (int32_t k = 0; k < u.num_factors; ++k) {
-        const float factor = u.factors[k];
-        for (int64_t i = 0; i < size; ++i) gradient[i] *= factor;
-    }
-    if (u.weight_decay != 0) {
-        const float* __restrict master = values.master;
-        for (int64_t i = 0; i < size; ++i) gradient[i] = madd(master[i], u.weight_decay, gradient[i]);
+    const float* __restrict master = values.master;
+    const Settings s = u.settings;
+    if (s.num_factors && s.weight_decay != 0) {
+        for (int64_t i = 0; i < size; ++i) gradient[i] = add_decay(s, scale_gradient(s, gradient[i]), master[i]);
+    } else if (s.num_factors) {
+        for (int64_t i = 0; i < size; ++i) gradient[i] = scale_gradient(s, gradient[i]);
+    } else if (s.weight_decay != 0) {
+        for (int64_t i = 0; i < size; ++i) gradient[i] = add_decay(s, gradient[i], master[i]);
     }
 
     if (u.rule == kAdam) {
-        step_adam(u, values, size, is_tail);
+        is_tail ? step_adam_block<true>(u, values, size) : step_adam_block<false>(u, values, size);
     } else {
-        step_sgd(u, values, size, is_tail);
+        is_tail ? step_sgd_block<true>(u, values, size) : step_sgd_block<false>(u, values, size);
     }
 
     for (int k = 0; k < 3 && u.moments_type != kFloat32; ++k) {
@@ -446,7 +323,7 @@ bool step_block(const Update& u, int64_t begin, int64_t size, bool is_tail, int3
             narrow(widened[k], moment, size, u.moments_type);
         }
     }
-    if (!u.master) return split_halves(u, begin, size, whole, update, found);
+    if (!u.master) return split_block(u, begin, size, whole, update, found);
     if (u.narrow && u.narrow_type == kFloat32) {
         std::memcpy(static_cast<float*>(u.narrow) + begin, u.master + begin, size * sizeof(float));
     } else if (is_past) {
@@ -464,7 +341,7 @@ template <bool kNarrow>
 bool has_spans(const Update& u) {
     const bool crosses = kNarrow ? goes_past_cache(u) && u.narrow_type == kBFloat16 : !u.narrow;
     const bool has_types = u.master && u.moments_type == kFloat32 && u.gradient_type == (kNarrow ? kBFloat16 : kFloat32);
-    return Adam::is_of(u) && has_types && crosses;
+    return is_plain_adam(u) && has_types && crosses;
 }
 
 // As `step_block`, in one loop from gradient to narrow weight, so that divisions and memory wait for each other least.
@@ -477,32 +354,30 @@ int64_t step_spans(const Update& u, int64_t begin, int64_t end) {
     float* __restrict master = u.master;
     float* __restrict first = static_cast<float*>(u.moments[0]);
     float* __restrict second = static_cast<float*>(u.moments[1]);
-    const float decay = u.weight_decay;
-    const int32_t num_factors = u.num_factors;
-    const Adam adam(u);
+    const Settings s = u.settings;
     for (; begin + kSpan <= end; begin += kSpan) {
         fetch_bytes<kSpan * sizeof(Given)>(reinterpret_cast<const char*>(given + begin + kAheadOfSpan));
         for (const float* values : {master, first, second}) {
             fetch_bytes<kSpan * sizeof(float)>(reinterpret_cast<const char*>(values + begin + kAheadOfSpan));
         }
-        float gradient[kSpan];
+        float gradient[kSpan], none;
         alignas(kLine) uint16_t rounded[kSpan];
         for (int64_t i = 0; i < kSpan; ++i) {
             if constexpr (kNarrow) {
-                gradient[i] = from_bits(static_cast<uint32_t>(given[begin + i]) << 16);
+                gradient[i] = from_bfloat16(given[begin + i]);
             } else {
                 gradient[i] = given[begin + i];
             }
         }
-        for (int32_t k = 0; k < num_factors; ++k) {
-            for (int64_t i = 0; i < kSpan; ++i) gradient[i] *= u.factors[k];
+        if (s.num_factors) {
+            for (int64_t i = 0; i < kSpan; ++i) gradient[i] = scale_gradient(s, gradient[i]);
         }
-        if (decay != 0) {
-            for (int64_t i = 0; i < kSpan; ++i) gradient[i] = madd(master[begin + i], decay, gradient[i]);
+        if (s.weight_decay != 0) {
+            for (int64_t i = 0; i < kSpan; ++i) gradient[i] = add_decay(s, gradient[i], master[begin + i]);
         }
         for (int64_t i = 0; i < kSpan; ++i) {
             const int64_t k = begin + i;
-            adam.step(gradient[i], first[k], second[k], master[k]);
+            step_adam(s, gradient[i], first[k], second[k], none, master[k], true, false, false);
             if constexpr (kNarrow) rounded[i] = to_bfloat16(master[k]);
         }
         if constexpr (kNarrow) copy_past_cache<kSpan>(rounded, static_cast<uint16_t*>(u.narrow) + begin);

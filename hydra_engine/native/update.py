@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer
 from hydra_engine.native.library import Library
 
 SOURCE = Path(__file__).with_name("update.cpp")
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in update.cpp
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in element.h
 ADAM, SGD = 0, 1
 RULES: dict[type[Optimizer], int] = {torch.optim.Adam: ADAM, torch.optim.AdamW: ADAM, torch.optim.SGD: SGD}
 MOST_FACTORS = 2  # the loss scale's and clipping's; a third place is for the sign of what is maximized
@@ -39,7 +39,7 @@ OPTIONS = {
     SGD: ("momentum", "dampening", "nesterov", *_ALL),
 }
 TO_NEAREST = -1  # in the place of a turn
-# A row of the call, as struct Update of update.cpp: addresses of master, gradient, narrow weight, its remainder, places
+# A row of the call, as struct Update of element.h: addresses of master, gradient, narrow weight, its remainder, places
 # and bits of what is apart, and three moments; size, tail, and number of what is apart; the function that takes roots.
 # The rest is the same for all parameters of a group at the same step, and packed once.
 PLACES, REST = struct.Struct("9Q3qQ"), struct.Struct("7i12fi")

@@ -102,13 +102,15 @@ def test_nothing_is_built_or_loaded_where_it_is_turned_off(folder, monkeypatch):
     assert not (folder / "cache").exists()
 
 
-def test_another_source_or_other_flags_are_another_file(folder, monkeypatch):
+def test_another_source_or_header_or_other_flags_are_another_file(folder, monkeypatch):
     mine = library(folder)
     before = mine._place()
     monkeypatch.setattr("hydra_engine.native.library.FLAGS", ("-O1",))
     other = mine._place()
+    (folder / "tiny.h").write_text("// more")
+    with_header = mine._place()
     (folder / "tiny.cpp").write_text("// more")
-    assert len({before, other, mine._place()}) == 3
+    assert len({before, other, with_header, mine._place()}) == 4
 
 
 @pytest.mark.rest
