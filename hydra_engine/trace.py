@@ -32,6 +32,10 @@ class MemoryUse(NamedTuple):
     used_bytes: int
 
 
+# The lane of spans of updates, on the host and on a device.
+UPDATE = "update"
+
+
 class Timing(NamedTuple):
     """Seconds that one unit took."""
 

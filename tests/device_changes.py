@@ -3,12 +3,13 @@
     python -m tests.device_changes                    # 500 changes in one run, and 50 runs in which a device fails
     python -m tests.device_changes --changes 10000 --failures 0
     python -m tests.device_changes --changes 0 --failures 200 --seed 50
+    python -m tests.device_changes --homes device     # all shards are at home on devices, where there is room
 
 Steps of one task are spread over the devices that are in, graphs are kept where there is room, checkpoints are saved.
 A task's callback adds and removes devices, one to four of which are in. No step and no unit is computed again, and
 after a removal at most one more unit begins on the device. Where a device fails, what it had in hand is computed again
 on another, once; so is a step whose sums were on their way. One failure more than are allowed ends the run, which is
-resumed.
+resumed. With homes, tasks whose homes a device had go back to what was saved of them.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def batches(num_steps):
     ]
 
 
-def tasks_of(num_steps, callbacks=()):
+def tasks_of(num_steps, callbacks=(), homes="host"):
     return [
         ModelTask(
             model(seed),
@@ -73,6 +74,7 @@ def tasks_of(num_steps, callbacks=()):
             seed=seed,
             partitioner=Presharded(BOUNDARIES[seed]),
             callbacks=list(callbacks),
+            homes=homes,
             **options,
         )
         for seed, options in enumerate(OPTIMIZERS)
@@ -131,13 +133,13 @@ class Changes(Callback):
         self.num_changes += 1
 
 
-def run_changes(num_changes, seed, *, graces=(None,)):
+def run_changes(num_changes, seed, *, graces=(None,), homes="host"):
     """One run with about so many changes, and all that must hold after it. Returns a line of text."""
     rng = random.Random(seed)
     num_per_step = 3
     num_steps = -(-num_changes // (num_per_step * len(OPTIMIZERS)))
     changes = Changes(rng, num_per_step, graces)
-    tasks, threads = tasks_of(num_steps, [changes]), set(threading.enumerate())
+    tasks, threads = tasks_of(num_steps, [changes], homes), set(threading.enumerate())
     start_s = time.perf_counter()
     most_s = HANG_S + num_changes  # a second for each, on the slowest machine
     with tempfile.TemporaryDirectory() as directory, watched(most_s), mock.patch("hydra_engine.trace.MAX_SPANS", 10**7):
@@ -221,6 +223,32 @@ def run_failure(seed):
     return f"seed {seed}: {fuse.num_burnt} failures, {len(again)} units computed again, steps begun again: {len(steps)}"
 
 
+def run_lost(seed, homes="device"):
+    """One run of three devices of which one fails, where tasks have their homes; returns a line of text."""
+    rng, num_steps = random.Random(seed), 6
+    fuse = Fuse([rng.randrange(NUM_COPIES // 2)])
+    tasks = tasks_of(num_steps, homes=homes)
+    with tempfile.TemporaryDirectory() as directory, watched():
+        orchestra = ModelOrchestrator(
+            tasks,
+            devices=[Failing(fuse.burns) for _ in range(3)],
+            max_failures=1,
+            checkpoint_dir=directory,
+            checkpoint_every=1,
+        )
+        orchestra.verbose = 0
+        report = orchestra.train_models()
+    back = [text for text in report.messages if "went back" in text]
+    for task in tasks:
+        found = report.tasks[task.name]
+        if found.status == "failed":  # before it was saved for the first time
+            assert "no step is saved" in found.error, found.error
+    if all(report.tasks[task.name].status == "finished" for task in tasks):
+        check_bits(tasks, report)
+    failed = [task.name for task in tasks if report.tasks[task.name].status != "finished"]
+    return f"seed {seed}: {fuse.num_burnt} failures, {len(back)} tasks went back, {len(failed)} failed"
+
+
 def run_too_many(seed):
     """One failure more than is allowed ends the run, and a resume has its bits."""
     rng, num_steps = random.Random(seed), 6
@@ -261,12 +289,16 @@ def main(args=None):
     parser.add_argument("--changes", type=int, default=500, help="in one run, and as many with a time of grace")
     parser.add_argument("--failures", type=int, default=50, help="runs in which a device fails")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--homes", default="host", choices=("host", "device"))
     parsed = parser.parse_args(args)
     if parsed.changes:
-        print(run_changes(parsed.changes, parsed.seed), flush=True)
-        print("with grace,", run_changes(parsed.changes, parsed.seed, graces=(None, 0, 0.001)), flush=True)
+        for graces in ((None,), (None, 0, 0.001)):
+            print(f"graces {graces},", run_changes(parsed.changes, parsed.seed, graces=graces, homes=parsed.homes))
     again = Counter()
     for seed in range(parsed.seed, parsed.seed + parsed.failures):
+        if parsed.homes != "host":
+            again[run_lost(seed, parsed.homes).partition(": ")[2]] += 1
+            continue
         again[run_failure(seed).rpartition(": ")[2]] += 1
         again[run_too_many(seed).partition(": ")[2]] += 1
     for text, number in sorted(again.items()):

@@ -52,6 +52,7 @@ class Case(NamedTuple):
     max_grad_norm: float | None
     company: bool
     chaos: bool
+    homes: str
 
     def __str__(self):
         return "-".join(
@@ -66,6 +67,7 @@ class Case(NamedTuple):
                 f"clip{self.max_grad_norm}" if self.max_grad_norm else "noclip",
                 "company" if self.company else "alone",
                 "chaos" if self.chaos else "calm",
+                f"{self.homes}homes",
             )
         )
 
@@ -81,6 +83,7 @@ FACTORS = {
     "double_buffer": (True, False),
     "company": (False, True),
     "chaos": (False, True),
+    "homes": ("no", "half", "all"),
 }
 
 # Those of a run rather than of one of its tasks: cases in company agree in them.
@@ -163,12 +166,16 @@ def expected(name, *, optimizer="sgd", epochs=EPOCHS, seed=SEED, num_batches=zoo
     return Expected(result.losses, result.validation_losses, zoo.state(model))
 
 
-def task_of(zoo_name, *, name=None, optimizer="sgd", partition="three", epochs=EPOCHS, seed=SEED, **options):
+# More than seven parameters: each is a factor.
+def task_of(
+    zoo_name, *, name=None, optimizer="sgd", partition="three", epochs=EPOCHS, seed=SEED, homes="no", **options
+):
     """A task over a fresh model of the zoo, and that model: what `expected` describes."""
     model, loss_fn, loader = zoo.ALL_MODELS[zoo_name](num_batches=options.pop("num_batches", zoo.NUM_BATCHES))
     factory, lr = OPTIMIZERS[optimizer]
     options |= {"name": name or zoo_name, "optimizer": factory, "seed": seed}
     options["partitioner"] = Presharded(ends(partition, len(model)))
+    options["homes"] = {"no": "host", "half": -(-len(model) // 2), "all": "device"}[homes]
     return ModelTask(model, loss_fn, loader, lr, epochs, **options), model
 
 
@@ -198,7 +205,7 @@ def check_run(cases):
             "max_grad_norm": case.max_grad_norm,
             "num_batches": zoo.NUM_SHORT,
         }
-        task, model = task_of(case.model, name=str(case), partition=case.partition, **options)
+        task, model = task_of(case.model, name=str(case), partition=case.partition, homes=case.homes, **options)
         tasks.append(task)
         results.append((str(case), model, expected(case.model, **options)))
     first = cases[0]

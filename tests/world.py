@@ -21,6 +21,8 @@ from hydra_engine.schedule.events import (
     DidNotFit,
     Failed,
     Fitted,
+    HomesMoved,
+    MoveWanted,
     Release,
     ShardUpdated,
     Spread,
@@ -40,7 +42,7 @@ from hydra_engine.schedule.state import MOST_AHEAD
 from hydra_engine.schedule.units import Unit, evaluation_chain, training_chain
 
 TRAIN, EVALUATE = True, False
-INSTANT = ("read", "store", "fit", "commit", "update")  # what comes through but what devices compute
+INSTANT = ("read", "store", "fit", "commit", "update", "move")  # what comes through but what devices compute
 NEVER = (9, 0.0)  # the rank of a task whose group may have no more devices
 
 
@@ -96,6 +98,9 @@ class FakePart:
             if before.num_stored < num_first:
                 return unit, None
         where = None if self.unit is not None else self.near if self.storing else "any"
+        only = task.homes.get(unit.shard)
+        if only is not None:
+            where = only if where in ("any", only) else None
         return unit, where
 
 
@@ -121,6 +126,8 @@ class FakeTask:
         self.updating = []  # shards, in the order of their instructions
         self.released = set()  # shards of the step in progress that were updated before its commit
         self.is_capture_wanted = False
+        self.homes = {}  # by shard: the device that it is at home on
+        self.leaving, self.coming, self.moving = set(), set(), set()  # shards
         self.has_gone_back = False  # in this step
         self.in_last_step = False  # stopped in a step that may have updated shards: it is committed first
         self.over = False  # failed or stopped
@@ -155,8 +162,8 @@ class FakeTask:
 
     @property
     def is_settled(self):
-        """Nothing commits, releases or updates."""
-        return not (self.committing or self.updating or self.is_releasing)
+        """Nothing commits, releases or updates, and no home moves."""
+        return not (self.committing or self.updating or self.is_releasing or self.leaving or self.moving)
 
     @property
     def with_gradients(self):
@@ -179,7 +186,7 @@ class FakeTask:
         self.released = set()
 
     def fresh(self, shard):
-        return not set(self.updating) & set(self.added.units.needs[shard])
+        return shard not in self.leaving | self.moving and not set(self.updating) & set(self.added.units.needs[shard])
 
     @property
     def unit_ahead(self):
@@ -223,6 +230,7 @@ class World:
         self.is_stored_at_once = lambda: False
         self.comes_with_others = lambda: False  # events that come at one time: dispatched together
         self.may_lose = False  # units whose device has failed
+        self.choose = min  # of the devices that a home may come to
         self.story = []  # events and instructions, for a failing test to show
         for device in range(num_devices):
             self.add_device(device)
@@ -265,7 +273,11 @@ class World:
         for part in (part for task in self.tasks.values() for part in task.parts):
             part.near = None if part.near == device else part.near
         self.end_without_devices()
-        return self.send(DeviceRemoved(device))
+        out = self.send(DeviceRemoved(device))
+        for task in self.tasks.values():
+            if shards := [shard for shard, at in task.homes.items() if at == device]:
+                out += self.want_move(task, shards, leaves=True)
+        return out
 
     def end_without_devices(self):
         """After a stop and the last device, steps that would have been committed end as they are."""
@@ -387,6 +399,9 @@ class World:
             other, spreads = task_added(task.name, num_shards).units, task.added.units.spreads
             unit_s = task.added.units.unit_s
             task.added = task.added._replace(units=other._replace(unit_s=unit_s, spreads=spreads))
+            if task.homes:  # the shards are others, and in DRAM
+                task.homes = {}
+                self.send(HomesMoved(task.name, (), {}))
         if not task.over:
             task.begin()
         units = task.added.units
@@ -415,6 +430,18 @@ class World:
             self.send(Failed(task.name, error, f"its optimizer, on shard {shard}"))
         task.updating.remove(shard)
         return self.send(ShardUpdated(task.name, shard))
+
+    def want_move(self, task, shards, *, leaves=False):
+        """Homes of a task are to move."""
+        if not task.finished:
+            (task.leaving if leaves else task.coming).update(shards)  # those that are moving, once they have
+        return self.send(MoveWanted(task.name, tuple(shards), leaves))
+
+    def moved(self, task, homes):
+        """The homes that are moving are somewhere else: all that the task has now, by shard."""
+        assert task.moving, "it was said"
+        shards, task.moving, task.homes = tuple(sorted(task.moving)), set(), homes
+        return self.send(HomesMoved(task.name, shards, dict(homes)))
 
     def want_capture(self, task):
         """The task is to be saved."""
@@ -485,6 +512,7 @@ class World:
         else:
             here = [each for each in task.parts if each.near == device or each.unit == self.running[device] is not None]
             assert here, "the next batch's first shard is loaded where this one's last unit is"
+        assert task.homes.get(unit.shard) in (None, device), "a shard at home is used there alone"
         self.claims[device] = unit
 
     def _drop(self, instruction, _):
@@ -548,6 +576,7 @@ class World:
         assert not task.chain, "the batch before it is committed, or the step starts again"
         assert task.at_rest
         assert not task.updating, "shards are numbered anew: no update of the old ones is under way"
+        assert not task.moving, "and no move"
         assert not self.claims_of(task), "nothing of the old shards is claimed"
         assert instruction.unit == task.misfit
         if instruction.unit is None:
@@ -577,6 +606,20 @@ class World:
             assert event == StepCommitted(instruction.task, True), "updates begin at the commit, and only there"
             assert instruction.shard in task.updating
 
+    def _move(self, instruction, _):
+        task, shards = self.tasks[instruction.task], set(instruction.shards)
+        assert shards, "something moves"
+        assert not shards & task.moving, "a home that moves is not moved again meanwhile"
+        assert shards <= task.leaving | task.coming, "nobody else's moves"
+        in_use = {
+            unit.shard for part in task.parts for unit in [part.unit, *(each for each, _ in part.storing)] if unit
+        }
+        assert not shards & in_use, "no unit uses it"
+        assert not shards & set(task.updating), "no update"
+        assert not task.committing, "no commit"
+        assert not task.fitting, "no fit, which numbers shards anew"
+        task.leaving, task.coming, task.moving = task.leaving - shards, task.coming - shards, task.moving | shards
+
     def _discard(self, instruction, _):
         task = self.tasks[instruction.task]
         assert task.over, "gradients that nobody wants"
@@ -594,6 +637,7 @@ class World:
         assert not task.committing
         assert not task.fitting
         assert not task.updating
+        assert not task.leaving | task.moving, "its homes are where they stay"
         assert task.over or (task.ended and not task.chain and task.ready is None)
         assert not self.claims_of(task), "nothing of the task is on a device when it gives its weights back"
         assert instruction.is_settled == task.is_settled
@@ -633,8 +677,10 @@ class World:
     # -- what always holds
 
     def validate(self):
-        for claim in self.claims.values():
-            assert claim is None or not self.tasks[claim.task].over, "a failed task claims nothing"
+        for claim in filter(None, self.claims.values()):
+            task = self.tasks[claim.task]
+            assert not task.over, "a failed task claims nothing"
+            assert claim.shard not in task.leaving | task.moving, "nothing is loaded of what moves"
         on_devices = [unit for unit in self.running.values() if unit is not None]
         waiting = [part.next_unit() for task in self.tasks.values() for part in task.parts]
         counts = self.counts() if self.has_groups else {}
@@ -658,7 +704,8 @@ class World:
             if unit is None:
                 assert not {"any", device} & set(runnable.values()), f"{runnable} wait beside the idle device {device}"
             if self.claims[device] is None:
-                is_idle = unclaimed and not is_kept and (self.double_buffer or unit is None)
+                is_mine = [each for each in unclaimed if self.tasks[each.task].homes.get(each.shard) in (None, device)]
+                is_idle = is_mine and not is_kept and (self.double_buffer or unit is None)
                 assert not is_idle, f"device {device} loads nothing"
             else:
                 assert self.double_buffer or unit is None, "without double buffering nothing is loaded beside a unit"
@@ -678,6 +725,13 @@ class World:
             assert quota.maximum is None or counts[group] <= quota.maximum
             assert counts[group, False] <= quota.devices
 
+    def homes_after(self, task):
+        """Homes once those that move have moved: those that were on a device are in DRAM, others on any that is in."""
+        stay = {shard: device for shard, device in task.homes.items() if shard not in task.moving}
+        found = [device for device in self.running if device not in self.leaving]
+        come = {shard: self.choose(found) for shard in task.moving if shard not in task.homes and found}
+        return {**stay, **come}
+
     def under_way(self):
         """Everything that can come through next, as (what, call)."""
         for device, has_it in list(self.wanted.items()):
@@ -688,6 +742,8 @@ class World:
                 yield "compute", lambda device=device: self.compute(device)
                 yield "fail", lambda device=device: self.compute(device, failed=True)
         for task in self.tasks.values():
+            if task.moving:
+                yield "move", lambda task=task: self.moved(task, self.homes_after(task))
             if task.reading:
                 yield "read", lambda task=task: self.read(task)
             for k, part in enumerate(task.parts):
@@ -721,7 +777,9 @@ class World:
 
     def run_to_the_end(self):
         while not self.scheduler.finished:
+            num_so_far = len(self.story)
             self.settle_and_compute()
+            assert self.scheduler.finished or len(self.story) > num_so_far, "nothing is under way: the run hangs"
 
 
 def task_added(name, num_shards=3, *, seconds=1.0, num_steps=1, **options):
@@ -812,11 +870,13 @@ def in_any_group(rng, added, quotas):
 MOST_DEVICES = 4
 
 
-def walk(seed, *, failures=False, stops=False, misfits=False, changes=False, groups=False, policy=None):
+# More than seven parameters: each is another kind of what may happen.
+def walk(seed, *, failures=False, stops=False, misfits=False, changes=False, groups=False, homes=False, policy=None):
     """A random run to its end; returns the world. Fails where the scheduler breaks a rule, or hangs.
 
     changes: of devices, which come, go and fail at any time, the last one too; with them some tasks release early, and
     other spreads are known of the others at any time, also of more devices or fewer. groups: tasks stand in groups.
+    homes: of shards, of tasks on one device, come and go at any time.
     """
     rng = random.Random(seed)
     any_policy = rng.choice(sorted(POLICIES))
@@ -848,6 +908,15 @@ def walk(seed, *, failures=False, stops=False, misfits=False, changes=False, gro
         share_with_others = rng.choice([0.0, 0.5])
         world.comes_with_others = lambda: rng.random() < share_with_others
 
+    world.choose = rng.choice
+    move_share = rng.choice([0.02, 0.2]) if homes else 0.0
+
+    def move(task):
+        away = [shard for shard in task.added.units.updates if shard not in task.homes]
+        shards, leaves = (list(task.homes), True) if rng.random() < 0.5 else (away, False)
+        if shards:
+            world.want_move(task, rng.sample(shards, rng.randint(1, len(shards))), leaves=leaves)
+
     def add_any_device():
         world.add_device(rng.choice([index for index in range(MOST_DEVICES) if index not in world.running]))
 
@@ -855,7 +924,7 @@ def walk(seed, *, failures=False, stops=False, misfits=False, changes=False, gro
         """Any change of the devices, or of what is known of a task on more or fewer of them."""
         others = [device for device in world.running if device not in world.leaving]
         tasks = [each for each in world.tasks.values() if not (each.finished or each.added.early_release)]
-        if tasks and rng.random() < 0.3:
+        if tasks and not homes and rng.random() < 0.3:
             task = rng.choice(tasks)
             world.know_spreads(task, random_spreads(rng, task.added.units.training, MOST_DEVICES))
         elif others and rng.random() < 0.5:
@@ -874,6 +943,9 @@ def walk(seed, *, failures=False, stops=False, misfits=False, changes=False, gro
                         batches[rng.randrange(len(batches))] = RuntimeError("loader")
                         del batches[batches.index(next(b for b in batches if isinstance(b, Exception))) + 1 :]
                     added = in_any_group(rng, added, quotas) if groups else added
+                    if homes:  # a step that is spread has none, nor has one that updates before its commit
+                        units = added.units._replace(spreads=(Spread(),))
+                        added = added._replace(units=units, early_release=False)
                     world.add_task(added, batches, rng.choice([1, 1, 2, 6]))
                 elif which not in world.running:
                     world.add_device(which)
@@ -886,6 +958,9 @@ def walk(seed, *, failures=False, stops=False, misfits=False, changes=False, gro
                 continue
             if changes and rng.random() < change_share:
                 change()
+                continue
+            if world.tasks and rng.random() < move_share:
+                move(rng.choice([*world.tasks.values()]))
                 continue
             others = [device for device in world.running if device not in world.wanted]
             if others and rng.random() < lend_share:

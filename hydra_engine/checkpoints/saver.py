@@ -139,6 +139,11 @@ class Saver:
         """Return True if a task is saved, or being saved, as it is after these steps."""
         return self._turns.get(task) == _LastSave(steps, is_saved=True)
 
+    def has_steps(self, task: str) -> bool:
+        """Return True if a step of a task is on disk. In the writing thread."""
+        saved = self._tasks.get(task)
+        return saved is not None and saved["steps"] > 0
+
     def began_at(self, task: str, steps: int) -> None:
         """Note that a task goes on from this step, which is saved."""
         self._paused.discard(task)

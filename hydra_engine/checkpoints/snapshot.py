@@ -89,7 +89,17 @@ class Snapshot:
 
     def capture(self) -> None:
         """Note all that is to be saved. Nothing of the task may change before this returns."""
+        with self._state.homes.lock:
+            self._capture()
+
+    @property
+    def is_captured(self) -> bool:
+        """True once `secure` need not wait for `capture`."""
+        return self._captured.is_set()
+
+    def _capture(self) -> None:
         try:
+            self._state.homes.save()
             self.files[WEIGHTS], frozen, other = self._weights()
             if frozen:
                 self.files[FROZEN] = frozen

@@ -34,6 +34,8 @@ class Slab:
 class Arena:
     """Hands out regions of one storage: of the tightest gap, from the bottom and the top in turn.
 
+    What stays for long goes to the very bottom, and that ends for all others where it ends.
+
     With two slabs alive at a time, one lies at each end and everything between is in one piece, whatever their sizes
     and whichever goes first:
 
@@ -45,6 +47,7 @@ class Arena:
         self._storage = storage
         self._alignment = alignment
         self._taken: list[tuple[int, int]] = []
+        self._lasting: list[tuple[int, int]] = []  # of these
         self._elsewhere_bytes = 0
         self._lock = threading.Lock()
 
@@ -53,12 +56,15 @@ class Arena:
         num_bytes: int,
         make_room: Callable[[], bool] = lambda: False,
         beside: Callable[[int], bool] = lambda _: True,
+        *,
+        lasts: bool = False,
     ) -> Slab:
         """A free region, whose bytes are granted.
 
         make_room: gives another slab back where room is in pieces, or cannot. beside: then takes memory elsewhere.
+        lasts: it stays for long.
         """
-        while (slab := self.find(num_bytes)) is None:
+        while (slab := self.find(num_bytes, lasts=lasts)) is None:
             if make_room():
                 continue
             size = self._size(num_bytes)
@@ -74,23 +80,25 @@ class Arena:
     def _size(self, num_bytes: int) -> int:
         return -(-num_bytes // self._alignment) * self._alignment
 
-    def find(self, num_bytes: int) -> Slab | None:
+    def find(self, num_bytes: int, *, lasts: bool = False) -> Slab | None:
         """A gap that is large enough; None if free room is in pieces. Raises DeviceOutOfMemory where less is free."""
         size = self._size(num_bytes)
         with self._lock:
             end = len(self._storage) // self._alignment * self._alignment
             stops = [(0, 0), *sorted(self._taken), (end, end)]
             gaps = [(low, high) for (_, low), (high, _) in pairwise(stops) if high - low >= size]
-            gaps.sort(key=lambda gap: gap[1] - gap[0])  # the tightest
+            bottom = max((high for _, high in self._lasting), default=0)
+            gaps.sort(key=lambda gap: gap[0] if lasts else gap[1] - gap[0])  # the lowest, or the tightest
             if not gaps:
                 taken = self._elsewhere_bytes + sum(high - low for low, high in self._taken)
                 if taken + size > end:
                     raise DeviceOutOfMemory("arena", num_bytes, end - taken, end)
                 return None
             low, high = gaps[0]
-            start = low if low == 0 else high - size
+            start = low if lasts or low in (0, bottom) else high - size
             if size:
                 self._taken.append((start, start + size))
+                self._lasting += [self._taken[-1]] * lasts
             return Slab(storage=self._storage, offset=start, num_bytes=size)
 
     def holds(self, slab: Slab) -> bool:
@@ -108,7 +116,10 @@ class Arena:
                 self._elsewhere_bytes -= slab.num_bytes
                 return slab.num_bytes
             if slab.num_bytes:
-                self._taken.remove((slab.offset, slab.offset + slab.num_bytes))
+                place = (slab.offset, slab.offset + slab.num_bytes)
+                self._taken.remove(place)
+                if place in self._lasting:
+                    self._lasting.remove(place)
             return 0
 
 

@@ -58,6 +58,8 @@ class Ledger:
         self._waiting: deque[Ticket] = deque()
         # Releases what is kept for later until so many bytes of a kind are free, or nothing of it is left.
         self.evict: Callable[[int, str], None] = lambda _, __: None
+        # Asked before a request is refused: True where so many bytes, or some of them, are on their way back.
+        self.reclaim: Callable[[int], bool] = lambda _: False
         # Told the bytes in use whenever they have changed, under the lock; not while `_is_unsettled`.
         self.noted: Callable[[int], None] = lambda _: None
         # Held by whoever changes anything here, and while callbacks run, in the grants' order; reentrant: they may ask.
@@ -198,6 +200,8 @@ class Ledger:
                 self._num_active += ticket.activates
                 ticket.granted(wanted)
             elif self._num_active == 0:
+                if wanted is not None and self.reclaim(wanted - free):
+                    return
                 self._waiting.popleft()
                 ticket.refused(DeviceOutOfMemory(self.device, wanted or 0, free, self.limit_bytes(ticket.kind)))
             else:

@@ -161,9 +161,13 @@ class OpenDevice(ABC):
         """Return DRAM for a device's tensor, laid out as that is."""
         return place_in_dram(tensor)
 
-    def take_slab(self, num_bytes: int, make_room: Callable[[], bool] = lambda: False) -> Slab:
-        """Take a region of the arena, whose bytes are granted; where no piece is large enough, of units' own memory."""
-        return self.arena.take(num_bytes, make_room, self.ledger.take if self.ledger.is_split else lambda _: True)
+    def take_slab(self, num_bytes: int, make_room: Callable[[], bool] = lambda: False, *, lasts: bool = False) -> Slab:
+        """Take a region of the arena, whose bytes are granted; where no piece is large enough, of units' own memory.
+
+        make_room, lasts: as of `Arena.take`.
+        """
+        beside = self.ledger.take if self.ledger.is_split else lambda _: True
+        return self.arena.take(num_bytes, make_room, beside, lasts=lasts)
 
     def give_slab_back(self, slab: Slab) -> None:
         """Free a region that nothing queued reads or writes."""

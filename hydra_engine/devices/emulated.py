@@ -117,9 +117,11 @@ class OpenEmulatedDevice(OpenDevice):
     def copies_at_once(self, num_bytes: float) -> bool:
         return not self.has_link and num_bytes <= HANDOFF_BYTES
 
-    def take_slab(self, num_bytes: int, make_room: Callable[[], bool] = lambda: False) -> Slab:
+    def take_slab(self, num_bytes: int, make_room: Callable[[], bool] = lambda: False, *, lasts: bool = False) -> Slab:
         # Elsewhere is the same memory: nothing is given up for lying in one piece, but where that is to be tested.
-        return super().take_slab(num_bytes, make_room) if self.ledger.is_split else self.arena.take(num_bytes)
+        if self.ledger.is_split:
+            return super().take_slab(num_bytes, make_room, lasts=lasts)
+        return self.arena.take(num_bytes, lasts=lasts)
 
     def _run(self, lane: str, label: str, job: Callable[[], None]) -> None:
         if self._chaos is not None and self._chaos.random() < CHAOS_SHARE:

@@ -2,6 +2,7 @@
 
 from hydra_engine.host.blocked import has_step_hooks, is_moment, part_of, step_natively
 from hydra_engine.host.frozen import FrozenBlocks
+from hydra_engine.host.home import Home, home_bytes, no_home_because
 from hydra_engine.host.hooks import has_hooks
 from hydra_engine.host.layout import LayerFault, ModelLayout, Shard, Slot, Structure, writes
 from hydra_engine.host.measured import KnownUnits, Measured, UnitBytes
@@ -17,4 +18,4 @@ from hydra_engine.host.optimizer import (
 )
 from hydra_engine.host.pool import NUM_LOANS, BestWeights, BorrowedPool, HostPool, LentWeights, kept_pools
 from hydra_engine.host.staging import WHOLE, BuffersChanged, NormGroups, StepParts, step_measures
-from hydra_engine.host.state import AttributeChanges, Cut, Observed, Region, TaskState, layout_of
+from hydra_engine.host.state import AttributeChanges, Cut, Observed, Region, TaskState, Wanted, layout_of, share_out

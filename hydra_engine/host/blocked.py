@@ -119,16 +119,13 @@ def make_states(
     dtype: of moments; None: the parameter's own.
     ahead: what `moments_ahead` has made for some of them.
     """
-    if type(optimizer) not in (Adam, AdamW, SGD) or not _is_elementwise(optimizer):
-        return
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for group in optimizer.param_groups:
         mine = [p for p in parameters if groups.get(id(p)) is group and p.is_floating_point()]
+        names = moment_names(optimizer, group)
+        if names is None:
+            continue
         is_adam = type(optimizer) is not SGD
-        if is_adam:
-            names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
-        else:
-            names = ["momentum_buffer"] if group["momentum"] and not group["dampening"] else []
         fitting = {p: found for p in mine if (found := (ahead or {}).get(p)) and [*found] == names}
         others = [p for p in mine if p not in fitting]
         # As `is_moment` has it: those of numbers stay wide.
@@ -144,6 +141,18 @@ def make_states(
             else:
                 moments["momentum_buffer"].fill_(-0.0)
                 optimizer.state[parameter] = moments
+
+
+def moment_names(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str] | None:
+    """Return the moments that torch's Adam, AdamW and SGD keep by a group's options; None where others may be."""
+    part = part_of(optimizer, [dict(group)])  # without the `step` that a schedule puts on it
+    if type(optimizer) not in (Adam, AdamW, SGD) or not _is_elementwise(part):
+        return None
+    if type(optimizer) is not SGD:
+        return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+    if group["momentum"] and group["dampening"]:
+        return None
+    return ["momentum_buffer"] if group["momentum"] else []
 
 
 def moments_ahead(

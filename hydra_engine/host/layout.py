@@ -59,10 +59,11 @@ class Slot:
     link_bytes: int
     link_dtype: torch.dtype  # on devices, and of the gradient
 
-    def gradient_view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
-        """The gradient's tensor at byte `offset` of a host buffer."""
-        start = offset // self.link_dtype.itemsize
-        return torch.empty(0, dtype=self.link_dtype).set_(storage, start, self.shape, self.gradient_stride)
+    def gradient_view(self, storage: torch.UntypedStorage, offset: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The gradient's tensor at byte `offset` of a buffer; `dtype`: of another tensor that is laid out alike."""
+        dtype = dtype or self.link_dtype
+        empty = torch.empty(0, dtype=dtype, device=storage.device)
+        return empty.set_(storage, offset // dtype.itemsize, self.shape, self.gradient_stride)
 
     def link_view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
         """The tensor that devices compute with, at byte `offset` of a slab or a host buffer."""

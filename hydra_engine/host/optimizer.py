@@ -7,17 +7,19 @@ An *update* is what a step does to a shard; `step` is only ever the name of an o
     release            once the shard's backward is stored (`early_release`): before the commit, beside it or after it,
                        by its step's record
     before             copies that put an update back which raises half-way
+
+An update of a shard that is at home on a device is the same, in that home's memory (`host/home.py`).
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -30,6 +32,7 @@ from hydra_engine.host.blocked import (
     has_step_hooks,
     is_moment,
     make_states,
+    moment_names,
     moments_ahead,
     new_private,
     part_of,
@@ -37,6 +40,7 @@ from hydra_engine.host.blocked import (
     step_natively,
     step_whole,
 )
+from hydra_engine.host.home import Home, home_of
 from hydra_engine.host.hooks import call_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
@@ -63,19 +67,22 @@ class BeforeUpdate:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        slots: Sequence[Slot],
+        own: MutableMapping[Any, Any],
+        parameters: Mapping[int, nn.Parameter],
         others: Iterable[Tensor],
         masters: Mapping[int, SplitMaster] = NONE,
     ) -> None:
-        """`slots`: that the update may step. `others`: gradients and averages. masters: of slots that are split."""
-        self._optimizer = optimizer
-        split = [masters[slot.index].split for slot in slots if slot.index in masters]
+        """`own`: states by parameter. parameters: that the update may step, by slot. others: gradients and averages.
+
+        masters: of slots that are split.
+        """
+        self._own = own
+        split = [masters[index].split for index in parameters if index in masters]
         self._halves = [(each, each.copy()) for each in split]
-        self._places = [(slot.parameter, slot.parameter.data) for slot in slots]
-        whole = [slot.parameter.data for slot in slots if slot.index not in masters]
+        self._places = [(parameter, parameter.data) for parameter in parameters.values()]
+        whole = [parameter.data for index, parameter in parameters.items() if index not in masters]
         self._tensors = [(tensor, tensor.clone()) for tensor in (*whole, *others)]
-        states = [(slot.parameter, optimizer.state.get(slot.parameter)) for slot in slots]  # None: it has none yet
+        states = [(parameter, own.get(parameter)) for parameter in parameters.values()]  # None: it has none yet
         self._states = [
             (p, None if state is None else {name: (v, copied(v)) for name, v in state.items()}) for p, state in states
         ]
@@ -91,9 +98,9 @@ class BeforeUpdate:
             tensor.copy_(before)
         for parameter, state in self._states:
             if state is None:
-                self._optimizer.state.pop(parameter, None)
+                self._own.pop(parameter, None)
             else:
-                self._optimizer.state[parameter] = {name: _as_it_was(*each) for name, each in state.items()}
+                self._own[parameter] = {name: _as_it_was(*each) for name, each in state.items()}
 
 
 def _as_it_was(value: Any, before: Any) -> Any:
@@ -333,17 +340,21 @@ class TaskOptimizer:
             return
         self.secure(shard.owned)
         slots, without = record.received(pool.owned(shard)), self._without(pool.owned(shard), record)
-        new = [slot for slot in slots if not self.optimizer.state.get(slot.parameter)]
-        make_states(
-            part_of(self.optimizer, record.groups),
-            [slot.parameter for slot in new],
-            self._moments,
-            self._take_ahead(shard) if new else None,
-        )
-        new = [slot for slot in new if not self.optimizer.state.get(slot.parameter)]
-        self._update([slot for slot in slots if slot.index in record.hooked], pool, record, None, ())
+        home = home_of(pool, shard)
+        part = self._part(home or pool, record, slots)
+        new = [p for group in part.param_groups for p in group["params"] if not part.state.get(p)]
+        ahead = None
+        if new:
+            ahead = self._take_ahead(shard) if home is None else home.moments(new)
+        make_states(part, new, self._moments, ahead)
+        new = [parameter for parameter in new if not part.state.get(parameter)]
+        if home is not None:
+            home.is_shown = False
+        self._update([slot for slot in slots if slot.index in record.hooked], pool, home or pool, record, None)
         rest = [slot for slot in slots if slot.index not in record.hooked]
-        self._update(rest, pool, record, record.loss_scale, without)
+        self._update(rest, pool, home or pool, record, record.loss_scale, without)
+        if home is not None:
+            return
         if self._is_torchs:
             self._place(new)
         else:  # which may hold its states elsewhere, too
@@ -386,25 +397,61 @@ class TaskOptimizer:
         slots, known = record.received(owned), self._averages.tensors
         tensors = [record.gradient(slot, pool) for slot in slots]
         tensors += [known[slot.index] for slot in owned if slot.index in known]
-        return BeforeUpdate(self.optimizer, [*slots, *self._without(owned, record)], tensors, pool.masters)
+        place = home_of(pool, shard) or pool
+        stepped = {slot.index: place.parameter(slot) for slot in (*slots, *self._without(owned, record))}
+        return BeforeUpdate(self._states_at(place), stepped, tensors, place.masters)
+
+    def _states_at(self, place: HostPool | Home) -> MutableMapping[Any, Any]:
+        """The states of parameters that are stepped there, by parameter."""
+        return place.states if isinstance(place, Home) else self.optimizer.state
+
+    def _part(self, place: HostPool | Home, record: StepRecord, slots: Iterable[Slot]) -> torch.optim.Optimizer:
+        """The optimizer over these slots' parameters as they are stepped there, with a step's hyperparameters."""
+        mine = {id(slot.parameter): place.parameter(slot) for slot in slots}
+        groups = [{**g, "params": [mine[id(p)] for p in g["params"] if id(p) in mine]} for g in record.groups]
+        part = part_of(self.optimizer, groups)
+        part.state = self._states_at(place)  # type: ignore[assignment]
+        return part
+
+    @cached_property
+    def moments(self) -> dict[int, dict[str, torch.dtype]]:
+        """By slot, the names and types of the moments that its updates keep, as far as that is known before."""
+        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        found: dict[int, dict[str, torch.dtype]] = {}
+        for slot in self._slots:
+            group, p = groups.get(id(slot.parameter)), slot.parameter
+            is_narrow = self._moments is not None and p.dim() > 0 and p.dtype == torch.float32
+            dtype = self._moments if is_narrow and self._moments is not None else p.dtype
+            names = None if group is None else moment_names(self.optimizer, group)
+            found[slot.index] = dict.fromkeys(names or (), dtype)
+        return found
 
     def _update(
-        self, slots: Sequence[Slot], pool: HostPool, record: StepRecord, scale: float | None, without: Sequence[Slot]
+        self,
+        slots: Sequence[Slot],
+        pool: HostPool,
+        place: HostPool | Home,
+        record: StepRecord,
+        scale: float | None,
+        without: Sequence[Slot] = (),
     ) -> None:
         """Step some parameters, whose gradients carry a loss scale or none, and those that have no gradient."""
         if not slots and not without:
             return
-        mine = {id(slot.parameter) for slot in (*slots, *without)}
-        groups = [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in record.groups]
-        part = part_of(self.optimizer, groups)
+        part = self._part(place, record, (*slots, *without))
         norm, limit = record.total_norm, self._task.max_grad_norm
         # As torch.nn.utils.clip_grads_with_norm_ has it, which takes all gradients at once.
         clip = None if norm is None or limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
         factors = [each for each in (None if scale is None else 1 / scale, clip) if each is not None]
-        casts, masters = self._layout.narrow is not None, pool.masters
+        casts = self._layout.narrow is not None
         updates: Sequence[NarrowUpdate] = [
-            NarrowUpdate(s.parameter, record.gradient(s, pool), pool.narrow(s) if casts else None, masters.get(s.index))
-            for s in slots
+            NarrowUpdate(
+                place.parameter(slot),
+                record.gradient(slot, pool),
+                place.narrow(slot) if casts else None,
+                place.masters.get(slot.index),
+            )
+            for slot in slots
         ]
         step = part.step
         if casts:
@@ -415,10 +462,10 @@ class TaskOptimizer:
         if updates or without:  # nothing to widen: one step for all is the fewest calls
             step_whole(step, updates, factors)
 
-    def _place(self, slots: Iterable[Slot]) -> None:
+    def _place(self, parameters: Iterable[nn.Parameter]) -> None:
         """Move states that a step of torch's has made, and that lie in the C library's memory, to private memory."""
-        for slot in slots:
-            state = self.optimizer.state.get(slot.parameter, {})
+        for parameter in parameters:
+            state = self.optimizer.state.get(parameter, {})
             moments = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim() and is_dense(v)}
             for (key, value), place in zip(moments.items(), new_private(moments.values()), strict=True):
                 state[key] = place.copy_(value)

@@ -7,10 +7,11 @@ import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
+from typing import Protocol
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hydra_engine.data import copy_of, flat, place_in_dram
 from hydra_engine.host.blocked import new_private
@@ -68,7 +69,7 @@ class Gradients:
         self.places, self._lent, self._free = [None] * len(self._layout.slots), {}, SimpleQueue()
         if not self.is_lent:
             for slot in self._layout.trainable_slots():
-                self.places[slot.index] = slot.gradient_view(self.storages[0], slot.link_offset)
+                self.places[slot.index] = self.place(slot)
         else:
             for storage in self.storages:
                 self._free.put(storage)
@@ -77,6 +78,10 @@ class Gradients:
         for storage in self.storages:
             self._host.let_go(storage)
         self.storages, self.places, self._lent, self._free = [], [], {}, SimpleQueue()
+
+    def place(self, slot: Slot) -> Tensor:
+        """Where a gradient belongs in DRAM, if each has its place for the whole step."""
+        return slot.gradient_view(self.storages[0], slot.link_offset)
 
     def lend(self, shard: Shard) -> None:
         """Make room for a shard's gradients: with early release, once an update before has given its own back."""
@@ -100,6 +105,13 @@ class Gradients:
         gradient = self.places[slot.index]
         assert gradient is not None
         return gradient
+
+
+class AtHome(Protocol):
+    """A `Home` of host/home.py, as far as a pool asks it."""
+
+    def read(self, slot: Slot, into: Tensor | None = None) -> Tensor: ...
+    def load_weights(self, slots: Iterable[Slot]) -> None: ...
 
 
 class HostPool:
@@ -131,6 +143,7 @@ class HostPool:
         self.is_open = False
         self.splits = False
         self.masters: dict[int, SplitMaster] = {}  # by slot, of those that are split
+        self.homes: dict[int, AtHome] = {}  # by slot, of those whose home is a device; DRAM may have old values of them
         self.buffers: list[Tensor] = []  # committed values; replaced, never written to
 
     @property
@@ -224,8 +237,15 @@ class HostPool:
                 each.keep()
                 each.hide()
 
+    @staticmethod
+    def parameter(slot: Slot) -> nn.Parameter:
+        """What the optimizer steps."""
+        return slot.parameter
+
     def read(self, slot: Slot, into: Tensor | None = None) -> Tensor:
         """Return a parameter's values, in `into` if that is given; else where they lie, if they do."""
+        if slot.index in self.homes:
+            return self.homes[slot.index].read(slot, into)
         master = self.masters.get(slot.index)
         if master is not None:
             return master.load(torch.empty_like(slot.parameter.data) if into is None else into)
@@ -373,11 +393,14 @@ class LentWeights:
         given other memory while a tensor of its own was kept: that would have the values of the parameter.
         """
         pool, data, renewed = self._pool, self._moved(), []
+        changed: list[Slot] = []  # of what is at home on a device
         for slot, version in zip(pool.layout.slots, self._versions, strict=True):
             block, parameter = pool._blocks.get(slot.index), slot.parameter
             storage, start = (pool._weights, slot.offset) if block is None else (block.storage, block.offset)
             is_moved = slot.index in data
             is_written = parameter._version != version
+            if slot.index in pool.homes and (is_moved or is_written or slot.index in touched):
+                changed.append(slot)
             if slot.index in pool.masters:
                 continue
             if is_moved:
@@ -397,6 +420,8 @@ class LentWeights:
                 if checksum is None:
                     block.cast_anew()
         pool.renew(renewed)
+        for slot in changed:
+            pool.homes[slot.index].load_weights([slot])
 
     def _moved(self) -> dict[int, Tensor]:
         """Values of the parameters, by slot, that lie elsewhere now; a copy of what another one's place has."""

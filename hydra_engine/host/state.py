@@ -19,6 +19,7 @@ from hydra_engine.data import (
     TargetPlace,
     direct_limit,
 )
+from hydra_engine.host.home import TaskHomes
 from hydra_engine.host.layout import LayerFault, ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.measured import Measured, UnitBytes
@@ -124,6 +125,31 @@ class Region(NamedTuple):
     num_bytes: int
 
 
+class Wanted(NamedTuple):
+    """What a task asks for as devices' memory is shared out: its shards that may have homes, lowest first."""
+
+    task: str
+    shards: tuple[int, ...]
+    home_bytes: tuple[int, ...]  # of these
+    slab_bytes: tuple[int, ...]  # of all shards, as units load them
+    frozen_bytes: tuple[int, ...]  # of these, what a shard at home still loads
+    work_bytes: int  # of its largest unit
+    device: int | None = None  # that has homes of it already
+
+    @classmethod
+    def of(cls, state: TaskState, task: str, shards: Sequence[Shard], home_bytes: Sequence[int]) -> Wanted:
+        """Make that of a task; `shards`: those that are to have homes, which take `home_bytes`."""
+        return cls(
+            task=task,
+            shards=tuple(shard.index for shard in shards),
+            home_bytes=tuple(home_bytes),
+            slab_bytes=tuple(shard.slab_bytes for shard in state.cut.shards),
+            frozen_bytes=tuple(shard.slab_bytes - shard.own_bytes for shard in state.cut.shards),
+            work_bytes=max(map(state.work_bytes, state.cut.shards)),
+            device=next(iter(state.homes.devices.values()), None),
+        )
+
+
 def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES, trained: Collection[int] = ()) -> ModelLayout:
     """Lay out the task's parameters and buffers, each in a place at a multiple of `alignment_bytes`.
 
@@ -217,6 +243,7 @@ class TaskState:
         scale = LossScale.of(task)
         self.loss_scale = None if scale is None else scale.scale  # of the step in progress
         self.num_commits = 0  # of training steps in this run
+        self.homes = TaskHomes()
         # Of an adaptive task: groups of parameters whose gradients are measured. One, before there is an optimizer.
         self.norm_groups = NormGroups({slot.index: 0 for slot in layout.trainable_slots()}, 1) if task.adapts else None
 
@@ -243,6 +270,8 @@ class TaskState:
         return [Region(self._key(shard, kind), kind, num_bytes) for kind, num_bytes in sizes if num_bytes]
 
     def _key(self, shard: Shard, trainable: bool) -> Hashable:
+        if trainable and shard.index in self.homes.of:
+            return (self.name, self.cut.serial, shard.index, "home")
         if trainable:  # of one version
             return (self.name, self.cut.serial, shard.index, self.num_commits)
         return ("frozen", self.pool.frozen_key(shard))
@@ -302,11 +331,28 @@ class TaskState:
         self.pool.close(keeps=keeps)
         self.staging = StepStaging()
 
+    def home_bytes(self, shard: Shard) -> int:
+        """Bytes of a device that a shard's home takes, by the states that the optimizer was seen to keep."""
+        total, aligned = self.layout.aligned(shard.own_bytes), self.layout.aligned
+        for slot in self.pool.owned(shard):
+            is_split = self.pool.splits and (slot.dtype, slot.link_dtype) == (torch.float32, torch.bfloat16)
+            master = slot.link_bytes if is_split else 0 if self.layout.narrow is None else slot.num_bytes
+            total += aligned(slot.link_bytes) + aligned(master) + aligned(self.measured.state_bytes.get(slot.index, 0))
+        return total
+
+    def shards_for_homes(self) -> list[Shard]:
+        """Shards of the lowest layers that may have a home: they train, and no other shard has a weight of theirs."""
+        num_layers = self.homes.num_layers
+        lent = {index for shard in self.cut.shards for index in shard.borrowed}
+        found = [shard for shard in self.cut.shards if shard.last <= num_layers and shard.owned and not shard.borrowed]
+        return [shard for shard in found if lent.isdisjoint(shard.owned)]
+
     def cut_at(self, boundaries: Sequence[int], skips: Sequence[Skip] | None = None) -> None:
         """Cut the task anew; `skips`: values that skip layers, if it is not known yet.
 
-        A shard that is part of an old one draws and differentiates as that one did.
+        A shard that is part of an old one draws and differentiates as that one did. Homes are in DRAM again.
         """
+        self.homes.close_all()
         self.cut = self.cut.at(self.layout, boundaries, self.cut.skips if skips is None else skips)
         self.measured.forget_shards()
         self.progress = UnitProgress(self.cut, self.measured)
@@ -406,3 +452,52 @@ class TaskState:
                 f"layers compute with replicas, so a global, an object that copies itself, or the loss leads there; "
                 f"let layers use their attributes, hooks the module that they get, and the loss what forward returns"
             )
+
+
+def share_out(wanted: Sequence[Wanted], memory: Mapping[int, int]) -> dict[str, dict[int, int]]:
+    """Return, by task, which shards have a home on which device.
+
+    Tasks take turns, the lowest shard of each first. A task's homes are on one device, where they are or that with most
+    room, and on another where that is full. Every device keeps room for the largest unit of all, and for two slabs of
+    what has no home.
+
+    memory: bytes of each device, by its number.
+    """
+    all_shards: dict[str, dict[int, int]] = {each.task: {} for each in wanted}
+    if not wanted:
+        return all_shards
+    work = max(each.work_bytes for each in wanted)
+    largest = {
+        True: max(max(each.frozen_bytes) for each in wanted),
+        False: max(max(each.slab_bytes) for each in wanted),
+    }
+    for is_all, slab in largest.items():  # where all have homes, no slab of a trained shard is loaded
+        found = _shared_out(wanted, {device: num_bytes - work - 2 * slab for device, num_bytes in memory.items()})
+        others = ((each, j) for each in wanted for j in range(len(each.slab_bytes)) if j not in found[each.task])
+        if not is_all or all(each.slab_bytes[j] == each.frozen_bytes[j] for each, j in others):
+            return found
+    raise AssertionError
+
+
+def _shared_out(wanted: Sequence[Wanted], room: dict[int, int]) -> dict[str, dict[int, int]]:
+    found: dict[str, dict[int, int]] = {each.task: {} for each in wanted}
+    left, device_of = dict(room), {}
+    for each in sorted(wanted, key=lambda each: -sum(each.home_bytes)):  # the largest first; of equals in their order
+        most = max(left, key=lambda device: left[device], default=-1)
+        device_of[each.task] = each.device if each.device is not None and each.device in left else most
+        if left:
+            left[device_of[each.task]] -= sum(each.home_bytes)
+    turns = [(k, each) for k in range(max(len(each.shards) for each in wanted)) for each in wanted]
+    full: set[str] = set()
+    for k, each in turns:
+        if k >= len(each.shards) or each.task in full:
+            continue
+        own, num_bytes = device_of[each.task], each.home_bytes[k]
+        if room.get(own, -1) < num_bytes:
+            own = device_of[each.task] = max(room, key=lambda device: room[device], default=-1)
+        if room.get(own, -1) < num_bytes:
+            full.add(each.task)
+            continue
+        room[own] -= num_bytes
+        found[each.task][each.shards[k]] = own
+    return found

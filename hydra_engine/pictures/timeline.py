@@ -26,6 +26,7 @@ from hydra_engine.pictures.lanes import (
     DEVICE_LANES,
     HOST,
     HOST_LANES,
+    UPDATE,
     lane_rows,
     ordered_devices,
     share,
@@ -185,12 +186,13 @@ def _draw_rows(drawing: _Drawing, spans: Sequence[Span], devices: Sequence[str],
     least = 1.0 if len(spans) <= MOST_BOXES else max(1.0, drawing.plot_width * num_rows / MOST_BOXES)
     top = drawing.y
     for device in devices:
-        computing = [span for row in found.get((device, COMPUTE), []) for span in row]
+        computing = [span for lane in (COMPUTE, UPDATE) for row in found.get((device, lane), []) for span in row]
         busy = f"{share(computing, drawing.start_s, drawing.end_s):.0%}"
         heights = [(lane, sizes.compute if lane == COMPUTE else sizes.lane) for lane in DEVICE_LANES]
         _label(drawing, device, busy, sum(height for _, height in heights), sizes.font)
         for lane, height in heights:
-            _draw_lane(drawing, found.get((device, lane), []), height, least)
+            rows = [sorted(computing, key=lambda span: span.start_s)] if lane == COMPUTE and computing else None
+            _draw_lane(drawing, found.get((device, lane), []) if rows is None else rows, height, least)
         drawing.y += sizes.gap
     host = [found.get((HOST, lane), []) for lane in HOST_LANES]
     host_heights = [max(5.0, sizes.lane) * max(1, min(len(rows), 4)) for rows in host]

@@ -14,6 +14,7 @@ from hydra_engine.planning.planner import (
     check_dram,
     fits_arena,
     known_steps,
+    planned_homes,
     rehearsed_s,
     ways_together,
 )

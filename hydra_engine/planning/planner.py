@@ -31,9 +31,13 @@ from hydra_engine.host import (
     LayerFault,
     Structure,
     TaskState,
+    Wanted,
     has_hooks,
     kept_pools,
     layout_of,
+    make_optimizer,
+    no_home_because,
+    share_out,
 )
 from hydra_engine.planning.adoption import Rehearsals, Rehearsed, kind_of
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
@@ -83,6 +87,8 @@ STAGING_SHARE = 0.5
 
 # Batches larger than the sample by so much find room on a device whose slabs have an arena.
 WORK_HEADROOM = 1.25
+# Homes stay: they leave more.
+HOMES_HEADROOM = 1.5
 
 FIRST_READ = "as the first batch of its loader was read"
 
@@ -208,6 +214,8 @@ class Estimate:
             return Spreading(one_device_because=f"it has one micro-batch; {more} to split it")
         if self._state.observed.runs_backward:
             return Spreading(one_device_because="its loss or a layer calls backward() itself")
+        if self._state.homes.num_layers:
+            return Spreading(one_device_because="layers have their homes on devices, where their units run")
         if self._state.pool.early_release:
             return Spreading(one_device_because="its shards are updated before the step is through")
         links = [device.ceilings() for device in devices]
@@ -438,6 +446,7 @@ class PlannedTask:
         self.estimate = Estimate(self.state)
         self.spreading = Spreading()
         self.num_micro_batches = 1  # of a step, as far as is known
+        self.no_homes_because = ""  # why its layers have no homes on devices, where some were asked for
         self._most_devices = 1  # that a step's spreading was predicted for
         self.choice: CutChoice | None = None  # of its cut, where that was chosen by predictions
         self.predicted: PredictedCut | None = None
@@ -730,6 +739,13 @@ class PlannedTask:
         return sorted({n for n in (*(2**k for k in range(1, most.bit_length())), most) if own.num_micro_batches < n})
 
     @property
+    def wanted_homes(self) -> Wanted:
+        """Return what its shards would take of devices to be at home there."""
+        state = self.state
+        shards = state.shards_for_homes()
+        return Wanted.of(state, self.name, shards, [state.home_bytes(shard) for shard in shards])
+
+    @property
     def has_read_all(self) -> bool:
         """True if it is over, and has read its loaders to their end."""
         return self.has_left and self.report.status == FINISHED and not self.report.stopped_early
@@ -874,6 +890,7 @@ class Planner:
     def decide(self) -> float:
         """Decide what is kept and how a step is spread; predicted seconds of a step on its share of the devices."""
         device, step_s, number = self._target.device, 0.0, 1
+        self._decide_homes()
         if self._trains:
             rate = self._estimate.rates(device).both_up_bytes_per_s
             keeps_from, step_s = choose_kept(self.state, device.memory_bytes, rate)
@@ -881,6 +898,37 @@ class Planner:
             number = len(self._sample().micro_batches)
         self._planned.spread_over(self._target.spread_devices, number)
         return step_s / max(spread.speedup for spread in self._planned.spreading.spreads[: self._target.share])
+
+    def _decide_homes(self) -> None:
+        """Decide how many of the lowest layers are to have their homes on devices."""
+        asked, planned = self._task.homes, self._planned
+        number = {"auto": 0, "host": 0, "device": self.state.layout.num_layers}.get(str(asked), asked)
+        planned.no_homes_because = ""
+        if number and self._trains:
+            planned.no_homes_because = self._against_homes()
+        is_so = self._trains and not planned.no_homes_because
+        self.state.homes.num_layers = int(number) if is_so else 0
+
+    def _against_homes(self) -> str:
+        """Return why no layer has a home on a device; nothing, if one may."""
+        task, layout = self._task, self.state.layout
+        options = {
+            f"early_release={task.early_release!r}": task.early_release,
+            "ema_decay": task.ema_decay is not None,
+            "optimizer_scope='task'": task.optimizer_scope == "task",
+            "batches that adapt": task.adapts,
+            "read_ahead=False, whose loader may look at weights,": not task.read_ahead,
+            "hooks on parameters": has_hooks(layout),
+            "a GPU, which makes no updates yet": self.state.place.type != "cpu",
+        }
+        against = next(
+            (f"with {option} all layers have their home in DRAM" for option, is_so in options.items() if is_so), ""
+        )
+        if not against:
+            sample = {slot.name: nn.Parameter(torch.zeros((1,) * len(slot.shape))) for slot in layout.trainable_slots()}
+            with installed(Stream(capture())):  # the factory is user code
+                against = no_home_because(make_optimizer(task, sample))
+        return against
 
     def _raise_number(self, step_s: float) -> None:
         """Cut into more micro-batches, while a step is predicted to be shorter for it.
@@ -1064,6 +1112,7 @@ class Planner:
             ceilings="" if known is None or known.origin == STATED else known.source,
             predicted_s=None if predicted is None else predicted.step_s,
             cut_because="" if predicted is None else str(predicted),
+            no_homes_because=self._planned.no_homes_because,
         )
 
 
@@ -1242,9 +1291,25 @@ def arena_bytes(planned: Sequence[PlannedTask], memory_bytes: int) -> int:
     if largest > memory_bytes - work:  # a part that does not fit is found out as it runs, and then none is spread
         work = max(each.work_bytes for each in planned)
     kept = sum(kept_bytes(each.state, shard) for each, shard in shards)
+    homes = sum(s.home_bytes(shard) for s in (p.state for p in planned) for shard in s.shards_for_homes())
     total, two = sum(shard.slab_bytes for _, shard in shards), 2 * largest
     wanted = min(total, max(two, memory_bytes - int(work * WORK_HEADROOM) - kept))
+    wanted = max(wanted, min(total + homes, memory_bytes - int(work * HOMES_HEADROOM) - kept))
     return min(wanted, memory_bytes - work)
+
+
+def planned_homes(planned: Sequence[PlannedTask], devices: Sequence[DeviceSpec]) -> list[dict[str, int]]:
+    """Return, for each task, how many of its layers are to have their homes on which devices."""
+    wanted = [each.wanted_homes for each in planned]
+    found = share_out(wanted, {k: device.memory_bytes for k, device in enumerate(devices)})
+    homes: list[dict[str, int]] = []
+    for each in planned:
+        layers: dict[str, int] = {}
+        for index, k in found[each.name].items():
+            shard, name = each.state.cut.shards[index], devices[k].name_at(k)
+            layers[name] = layers.get(name, 0) + shard.last - shard.first
+        homes.append(layers)
+    return homes
 
 
 def fits_arena(planned: PlannedTask, beside: Sequence[PlannedTask], memory_bytes: int) -> bool:

@@ -54,6 +54,7 @@ class TaskEnd:
         self._lock = threading.Lock()
         self._releases_early = releases_early
         self.ending: Ending | None = None  # None: it goes on, or the run has ended before it
+        self.goes_back = False  # it ends, and begins again where it was saved last
 
     @property
     def has_failed(self) -> bool:
@@ -87,6 +88,15 @@ class TaskEnd:
         """End the task at a commit, to go on some other time; at_once: at its last one, where that is possible."""
         self._add(Ending(EndKind.PAUSED, reason=reason, commits=self._releases_early or not at_once))
 
+    def undo(self, reason: str) -> None:
+        """End the task without what it has done since it was saved last, from where it then goes on."""
+        self.goes_back = True
+        self._add(Ending(EndKind.PAUSED, reason=reason, commits=False))
+
+    def stay(self) -> None:
+        """The run is interrupted, and the task does not go back: a resume does."""
+        self.goes_back, self.ending = False, None
+
     def obey(self, order: StopTask | PauseTask, where: str) -> None:
         """A callback has ended the task at its last commit, PauseTask: to go on some other time."""
         reason = f"{where} raised {type(order).__name__}" + (f": {order}" if str(order) else "")
@@ -97,6 +107,7 @@ class TaskEnd:
 
     def fail(self, event: Failed | DataFailed, *, commits: bool = True) -> None:
         """Something of the task has raised; commits: what was computed before is committed."""
+        self.goes_back = False
         unit = str(event.unit or "") if isinstance(event, Failed) else ""
         where = " in " + ", ".join(filter(None, (unit, event.where)))
         error = readable(event.error)

@@ -33,6 +33,7 @@ from hydra_engine.run.running_task import (
 )
 from hydra_engine.run.saves import Saves
 from hydra_engine.run.signals import Overdue
+from hydra_engine.run.workers import AGAIN as HOMES_AGAIN
 from hydra_engine.run.workers import RunOver, Workers
 from hydra_engine.schedule import (
     BatchReady,
@@ -53,7 +54,7 @@ from hydra_engine.schedule import (
     TaskAdded,
     TaskStopped,
 )
-from hydra_engine.tasks import Best, Purpose
+from hydra_engine.tasks import STOPPED, Best, Purpose
 
 # Tasks of a run's beginning wait for each other's set-up no longer than this.
 FIRST_S = 1.0
@@ -409,6 +410,7 @@ class Loans:
             pass
 
 
+# Past 300 lines: the stations of a task that comes, in several threads.
 class Joining:
     """The department of tasks that come."""
 
@@ -431,6 +433,10 @@ class Joining:
         # Tasks that came, by name, while callbacks of who was paused under it are told that; and what waits with them.
         self._behind: dict[str, tuple[PlannedTask, list[Callable[[], None]]]] = {}
         self.left_over: list[PlannedTask] = []  # that came too late to be begun
+        # Adds a task that goes back; returns the step that it is at, None: it was stopped.
+        self.add_again: Callable[[PlannedTask], int | None] = lambda _: None
+        self.wants_end: dict[str, bool] = {}  # tasks that go back, and are to be stopped then; True: paused
+        common.go_back = self._go_back
 
     # -- from any thread
 
@@ -520,6 +526,29 @@ class Joining:
 
     # -- from the thread that decides
 
+    def _go_back(self, task: RunningTask) -> None:
+        """Let a task that has ended go on from where it was saved, in a thread that may read and plan."""
+        if self._way.enter(lambda: None):
+            threading.Thread(target=self._added_again, args=(task,), name=f"{task.name}-back", daemon=True).start()
+
+    def _added_again(self, task: RunningTask) -> None:
+        says = f"task {task.name!r}: {task.report.stop_reason}; it "
+        try:
+            steps = self.add_again(task.planned)
+            if steps is None:
+                task.report.status, task.report.stop_reason = STOPPED, "stop_task() was called"
+                task.notifier.end()
+            else:
+                self._workers.messages.append(f"{says}went back from step {task.report.steps} to step {steps}")
+        except Exception as error:
+            task.end.fail(Failed(task.name, error, "its way back to where it was saved"))
+            task.end.write(task.report)
+            task.notifier.end()
+            self._workers.messages.append(f"{says}could not go back to where it was saved: {error}")
+        finally:
+            self._way.leave()
+            self._common.later(lambda: None)  # the run may be over now
+
     def instructions(self) -> dict[type, Callable[..., None]]:
         return {Lend: self._loans.lend}
 
@@ -581,6 +610,8 @@ class Joining:
         """Go on without those that are late."""
         due = self._common.take_due()
         self._saves.overdue(due)
+        if HOMES_AGAIN in due:
+            self._workers.homes.share_out()
         for task, error in self._feeds.overdue(due):
             self._fail(task, error)
         if self._begins_by_s is not None and time.monotonic() >= self._begins_by_s:
@@ -619,6 +650,11 @@ class Joining:
         task.epoch = 0 if planned.saved is None else planned.saved.position.epoch
         self._common.tasks[planned.name] = task
         self._saves.began(task)
+        if (pauses := self.wants_end.pop(planned.name, None)) is not None:
+            if pauses:
+                end.pause("pause_task() was called", at_once=False)
+            else:
+                end.stop("stop_task() was called")
         planned.reader.start(self._common.events.put, self._common.host.intra_op_threads, partial(self._set_up, task))
         self._feeds.await_loader(planned)
         self._feeds.await_callbacks(task)
@@ -688,6 +724,7 @@ class Joining:
                 adapts=planned.task.adapts,
             )
         )
+        self._workers.homes.begin(task)
         self._host_work.widen(task)  # over devices that came since it was planned
         if task.end.ending is not None:  # meanwhile
             self._common.events.put(TaskStopped(planned.name, is_paused=task.end.is_paused))  # once it is known

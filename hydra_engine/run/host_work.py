@@ -21,7 +21,7 @@ from hydra_engine.planning import Misfit, Spreading, refit, shared_out
 from hydra_engine.run.ending import EndKind
 from hydra_engine.run.running_task import Common, Life, RunningTask
 from hydra_engine.run.saves import Saves
-from hydra_engine.run.workers import Workers
+from hydra_engine.run.workers import Workers, home_lost
 from hydra_engine.schedule import (
     Begin,
     Commit,
@@ -48,6 +48,7 @@ LEAST_WAITED_S = 1.0  # in all, to be worth a message
 TRIM_INTERVAL_S = 30.0
 
 
+# Past 300 lines: all work of the host on a task, in the order in which a step and the task's end meet it.
 class HostWork:
     """The department of the host's threads: one pool commits, updates and ends, one thread fits batches."""
 
@@ -107,7 +108,7 @@ class HostWork:
         task.take(is_spread=instruction.num_parts > 1)
         task.stage(instruction.num_parts, in_sums=instruction.in_sums)
         if task.optimizer is not None:
-            shards = task.state.cut.shards
+            shards = [each for each in task.state.cut.shards if each.index not in task.state.homes.of]
             in_order = reversed(shards) if task.state.pool.early_release else shards
             task.optimizer.make_ahead(in_order, self._ahead.submit)
         for worker in self._workers.all:
@@ -205,6 +206,11 @@ class HostWork:
             released = Released(copy(task.state.staging), task.batch.epoch, task.optimizer.num_steps)
         job = partial(update, task, instruction.shard, released, self._common.events.put)
         label = f"{instruction.task}.{instruction.shard}"
+        home = task.state.homes.of.get(instruction.shard)
+        if home is not None:
+            telling = partial(self._telling, task, "its optimizer", job)
+            self._workers.update(home.device, label, telling)
+            return
         self._submit_in_order(task, instruction, "its optimizer", partial(self._timed, "update", label, job))
 
     def _discard(self, instruction: Discard) -> None:
@@ -226,6 +232,11 @@ class HostWork:
         # The last epoch's end is told while weights are where they were, and saved with what its calls leave.
         save = partial(self._submit, task, "its end", partial(self._save_end, task, is_settled=is_settled))
         try:
+            task.state.homes.close_all()
+        except BaseException as error:
+            task.is_torn = True
+            task.end.fail(Failed(task.name, error, "its homes on devices"))
+        try:
             self._conclude(task)
         finally:
             task.notifier.when_told(partial(self._common.later, save))
@@ -240,6 +251,16 @@ class HostWork:
             let_go()
 
         task.end.write(task.report)  # callbacks may have failed since
+        if task.end.goes_back:
+
+            def undone(is_saved: bool) -> None:
+                if not is_saved:
+                    task.end.goes_back = False
+                    task.end.fail(home_lost(task, task.state.homes.lost_on))
+                let_go()
+
+            self._saves.end_undone(task, undone)
+            return
         self._saves.end(task, self._how_it_ended(task), is_settled=is_settled, then=saved)
 
     def _conclude(self, task: RunningTask) -> None:
@@ -277,10 +298,13 @@ class HostWork:
 
     def _end(self, task: RunningTask) -> None:
         """Give a task's memory back."""
+        if task.end.goes_back and self._common.is_interrupted:
+            task.end.stay()
         is_paused = task.end.is_paused
         try:
             try:
                 self._workers.dismiss(task.state)
+                task.state.homes.end()
                 task.notifier.end_lending()
                 doubts = task.state.observed.attributes.doubts(task.state.layout.shown)
                 is_alone = len(self._common.tasks) == 1 and not self._common.forgotten
@@ -307,12 +331,15 @@ class HostWork:
                     task.planned.is_paused = self._common.is_interrupted or task.planned.reader.close()
             finally:  # an iterator may raise as it is closed
                 task.planned.leave()
-            task.notifier.end(is_paused=is_paused)
+            if not task.end.goes_back:
+                task.notifier.end(is_paused=is_paused)
         finally:
             task.notifier.when_told(partial(self._common.later, partial(self._told, task)))
 
     def _told(self, task: RunningTask) -> None:
         task.life = Life.ENDED
+        if task.end.goes_back and not self._common.is_interrupted:
+            self._common.go_back(task)
 
     def forget(self, task: RunningTask) -> None:
         """End the threads of a task that is quiet, and keep its report alone."""
@@ -513,7 +540,7 @@ def _updated(task: RunningTask, optimizer: TaskOptimizer, shard: Shard, record: 
         if before is None:
             raise
         before.put_back()
-        pool.renew(pool.owned(shard))
+        (task.state.homes.of.get(shard.index) or pool).renew(pool.owned(shard))
         if not task.retries.allow(error, f"its optimizer, shard {shard.index},", task.report.steps - 1):
             raise
         return False

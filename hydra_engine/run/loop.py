@@ -20,6 +20,7 @@ to be woken by it. Beside the threads drawn above, one draws the display.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,7 @@ from hydra_engine.schedule import (
     EpochAhead,
     EvaluationOver,
     Failed,
+    HomesMoved,
     Policy,
     Scheduler,
     SpreadsKnown,
@@ -116,6 +118,7 @@ class EngineRun:
             TaskStopped: (self._if_known,),
             SpreadsKnown: (self._if_known,),
             DeviceAdded: (self.joining.device_added,),
+            HomesMoved: (self.workers.homes.moved,),
             StepCommitted: (self._saves.step_committed, self._feeds.step_committed),
             SaverFree: (self._saves.free,),
         }
@@ -205,7 +208,9 @@ class EngineRun:
             self.joining.forget(name)
         task = self._common.tasks.get(name)
         # Else it is over, of an earlier run, or was never begun.
-        if task is not None and not task.is_ending and task.end.ending is None:
+        if task is not None and task.end.goes_back:
+            self.joining.wants_end[name] = pauses
+        elif task is not None and not task.is_ending and task.end.ending is None:
             if pauses:
                 task.end.pause("pause_task() was called", at_once=False)
             else:
@@ -316,6 +321,9 @@ class EngineRun:
                     self._recovery.note(event)
                 elif isinstance(event, Arrived):
                     self.joining.left_over.append(event.planned)
+        for task in tasks.values():  # after an error of our own; else there are none
+            with suppress(Exception):
+                task.state.homes.close_all()
         self.workers.close()
         for name, task in tasks.items():
             task.end.write(task.report)
@@ -329,6 +337,7 @@ class EngineRun:
         self._display.close()
         self.messages += self._common.loggers.close()
         # They refer back to this run: without them it is freed, with every arena, when its caller lets go of it.
+        self._common.go_back = lambda _: None
         self._hears.clear()
         self._actions.clear()
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from hydra_engine.data import GLOBAL_GENERATORS, Stream, UserDraws, capture, copy_of, identical
 from hydra_engine.errors import CallbackTimeout, PauseTask, StopTask
-from hydra_engine.host import LentWeights, Slot, TaskState
+from hydra_engine.host import LentWeights, Slot, TaskState, has_hooks
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.schedule import Event, Failed, TaskStopped
 from hydra_engine.tasks import Callback, ModelWatch, TaskReport, is_called
@@ -69,7 +69,8 @@ class UsersModel:
         self._secure(self._trainable)
         self._show_buffers()
         weights = LentWeights(self._state.pool)
-        touched = _Touched(self._state, self._secure) if self._is_followed else None
+        is_followed = self._is_followed or self._state.homes.num_layers > 0
+        touched = _Touched(self._state, self._secure) if is_followed else None
         try:
             with nullcontext() if touched is None else touched:
                 yield
@@ -97,9 +98,13 @@ class UsersModel:
             parameter.grad = None  # of a backward of the call's own, as the next step's zero_grad has it
         state, has_buffers = self._state, self._take_buffers()
         is_other = self._watch.has_changed()
-        weights.take_over(slots)
+        with state.homes.lock:
+            weights.take_over(slots)
         state.num_commits += 1  # what devices hold of trained shards is of no more use
         self.is_changed |= is_other or has_buffers or weights.are_written_to
+        if state.homes.num_layers and has_hooks(state.layout):  # which act on what DRAM has
+            state.homes.num_layers = 0
+            state.homes.close_all()
         if is_other:
             thawed = next((s for s in state.layout.slots if s.parameter.requires_grad and not s.trainable), None)
             if thawed is not None:
@@ -125,7 +130,9 @@ class UsersModel:
 
 
 class _Touched(TorchFunctionMode):
-    """Notes the parameters that functions of torch's take, before they read or write them; shows those that are split.
+    """Notes the parameters that functions of torch's take, before they read or write them.
+
+    Those that are split are shown, and those that are at home on a device are brought.
 
     What a function may return is of the same memory, and found by its address.
     """
@@ -133,6 +140,7 @@ class _Touched(TorchFunctionMode):
     def __init__(self, state: TaskState, secure: Callable[[Iterable[int] | None], None]) -> None:
         super().__init__()
         self._pool, self._masters, self._secure = state.pool, state.pool.masters, secure
+        self._homes = state.homes
         places = ((slot.parameter.data_ptr(), extent_bytes(slot.parameter), slot) for slot in state.layout.slots)
         self._spans: list[tuple[int, int, Slot]] = sorted(places, key=lambda span: span[0])
         self._found: dict[int, int | None] = {}  # checksums before that
@@ -156,6 +164,7 @@ class _Touched(TorchFunctionMode):
             if index not in self._found:
                 self._secure([index])
                 self._found[index] = self._pool.checksum(index)
+                self._homes.show(index)
                 if index in self._masters:
                     self._masters[index].show()
             k -= 1  # an empty one, or another name of the same memory

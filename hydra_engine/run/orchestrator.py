@@ -267,6 +267,13 @@ class ModelOrchestrator(Opaque):
                 self._join(run, again, [*beside, again])
             return planned.name
 
+    def _add_again(self, planned: PlannedTask) -> int | None:
+        """Add a task that goes back to where it was saved; returns the step that it is at, None: it was stopped."""
+        planned.task.name = planned.name
+        self.add_task(planned.task)
+        found = self._tasks.named(planned.name, "add_task")
+        return None if self._tasks.station(found) is Station.DROPPED else found.report.steps
+
     def resume_task(self, name: str, directory: str | os.PathLike[str]) -> None:
         """Let the task of this name go on from another run's directory, with the bits of one that stayed there.
 
@@ -634,6 +641,7 @@ class ModelOrchestrator(Opaque):
                     self._plan_all(site, waiting)
                 if waiting:
                     run = self._running = stack.enter_context(self._run(waiting, site, signals, trains=True))
+                    run.joining.add_again = self._add_again
                 tasks.save_plans()
                 while waiting:  # from now on, those in the run are held by it alone
                     tasks.put(waiting.pop(0), Station.TRAINING)

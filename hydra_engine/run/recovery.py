@@ -87,8 +87,10 @@ class Recovery:
         assert step is not None
         is_whole = unit.kind != BACKWARD or not task.state.pool.early_release
         if isinstance(event.error, (DeviceOutOfMemory, BuffersChanged)) and is_whole and not task.end.has_failed:
+            is_short = isinstance(event.error, DeviceOutOfMemory)
+            has_room = is_short and self._workers.homes.give_all(event.device)  # once homes have left
             # Without its traceback, whose frames hold the unit's tensors.
-            step.again = Again(event.error.with_traceback(None), fits=False)
+            step.again = Again(event.error.with_traceback(None), fits=has_room)
             return True
         if not self._may_go_again(task, event):
             return False

@@ -473,10 +473,21 @@ class RunningTask:
 
     def secure(self, slots: Iterable[int] | None = None) -> None:
         """Wait until a checkpoint that is being written can do without these parameters as they are; None: all."""
-        if self.snapshot is not None:
+        at_home = self.state.pool.homes  # whose places in DRAM are no update's; copies of the best are
+        if self.snapshot is not None and (slots is None or self.figures.best is not None):
             self.snapshot.secure(slots)
+        elif self.snapshot is not None and slots is not None:
+            self.snapshot.secure([each for each in slots if each not in at_home])
         if self.figures.best is not None:  # whose copies the snapshot may be saving
             self.figures.best.secure(slots)
+
+    def secure_dram(self, slots: Iterable[int]) -> None:
+        """Wait until a checkpoint can do without what DRAM has of parameters that are at home on a device.
+
+        Under the lock of homes: one that was not captured yet has noted nothing.
+        """
+        if self.snapshot is not None and self.snapshot.is_captured:
+            self.snapshot.secure(slots)
 
     def note_commit(self) -> None:
         """The batch in progress is committed: the next begins where its layers have left the random stream."""
@@ -638,6 +649,7 @@ class Common:
         self.opening = threading.Lock()  # tasks take their memory, and give it back, one at a time
         self.is_interrupted = False  # nothing new begins
         self.lost: DeviceLost | DeviceFailed | None = None  # the first, for which the run ends
+        self.go_back: Callable[[RunningTask], None] = lambda _: None  # lets a task go on from where it was saved
 
     def later(self, job: Callable[[], None]) -> None:
         """Leave a job to the thread that decides."""

@@ -99,6 +99,14 @@ class Saves:
             self._saver.tell(f"task {task.name!r} could not be saved as it has ended: {error}")
             then(error)
 
+    def end_undone(self, task: RunningTask, then: Callable[[bool], None]) -> None:
+        """Call, once what was begun is written, with whether the task is saved at some step."""
+        saver = self._saver
+        if saver is None:
+            then(False)
+        else:
+            saver.save_end(task.name, None, None, lambda _: then(saver.has_steps(task.name)))
+
     def give_up(self) -> None:
         """Wait for no task any more."""
         if self._saver is not None:
@@ -158,14 +166,14 @@ class Saves:
         saver = self._saver
         if saver is None or task.name not in saver.wanted or not self._can_be_saved(task):
             return
-        task.snapshot = snapshot = self._snapshot(saver, task, None)
-        assert snapshot is not None
-        self._common.pool.submit(_captured, snapshot, saver.give(task.name, snapshot))
+        before, task.snapshot = task.snapshot, self._snapshot(saver, task, None)
+        assert task.snapshot is not None
+        self._common.pool.submit(_captured, task, before, task.snapshot, saver.give(task.name, task.snapshot))
         self._common.loggers.hurry()
 
     def _can_be_saved(self, task: RunningTask) -> bool:
         has_state = task.last_commit is not None and task.optimizer is not None
-        return has_state and task.life is Life.TRAINING and not task.end.has_failed
+        return has_state and task.life is Life.TRAINING and not (task.end.has_failed or task.end.goes_back)
 
     def _snapshot(self, saver: Saver, task: RunningTask, over: str | None) -> Snapshot | None:
         found, optimizer = task.last_commit, task.optimizer
@@ -186,6 +194,8 @@ class Saves:
         )
 
 
-def _captured(snapshot: Snapshot, give: Callable[[], None]) -> None:
+def _captured(task: RunningTask, before: Snapshot | None, snapshot: Snapshot, give: Callable[[], None]) -> None:
+    if before is not None:
+        before.secure(task.state.pool.homes)  # which are written to DRAM now
     snapshot.capture()
     give()

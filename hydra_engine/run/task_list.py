@@ -31,6 +31,7 @@ from hydra_engine.planning import (
     check_sharing,
     fits_arena,
     known_steps,
+    planned_homes,
     rehearsed_s,
     ways_together,
 )
@@ -406,7 +407,8 @@ class Site:
                 check_arena(tasks, memory_bytes)
         check_shared_buffers(tasks)
         self.limit.check(tasks)
-        return self.plan_of(plans)
+        homes = planned_homes(tasks, self.devices)
+        return self.plan_of([replace(plan, homed_layers=layers) for plan, layers in zip(plans, homes, strict=True)])
 
     def _plan_together(self, tasks: Sequence[PlannedTask], plans: list[TaskPlan]) -> None:
         """Plan tasks anew that are trained otherwise as it is best for all of them together."""

@@ -1,23 +1,38 @@
-"""Devices at work in a run: opens them, carries out Load, Drop, Run and Release, and closes them."""
+"""Devices at work in a run: opens them, carries out Load, Drop, Run, Release and Move, and closes them."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from hydra_engine.devices import COMPUTE, LOAD, STORE, DeviceSpec, OpenDevice
+from hydra_engine.devices import COMPUTE, LOAD, SLABS, STORE, DeviceSpec, OpenDevice
 from hydra_engine.display import AtWork, DeviceProgress
 from hydra_engine.elastic import DevicePool
 from hydra_engine.errors import DeviceFailed, ShardDoesNotFit
-from hydra_engine.host import TaskState
+from hydra_engine.host import TaskState, Wanted, home_bytes, share_out
 from hydra_engine.planning import PlannedTask, Room, arena_bytes
-from hydra_engine.run.running_task import Common, Life
-from hydra_engine.schedule import DeviceAdded, DeviceRemoved, Drop, Load, Release, Run, StopRequested, Unit
+from hydra_engine.run.running_task import Common, Life, RunningTask
+from hydra_engine.schedule import (
+    DeviceAdded,
+    DeviceRemoved,
+    Drop,
+    Failed,
+    HomesMoved,
+    Load,
+    Move,
+    MoveWanted,
+    Release,
+    Run,
+    StopRequested,
+    TaskStopped,
+    Unit,
+)
 from hydra_engine.system import warn
 from hydra_engine.tasks import DeviceReport
-from hydra_engine.trace import Timing, Trace
+from hydra_engine.trace import UPDATE, Timing, Trace
 from hydra_engine.worker import Delay, Worker
 from partitioners import format_bytes
 
@@ -28,6 +43,8 @@ class RunOver(Exception):
     """Nobody trains any more, and devices are closed."""
 
 
+# Past 300 lines: a device's whole stay, from its opening to its report.
+# More than 15 attributes: of devices that open, are open, leave and have left, each is of one moment.
 class Workers:
     """The department of devices. They come in any thread, and each one that leaves has a thread that waits for it."""
 
@@ -59,9 +76,16 @@ class Workers:
         self._is_over = False
         self._leaving: dict[int, threading.Thread] = {}
         self._timers: dict[int, threading.Timer] = {}
+        self.homes = HomeMoves(common, self)
 
     def instructions(self) -> dict[type, Callable[..., None]]:
-        return {Load: self._load, Drop: self._drop, Run: self._run, Release: self._release}
+        return {
+            Load: self._load,
+            Drop: self._drop,
+            Run: self._run,
+            Release: self._release,
+            Move: self.homes.move,
+        }
 
     @property
     def all(self) -> list[Worker]:
@@ -91,7 +115,13 @@ class Workers:
         if spec.has_arena:  # where no task is here yet, tasks that come are cut for what there is
             arena = arena_bytes(planned, spec.memory_bytes) if planned else spec.memory_bytes // 2
         device = spec.open(index, common.trace, num_threads, arena)
-        return Worker(index, device, common.trace, common.events.leave, self._decide)
+
+        moves = self.homes  # not this one, which would hold itself
+
+        def give_way(homes: Sequence[tuple[str, int]]) -> None:
+            common.later(partial(moves.give_way, homes))
+
+        return Worker(index, device, common.trace, common.events.leave, self._decide, give_way)
 
     # -- devices come and go
 
@@ -127,6 +157,7 @@ class Workers:
     def _let_in(self, index: int, spec: DeviceSpec) -> None:
         self.specs[index] = spec
         self._common.due.append(DeviceAdded(index))
+        self.homes.share_out(anew=True)
 
     def remove(self, index: int, grace_s: float | None) -> None:
         """Let a device go: at once, or its unit is given up after `grace_s` seconds. From any thread."""
@@ -144,6 +175,7 @@ class Workers:
         if not was_in:  # it leaves already, and has so long from now on
             return
         self._common.due.append(DeviceRemoved(index))
+        self.homes.leave(index)
         if len(self.specs) == self.min_devices - 1 and not self._common.is_interrupted:
             self._tell_waiting()
         for name, task in self._common.tasks.items():
@@ -161,6 +193,7 @@ class Workers:
         if index in self.specs:  # else it was counted with its first unit that failed
             name = self.pool.fail(index)
             self.messages.append(f"{name} was taken out: {error}")
+            self.homes.lose(index, error)
             self._remove(index, None)
         goes_on = self.pool.may_go_on and (self._may_wait or self.specs)
         if not goes_on and self._common.lost is None:
@@ -179,6 +212,7 @@ class Workers:
         """Close a device that was released, once what is on its way from it is in DRAM."""
         index = worker.index
         try:
+            worker.homes.wait_until_empty()
             worker.retire()
         finally:
             if (timer := self._timers.pop(index, None)) is not None:
@@ -301,14 +335,23 @@ class Workers:
             timing = Timing((before.launch_s or 0.0) + timing.launch_s, (before.device_s or 0.0) + timing.device_s)
         return DeviceReport(
             name=device.name,
-            busy_s=trace.busy_s(device.name, COMPUTE),
+            busy_s=trace.busy_s(device.name, COMPUTE) + trace.busy_s(device.name, UPDATE),
             loaded_bytes=trace.bytes_moved(device.name, LOAD),
             stored_bytes=trace.bytes_moved(device.name, STORE),
             peak_bytes=peak_bytes,
             memory_bytes=device.ledger.memory_bytes,
             launch_s=timing.launch_s if timing.device_s else None,
             device_s=timing.device_s or None,
+            homed_bytes=max(worker.homes.peak_bytes, 0 if before is None else before.homed_bytes),
         )
+
+    def update(self, index: int, label: str, job: Callable[[], None]) -> None:
+        """Update a shard that is at home on a device."""
+        self._open[index].update(label, job)
+
+    def worker(self, index: int) -> Worker | None:
+        """Return a device that is open, also while it leaves."""
+        return self._open.get(index)
 
     def _load(self, instruction: Load) -> None:
         unit = instruction.unit
@@ -320,3 +363,175 @@ class Workers:
     def _run(self, instruction: Run) -> None:
         self._common.tasks[instruction.unit.task].state.progress.begin(instruction.unit)
         self._open[instruction.device].run(instruction.unit)
+
+
+def home_lost(task: RunningTask, device: str) -> Failed:
+    """Return why a task fails whose weights are gone with a device."""
+    reason = f"it had weights of {task.name}, of which no step is saved to go back to"
+    remedy = "save steps (checkpoint_dir, checkpoint_every), or set homes='host', which loses none"
+    return Failed(task.name, DeviceFailed(device, reason, remedy), "the home of its weights")
+
+
+# A shard whose home has left a device gets another one after so many seconds at the earliest.
+LEAST_STAY_S = 60.0
+AGAIN = ("homes", None)
+
+
+class HomeMoves:
+    """The department of homes: which shard of which task has its home on which device.
+
+    Homes are shared out anew as tasks begin and end, and as devices come and go. What moves, moves once the scheduler
+    has said that nothing uses it; callbacks may have the model then.
+    """
+
+    def __init__(self, common: Common, workers: Workers) -> None:
+        self._common = common
+        self._workers: Workers = weakref.proxy(workers)  # which holds this one
+        self._left_s: dict[tuple[str, int], float] = {}  # by task and shard, when a home has left a device
+
+    def begin(self, task: RunningTask) -> None:
+        """Give homes to a task that begins, if it asks for some."""
+        homes = task.state.homes
+        homes.secure, homes.close_all = task.secure_dram, partial(self._close_all, task)
+        self._left_s = {key: at_s for key, at_s in self._left_s.items() if key[0] != task.name}  # of one before it
+        self._common.later(self.share_out)  # once the scheduler knows it
+
+    def share_out(self, *, anew: bool = False) -> None:
+        """Share devices' memory out among the shards of all tasks, and have moved what is elsewhere.
+
+        anew: there is more of it than when some had to leave for want of room.
+        """
+        tasks = [each for each in self._common.tasks.values() if each.life is Life.TRAINING and each.optimizer]
+        for task in tasks if anew else ():
+            task.state.homes.most = None
+        if not any(task.state.homes.num_layers or task.state.homes.of for task in tasks):
+            return
+        wanted = [self._wanted(task) for task in tasks]
+        work = max(each.work_bytes for each in wanted)
+        memory = {}
+        for index in self._workers.specs:
+            if (worker := self._workers.worker(index)) is not None:
+                ledger = worker.device.ledger
+                memory[index] = ledger.limit_bytes(SLABS) + work * ledger.is_split
+        found = share_out(wanted, memory)
+        for task in tasks:
+            self._ask(task, found[task.name])
+
+    def _wanted(self, task: RunningTask) -> Wanted:
+        state, optimizer = task.state, task.optimizer
+        assert optimizer is not None
+        shards = state.shards_for_homes()[: state.homes.most]
+        return Wanted.of(state, task.name, shards, [home_bytes(each, state.pool, optimizer.moments) for each in shards])
+
+    def _ask(self, task: RunningTask, wanted: dict[int, int]) -> None:
+        """Have homes of a task move to where they are wanted."""
+        homes, now_s = task.state.homes, self._common.trace.now_s()
+        there = homes.devices
+        recent = {
+            index for index in wanted if now_s < self._left_s.get((task.name, index), -LEAST_STAY_S) + LEAST_STAY_S
+        }
+        targets: dict[int, int | None] = dict.fromkeys(there)
+        targets |= {index: device for index, device in wanted.items() if index in there or index not in recent}
+        targets |= dict.fromkeys(homes.gives_way & there.keys())
+        homes.targets = {index: device for index, device in targets.items() if there.get(index) != device}
+        leaving = tuple(index for index in homes.targets if index in there)
+        coming = tuple(index for index in homes.targets if index not in there)
+        if leaving:
+            self._common.due.append(MoveWanted(task.name, leaving, leaves=True))
+        if coming:
+            self._common.due.append(MoveWanted(task.name, coming))
+        if not recent <= there.keys():
+            self._common.await_(AGAIN, LEAST_STAY_S)
+
+    def leave(self, device: int) -> None:
+        """A device is to leave: so do its homes first, to another one where there is room."""
+        self.share_out()
+        for task in self._common.tasks.values():
+            shards = tuple(index for index, at in task.state.homes.devices.items() if at == device)
+            for index in shards:
+                task.state.homes.targets.setdefault(index, None)
+            if shards and task.life is Life.TRAINING:
+                self._common.due.append(MoveWanted(task.name, shards, leaves=True))
+
+    def moved(self, event: HomesMoved) -> HomesMoved:
+        """Let a home leave again whose device was removed while it came there."""
+        for index, device in event.homes.items():
+            if device not in self._workers.specs and self._workers.worker(device) is not None:
+                self._common.tasks[event.task].state.homes.targets[index] = None
+                self._common.due.append(MoveWanted(event.task, (index,), leaves=True))
+        return event
+
+    def lose(self, device: int, error: DeviceFailed) -> None:
+        """A device has failed: tasks with homes there go back to where they were saved, or fail."""
+        for task in self._common.tasks.values():
+            lost = [home for home in list(task.state.homes.of.values()) if home.device == device]
+            if not lost or task.life is not Life.TRAINING:
+                continue
+            task.state.homes.lost_on = error.device
+            for home in lost:
+                home.is_lost = True
+            if task.end.goes_back:
+                continue
+            if task.end.ending is None:
+                task.end.undo(f"{error.device} failed, where {len(lost)} of its shards were at home")
+            else:  # what it was to end with is gone
+                task.end.fail(home_lost(task, error.device), commits=False)
+            self._common.due.append(TaskStopped(task.name))
+
+    def give_way(self, homes: Sequence[tuple[str, int]]) -> None:
+        """Let homes leave a device for good, since a unit needs their room."""
+        for name, index in homes:
+            task = self._common.tasks.get(name)
+            if task is not None and task.life is Life.TRAINING:
+                task.state.homes.targets[index] = None
+                task.state.homes.gives_way.add(index)
+                task.state.homes.most = sum(shard.index < index for shard in task.state.shards_for_homes())
+                self._common.due.append(MoveWanted(name, (index,), leaves=True))
+
+    def give_all(self, device: int | None) -> bool:
+        """Let all homes leave a device on which a unit ran out of memory; False: there are none."""
+        worker = None if device is None else self._workers.worker(device)
+        return worker is not None and worker.homes.give_all()
+
+    def move(self, instruction: Move) -> None:
+        """Move homes whose shards nothing uses."""
+        task = self._common.tasks[instruction.task]
+        self._common.pool.submit(self._moved, task, instruction.shards)
+
+    def _moved(self, task: RunningTask, shards: Sequence[int]) -> None:
+        homes = task.state.homes
+        try:
+            with homes.lock:
+                for index in shards:
+                    if index not in homes.targets:  # which it has found already
+                        continue
+                    device = homes.targets.pop(index)
+                    if index in homes.of:
+                        self._left_s[task.name, index] = self._common.trace.now_s()
+                        self._close(task, index)
+                    worker = self._workers.worker(device) if device in self._workers.specs else None
+                    if worker is not None and task.optimizer is not None:
+                        worker.homes.open(task.state, task.state.cut.shards[index], task.optimizer)
+        except BaseException as error:
+            self._common.events.put(Failed(task.name, error, "the move of its homes"))
+        self._common.events.put(HomesMoved(task.name, tuple(shards), homes.devices))
+
+    def _close(self, task: RunningTask, index: int) -> None:
+        home = task.state.homes.of[index]
+        task.secure_dram(home.gradients)
+        task.state.homes.gives_way.discard(index)
+        worker = self._workers.worker(home.device)
+        assert worker is not None
+        worker.homes.close(task.state, home)
+
+    def _close_all(self, task: RunningTask) -> None:
+        """Make DRAM the home of all, where nothing of a task is under way. In any thread that may wait."""
+        homes = task.state.homes
+        with homes.lock:
+            homes.targets = {}
+            shards = tuple(homes.of)
+            for index in shards:
+                self._close(task, index)
+        if shards:
+            self._common.events.put(HomesMoved(task.name, shards, {}))
+            self._common.later(partial(self.share_out, anew=True))  # their room may be others'

@@ -3,6 +3,8 @@
 A device runs one unit and holds at most one claim: the next unit, whose shard it loads. Claims bind nobody: an idle
 device takes the best run-ready unit, claimed elsewhere or not, so no run-ready unit ever waits beside an idle device.
 
+A unit of a shard whose home is on a device waits for that device alone: it stands in no queue, but with the device.
+
 A part offers one unit at most, so a decision is the least key of three queues of parts: run-ready and unclaimed,
 run-ready and claimed, load-ready and unclaimed. An event changes the places of one task's parts in them, whatever the
 number of tasks and devices.
@@ -158,6 +160,9 @@ class Dispatch:
         if part.queue is not None:
             part.queue.discard(part)
             part.queue = None
+        if part.pinned_to is not None:
+            part.pinned_to.pinned.pop(part, None)
+            part.pinned_to = None
         before, part.offer = part.offer, part.next_unit()
         if part.offer is None:
             return
@@ -169,7 +174,9 @@ class Dispatch:
             self._ready_count += 1
             part.ready_order = self._ready_count
         part.key = self._key(part)
-        if part.claim is not None:
+        if part.only is not None:
+            self._pin(part)
+        elif part.claim is not None:
             if is_ready:
                 self._put(self._claimed, part)
             self._touched[part.claim] = None
@@ -177,6 +184,14 @@ class Dispatch:
             self._put(self._ready if is_ready else self._loadable, part)
         if (only := part.computing or part.near) is not None:
             self._touched[only] = None
+
+    def _pin(self, part: Part) -> None:
+        """Leave a part to the one device that it may run on; one that has gone has it moved."""
+        device = self._devices.get(-1 if part.only is None else part.only)
+        if device is not None:
+            self._touched[device] = None
+            if not part.is_ahead:
+                part.pinned_to, device.pinned[part] = device, None
 
     def _put(self, queue: PartQueue | RankedQueue, part: Part) -> None:
         part.queue = queue
@@ -273,18 +288,20 @@ class Dispatch:
             return
         if not near:
             return
-        best = min(near, key=lambda part: (part.rank, part.claim is not None, part.key))
+        best = min(near, key=lambda part: (part.rank, part.claim is not None, part.under_way, part.key))
         other = self._best(self._ready, device)
         if other is not None and other.rank > best.rank:
             other = None
         # What is on its way to DRAM keeps the device waiting, which only the critical path is worth.
-        is_urgent = self._is_longest_first and self._is_critical(best.task)
+        is_urgent = not best.under_way or (self._is_longest_first and self._is_critical(best.task))
         best = best if other is None or (is_urgent and best.key < other.key) else other
         self._run(device, self._before(best) or best)
 
     def _near(self, device: ScheduledDevice) -> list[Part]:
-        """Parts that only this device can run now, while what they begin with is on its way to DRAM."""
-        return [part for part in device.near if part.offer and part.in_turn and self._may_run(part, device)]
+        """Parts that only this device can run now: what they begin with is on its way to DRAM, or stays here."""
+        found = [part for part in device.near if part.offer and part.in_turn and part.may_run_on(device)]
+        found += [part for part in device.pinned if part.in_turn and not part.under_way]
+        return [part for part in found if self._may_run(part, device)]
 
     def _is_urgent(self, part: Part, claim: Part) -> bool:
         return (part.rank, part.key) < (claim.rank, claim.key) and self._is_critical(part.task)
@@ -323,13 +340,15 @@ class Dispatch:
         """Claim what goes first of what can run at once or next on this device, else what waits for another's."""
         if not self._is_wanting(device):
             return
-        free = [part for part in own if part.offer is not None and part.claim is None and part.in_turn]
+        free = [part for part in own if part.offer is not None and part.may_run_on(device)]
+        free += [part for part in device.pinned if part not in free and not part.under_way]
+        free = [part for part in free if part.claim is None and part.in_turn]
         if self._has_groups:
-            part = self._next_in_groups(device, free)
+            part = self._next_in_groups(device, free) or next((p for p in device.pinned if p.claim is None), None)
         else:
             if (ready := self._best(self._ready, device)) is not None:
                 free.append(ready)
-            part = self._first(free, device) if free else self._ahead(own) or self._best(self._loadable, device)
+            part = self._first(free, device) if free else self._ahead(own, device) or self._loaded_ahead(device)
         if part is not None:
             part.claim, device.claim = device, part
             self._wanting.discard(device)
@@ -341,14 +360,22 @@ class Dispatch:
             if queue is self._ready:
                 self._put(self._claimed, part)
 
+    def _loaded_ahead(self, device: ScheduledDevice) -> Part | None:
+        """Return who goes first of those that wait for what another device computes."""
+        found = [part for part in device.pinned if part.claim is None]
+        if (best := self._best(self._loadable, device)) is not None:
+            found.append(best)
+        return min(found, key=lambda part: part.key, default=None)
+
     @staticmethod
-    def _ahead(own: Iterable[Part]) -> Part | None:
+    def _ahead(own: Iterable[Part], device: ScheduledDevice) -> Part | None:
         """Return the next batch's first part of a task whose last units the device has: there it will begin.
 
         Another device would take it from this one, which may be idle by then.
         """
         found = (part.task.ahead for part in own)
-        return next((part for part in found if part.offer is not None and part.claim is None), None)
+        offered = (part for part in found if part.offer is not None and part.claim is None)
+        return next((part for part in offered if part.may_run_on(device)), None)
 
     # -- groups
 

@@ -178,6 +178,26 @@ class DeviceReturned(NamedTuple):
     device: int
 
 
+class MoveWanted(NamedTuple):
+    """Homes of shards are to move: say `Move` for each once nothing uses it.
+
+    leaves: from a device, so that no unit of these shards begins before; else a shard is loaded to its home before its
+    next forward.
+    """
+
+    task: str
+    shards: tuple[int, ...]
+    leaves: bool = False
+
+
+class HomesMoved(NamedTuple):
+    """Homes of shards have moved, or have found no room."""
+
+    task: str
+    shards: tuple[int, ...]
+    homes: dict[int, int]  # by shard, of all that are on a device: which one
+
+
 class CaptureWanted(NamedTuple):
     """A task is to be saved: say `Capture` at once where it is settled, else when it is."""
 
@@ -199,7 +219,7 @@ class StopRequested(NamedTuple):
 Event: TypeAlias = (
     "TaskAdded | BatchReady | DataEnded | DataFailed | Computed | Stored | StepCommitted | ShardUpdated | Failed"
     " | DidNotFit | UnitLost | Fitted | SpreadsKnown | DeviceAdded | DeviceRemoved | DeviceWanted | DeviceReturned"
-    " | CaptureWanted | TaskStopped | StopRequested"
+    " | MoveWanted | HomesMoved | CaptureWanted | TaskStopped | StopRequested"
 )
 
 
@@ -286,6 +306,13 @@ class Update(NamedTuple):
         return self.shard
 
 
+class Move(NamedTuple):
+    """Move the homes of these shards: no unit uses them and no update, until it is said that they have moved."""
+
+    task: str
+    shards: tuple[int, ...]
+
+
 class Discard(NamedTuple):
     """Drop the gradients of one shard: its task is over, so no update takes them."""
 
@@ -311,5 +338,5 @@ class Finish(NamedTuple):
 
 
 Instruction: TypeAlias = (
-    "Load | Drop | Run | Lend | Release | Read | Begin | Fit | Commit | Update | Discard | Capture | Finish"
+    "Load | Drop | Run | Lend | Release | Read | Begin | Fit | Commit | Update | Move | Discard | Capture | Finish"
 )

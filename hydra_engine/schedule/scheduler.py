@@ -56,7 +56,10 @@ from hydra_engine.schedule.events import (
     Finish,
     Fit,
     Fitted,
+    HomesMoved,
     Instruction,
+    Move,
+    MoveWanted,
     Read,
     ShardUpdated,
     SpreadsKnown,
@@ -129,6 +132,8 @@ class Scheduler:
             DeviceRemoved: self._device_removed,
             DeviceWanted: lambda event: self._dispatch.lend(event.device),
             DeviceReturned: lambda event: self._dispatch.take_back(event.device),
+            MoveWanted: self._move_wanted,
+            HomesMoved: self._homes_moved,
             CaptureWanted: lambda event: self._capture(self._tasks[event.task]),
             TaskStopped: self._task_stopped,
             StopRequested: self._stop_requested,
@@ -266,6 +271,7 @@ class Scheduler:
         """Commit a step whose units are all through. Updates that were released early go on beside it and after it."""
         num_units = len(task.chain)
         is_through = num_units > 0 and task.parts[0].position == num_units and task.num_stored() == num_units
+        is_through = is_through and not (task.leaving or task.moving)
         if is_through and not (task.phase.is_over or task.on_host is not OnHost.NOTHING):
             task.on_host = OnHost.COMMIT
             self._out.append(Commit(task.added.task, task.batch.training))
@@ -309,6 +315,7 @@ class Scheduler:
             self._advance(task)
         else:
             self._begin_chain(task, 1)  # of which nothing is known on a device yet
+            self._move(task)
 
     def _step_committed(self, event: StepCommitted) -> None:
         task = self._tasks[event.task]
@@ -338,6 +345,31 @@ class Scheduler:
     def _capture(self, task: ScheduledTask) -> None:
         if task.is_settled:
             self._out.append(Capture(task.added.task))
+
+    def _move_wanted(self, event: MoveWanted) -> None:
+        task = self._tasks[event.task]
+        if task.phase is Phase.FINISHED:
+            return
+        (task.leaving if event.leaves else task.coming).update(event.shards)
+        self._advance(task)
+        self._dispatch.revoke(task)
+
+    def _homes_moved(self, event: HomesMoved) -> None:
+        task = self._tasks[event.task]
+        task.moving.difference_update(event.shards)
+        task.homes = event.homes
+        if task.phase is Phase.FINISHED:
+            return
+        self._capture(task)
+        self._commit(task)
+        self._advance(task)
+        self._dispatch.revoke(task)  # of units that run elsewhere now
+
+    def _move(self, task: ScheduledTask) -> None:
+        """Have homes moved that nothing uses."""
+        if shards := task.take_movable():
+            self._out.append(Move(task.added.task, shards))
+            self._dispatch.revoke(task)
 
     def _failed(self, event: Failed) -> None:
         task = self._tasks[event.task]
@@ -391,17 +423,20 @@ class Scheduler:
     def _advance(self, task: ScheduledTask) -> None:
         """Begin the next batch, or finish, where nothing is in the way."""
         phase = task.phase
+        if phase.is_over:
+            task.coming.clear()
+        self._move(task)
         if (task.chain and not phase.is_over) or task.on_host is not OnHost.NOTHING:
             return
         if phase is Phase.FINISHED or task.under_way:
             return
         if phase.is_over or (phase is Phase.ALL_READ and task.next_batch is None and task.misfit is None):
-            if not task.stale:
+            if not (task.stale or task.leaving or task.moving):
                 self._finish(task)
             return
         has_to_fit = task.misfit is not None or (task.next_batch is not None and task.next_batch.has_to_fit)
         # Shards may be numbered anew: no update of the old ones may be under way.
-        if has_to_fit and task.stale:
+        if has_to_fit and (task.stale or task.leaving or task.moving):
             return
         if max(1, self._dispatch.num_devices) < task.least_devices and phase is not Phase.LAST_STEP:
             self._waiting[task] = None

@@ -373,6 +373,7 @@ class Part:
     key: Any = None  # of the offer
     claim: ScheduledDevice | None = None  # who has claimed the offer
     queue: PartQueue | RankedQueue | None = None  # which the part is in
+    pinned_to: ScheduledDevice | None = None  # the device in whose `pinned` it is
     is_ahead: bool = False  # of the batch after the one in progress: its first shard may be loaded already, no more
 
     @property
@@ -422,6 +423,15 @@ class Part:
             self.next = Unit(task.added.task, kind, shard, batch.step, self.index)
         return self.next
 
+    @property
+    def only(self) -> int | None:
+        """The number of the device that the offered unit's shard has its home on, if it has one."""
+        homes = self.task.homes
+        return homes.get(self.offer.shard) if homes and self.offer is not None else None
+
+    def may_run_on(self, device: ScheduledDevice) -> bool:
+        return self.only in (None, device.index)
+
     def leave(self, device: ScheduledDevice | None) -> None:
         """Its unit is on its way to DRAM, from a device where the part can go on; None: it cannot."""
         self.storing += 1
@@ -470,6 +480,10 @@ class ScheduledTask:
     batch: BatchReady = _NO_BATCH  # in progress, or the last one
     misfit: Unit | None = None  # where a device ran out of memory: the step waits to be fitted
     stale: set[int] = field(default_factory=set)  # shards whose update is not through
+    homes: dict[int, int] = field(default_factory=dict)  # by shard: the device that its weights stay on, and its units
+    leaving: set[int] = field(default_factory=set)  # shards whose homes are to leave a device
+    coming: set[int] = field(default_factory=set)  # shards that are to get one
+    moving: set[int] = field(default_factory=set)  # shards for which `Move` was said
     has_read: bool = False  # the batch after this one was asked for
     next_batch: BatchReady | None = None
     num_steps_done: int = 0
@@ -519,7 +533,8 @@ class ScheduledTask:
     @property
     def is_settled(self) -> bool:
         """True if all of its state is of one step: nothing commits, releases or updates."""
-        return not self.stale and self.on_host is not OnHost.COMMIT and not self.is_releasing
+        is_moving = self.leaving or self.moving
+        return not (self.stale or is_moving or self.is_releasing) and self.on_host is not OnHost.COMMIT
 
     @property
     def least_devices(self) -> int:
@@ -566,7 +581,23 @@ class ScheduledTask:
         return min(part.num_stored for part in self.parts)
 
     def is_fresh(self, shard: int) -> bool:
+        if shard in self.leaving or shard in self.moving:
+            return False
         return not self.stale or self.stale.isdisjoint(self.units.needs[shard])
+
+    def take_movable(self) -> tuple[int, ...]:
+        """Take the shards whose homes may move now, since no unit, commit or update uses them."""
+        if self.on_host is not OnHost.NOTHING or not (self.leaving or self.coming):
+            return ()
+        if not self.chain and self.under_way:  # of a step that is to begin again
+            return ()
+        running = [part for part in self.parts if part.under_way]
+        at_work = {shard for part in running for _, shard in self.chain[part.num_stored : part.position]}
+        begun = {shard for part in self.parts for _, shard in self.chain[: part.position]}
+        found = (self.leaving - at_work) | (self.coming - begun)
+        found -= self.stale | self.moving
+        self.leaving, self.coming, self.moving = self.leaving - found, self.coming - found, self.moving | found
+        return tuple(sorted(found))
 
     def estimate(self) -> None:
         """Add up a new chain's times, as they are estimated now."""
@@ -628,3 +659,4 @@ class ScheduledDevice:
     part: Part | None = None  # whose unit is running
     claim: Part | None = None  # whose offer is claimed
     near: dict[Part, None] = field(default_factory=dict)  # whose last unit it computed, on its way to DRAM
+    pinned: dict[Part, None] = field(default_factory=dict)  # whose offered unit may run here alone

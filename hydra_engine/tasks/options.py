@@ -211,6 +211,11 @@ LIMITS: tuple[Rule, ...] = (
     _known("moments", "float32", "bfloat16"),
     _known("optimizer_scope", "shard", "task"),
     _known("early_release", False, True, "all"),
+    (
+        "homes",
+        lambda value: value in ("auto", "host", "device") or (not isinstance(value, str) and value >= 0),
+        "{!r}, known: 'auto', 'host', 'device', or a number of layers from the lowest on",
+    ),
     _known("lr_scheduler_interval", "step", "epoch"),
     _known("loss_reduction", "mean", "sum", beside=callable),
     _known("resume_options", "checkpoint", "program"),

@@ -69,6 +69,8 @@ class TaskPlan:
     predicted_s: float | None = None  # of a step of each of the device's tasks together, as the cut was chosen by it
     cut_because: str = ""  # what else was predicted of the cut, and of others; "": it was not chosen by predictions
     eval_message: str = ""  # that the model is in eval(); "": it is not
+    homed_layers: dict[str, int] = field(default_factory=dict)  # by device: how many have their home there
+    no_homes_because: str = ""  # why there are no more; "": it asks for none, or all that it asks for have one
 
     @property
     def _spread(self) -> str:
@@ -139,6 +141,10 @@ class Plan:
             cuts.setdefault(plan.cut_because, []).append(printable(plan.name))
         lines += [f"{', '.join(names)}: {because}" for because, names in cuts.items() if because]
         lines += [f"{printable(plan.name)}: {plan.eval_message}" for plan in self.tasks.values() if plan.eval_message]
+        for plan in self.tasks.values():
+            homes = [f"{_plural(number, 'layer')} at home on {device}" for device, number in plan.homed_layers.items()]
+            homes += [plan.no_homes_because] if plan.no_homes_because else []
+            lines += [f"{printable(plan.name)}: {'; '.join(homes)}"] if homes else []
         launching = [plan for plan in self.tasks.values() if plan.launch_share is not None]
         lines += [f"{printable(plan.name)}: {plan._launches(len(self.devices))}" for plan in launching]
         if doubling := {plan.name: plan.doubled_bytes for plan in self.tasks.values() if plan.doubled_bytes}:
@@ -317,6 +323,7 @@ class DeviceReport:
     memory_bytes: int
     launch_s: float | None = None  # seconds in which the interpreter handed it kernels; None: that is computing
     device_s: float | None = None  # seconds from a unit's first kernel to its last one's end
+    homed_bytes: int = 0  # the most that shards which are at home there have taken
 
 
 @dataclass(frozen=True, kw_only=True)

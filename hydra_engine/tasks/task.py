@@ -71,6 +71,10 @@ class ModelTask(Opaque):
         early_release*: update a shard as soon as its gradient has arrived, in the middle of the step, which nothing may
             veto then: not with `max_grad_norm`, float16, scope "task", `max_retries` or `nonfinite`. True: DRAM has the
             gradients of two shards at a time, and backwards wait for updates. "all": it has those of all, as without.
+        homes*: where the state of the layers stays from step to step, their weights, moments and masters. "host": in
+            DRAM, from which devices load weights for each unit, and where the host updates them. "device": on a device,
+            which then makes their updates and loads nothing, for as many of the lowest layers as it has room; a number:
+            for so many layers at most. "auto": as "host".
         ema_decay: keep an exponential moving average of the weights, as torch's `AveragedModel` with
             `get_ema_multi_avg_fn(ema_decay)` does; in `TaskReport.ema_state` at the end.
         lr_scheduler: (optimizer) -> torch.optim.lr_scheduler.LRScheduler.
@@ -167,6 +171,7 @@ class ModelTask(Opaque):
         param_groups: Callable[[str], dict[str, Any]] | None = None,
         optimizer_scope: str = "shard",
         early_release: bool | str = False,
+        homes: str | int = "auto",
         ema_decay: float | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         lr_scheduler_interval: str = "step",
@@ -215,6 +220,7 @@ class ModelTask(Opaque):
         )
         validation_interval, patience, max_retries = map(plain, (validation_interval, patience, max_retries))
         priority, weight, min_devices, max_devices = map(plain, (priority, weight, min_devices, max_devices))
+        homes = plain(homes)
         ema_decay, max_grad_norm = map(plain, (ema_decay, max_grad_norm))
         loader_timeout_s, callback_timeout_s = map(plain, (loader_timeout_s, callback_timeout_s))
         loss_fn = uncompiled(loss_fn)
@@ -242,6 +248,7 @@ class ModelTask(Opaque):
         self.lr_scheduler_interval = lr_scheduler_interval
         self.partitioner: Partitioner = partitioner if partitioner is not None else Fastest()
         self.early_release = early_release if isinstance(early_release, str) else bool(early_release)
+        self.homes = homes
         self.priority = priority
         self.group = group
         self.min_devices = min_devices

@@ -1,12 +1,14 @@
-"""Shards on their way to one device: asked for, loaded into slabs that units share, and given back."""
+"""Shards on their way to one device: asked for, loaded into slabs that units share, given back; and those at home."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from hydra_engine.devices import LOAD, SLABS, OpenDevice, Residents, Ticket
-from hydra_engine.host import Region, TaskState
+from hydra_engine.devices import LOAD, SLABS, OpenDevice, Residents, Slab, Ticket
+from hydra_engine.errors import DeviceGone, DeviceOutOfMemory
+from hydra_engine.host import Home, Region, Shard, TaskOptimizer, TaskState, home_bytes
 from hydra_engine.schedule import Unit
 from hydra_engine.worker.spiller import Spiller
 from hydra_engine.worker.unit import Claim, ClaimStage, Delay, SlabLoad
@@ -96,12 +98,22 @@ class Claims:
             if self._num_settling:
                 self._changed.notify_all()
 
-    def settle(self, task: str | None = None) -> None:
-        """Wait until nothing of a task, or of any, is on its way through the device."""
+    def settle(self, task: str | None = None, shard: int | None = None) -> None:
+        """Wait until nothing of a task, of one of its shards, or of any is on its way through the device."""
+
+        def concerns(claim: Claim) -> bool:
+            is_given_up = shard is not None and isinstance(claim.error, DeviceGone)  # its lane may be in user code
+            return not is_given_up and task in (None, claim.unit.task) and shard in (None, claim.unit.shard)
+
         with self._changed:
             self._num_settling += 1
-            self._changed.wait_for(lambda: not any(task in (None, claim.unit.task) for claim in self._outstanding))
+            self._changed.wait_for(lambda: not any(map(concerns, self._outstanding)))
             self._num_settling -= 1
+
+    def is_at_work(self, task: str, shard: int) -> bool:
+        """Return True if a unit of a shard was begun, and has not let go of its slabs."""
+        with self._lock:
+            return any((claim.unit.task, claim.unit.shard) == (task, shard) for claim in self._at_work)
 
     def abandon(self, error: Exception) -> None:
         """Let those whose unit is in the lanes fail there, whenever they come to it."""
@@ -156,3 +168,106 @@ class Claims:
         if self._residents.evict_slab():
             return True
         return bool(loaded) and loaded[0].freed.is_kept()
+
+
+class DeviceHomes:
+    """Shards that are at home on one device. Units find them there as slabs that are never evicted."""
+
+    def __init__(
+        self,
+        index: int,
+        device: OpenDevice,
+        residents: Residents,
+        claims: Claims,
+        give_way: Callable[[Sequence[tuple[str, int]]], None],
+    ) -> None:
+        """`give_way`: told the homes, by task and shard, that are to leave, since a unit needs their room."""
+        self._index = index
+        self._device = device
+        self._residents = residents
+        self._claims = claims
+        self._give_way = give_way
+        self._places: dict[tuple[str, int], tuple[Slab, int]] = {}  # and bytes; in the order in which they came
+        self.peak_bytes = 0
+        self._leaving: set[tuple[str, int]] = set()  # whose bytes somebody waits for
+        self._empty = threading.Condition(device.ledger.lock)
+        device.ledger.reclaim = self._reclaim
+
+    def open(self, state: TaskState, shard: Shard, optimizer: TaskOptimizer) -> Home | None:
+        """Give a shard a home with what DRAM has, between two of its steps; None: there is no room."""
+        device, num_bytes = self._device, home_bytes(shard, state.pool, optimizer.moments)
+        if not device.ledger.take(num_bytes, SLABS):
+            return None
+        try:
+            slab = device.take_slab(num_bytes, self._residents.evict_slab, lasts=True)
+        except DeviceOutOfMemory:
+            device.ledger.release(num_bytes, kind=SLABS)
+            return None
+        key = state.name, shard.index
+        with device.ledger.lock:
+            self._places[key] = slab, num_bytes
+            self.peak_bytes = max(self.peak_bytes, sum(each for _, each in self._places.values()))
+        place = slab.storage, slab.offset
+        try:
+            home = Home(shard, self._index, *place, state.pool, optimizer.optimizer, optimizer.moments)
+            home.fill(has_gradient=state.staging.has_gradient)
+        except BaseException:
+            self._free(key)
+            raise
+        state.homes.of[shard.index] = home
+        load = SlabLoad(lambda: slab, late=False, is_home=True)
+        load.load()
+        for region in state.regions(shard):
+            if region.trainable:  # its bytes are counted here
+                self._residents.add(region.key, load, 0, state.name, lambda: 0.0, lambda: None)
+        return home
+
+    def close(self, state: TaskState, home: Home) -> None:
+        """End a home, whose shard no unit and no update uses."""
+        shard, key = home.shard, (state.name, home.shard.index)
+        self._claims.settle(*key)  # a claim that was revoked may hold it still
+        home.close(has_gradient=state.staging.has_gradient)
+        regions = state.regions(shard)
+        del state.homes.of[shard.index]
+        self._residents.forget(state.name)  # graphs refer to it
+        for region in regions:
+            if region.trainable:
+                self._residents.unpin(region.key, is_whole=False)
+        self._free(key)
+
+    def _free(self, key: tuple[str, int]) -> None:
+        """Give a home's memory back."""
+        with self._device.ledger.lock:
+            slab, num_bytes = self._places.pop(key)
+            is_awaited = key in self._leaving
+            self._leaving.discard(key)
+            self._device.give_slab_back(slab)
+            self._device.ledger.release(num_bytes, kind=SLABS, deactivates=is_awaited)
+            self._empty.notify_all()
+
+    def end(self) -> None:
+        """Refer to nobody of the run any more."""
+        self._give_way, self._device.ledger.reclaim = lambda _: None, lambda _: False
+
+    def wait_until_empty(self) -> None:
+        """Wait until all homes have left."""
+        with self._empty:
+            self._empty.wait_for(lambda: not self._places)
+
+    def give_all(self) -> bool:
+        """Have all homes leave; False: there are none."""
+        with self._device.ledger.lock:
+            return self._reclaim(self._device.ledger.memory_bytes)
+
+    def _reclaim(self, num_bytes: int) -> bool:
+        """Have homes leave until so many bytes come back, the last one first. Under the ledger's lock."""
+        asked = []
+        for key in reversed(self._places):
+            if num_bytes > 0 and key not in self._leaving and not self._claims.is_at_work(*key):
+                asked.append(key)
+                num_bytes -= self._places[key][1]
+                self._leaving.add(key)
+                self._device.ledger.activate()
+        if asked:
+            self._give_way(asked)
+        return bool(self._leaving)

@@ -92,6 +92,7 @@ class Executor:
     compiled: CompiledLayers | None = None
     inspector: Inspector | None = field(default=None, init=False)
     current: str = field(default="", init=False)  # the layer that runs, for messages
+    has_written: bool = field(default=False, init=False)  # to parameters, in a unit that has failed
 
     def __post_init__(self) -> None:
         structure = self.structure
@@ -199,6 +200,7 @@ class UnitRunning:
         self._structure.bind(self._views, self._buffers)
         self._versions = self._structure.parameter_versions(self._views)
         self._modes = UNIT_MODES.begin()
+        self._executor.has_written = False
         try:
             if self._saved is not None:
                 self._saved.begin(self._views.values())
@@ -224,6 +226,7 @@ class UnitRunning:
         self._train_again()
         try:
             if exc[0] is not None:  # what a layer has bound or set must not stay for the next run
+                self._executor.has_written = self._versions != self._structure.parameter_versions(self._views)
                 self._structure.take_buffers(self._shard.first, self._end)
                 for attributes in self._executor.attributes[self._shard.first : self._end]:
                     self._executor.put_back(attributes)

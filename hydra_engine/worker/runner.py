@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hydra_engine.data import same_bits
 from hydra_engine.devices import COMPUTE, INPUT, LOAD, STORE, OpenDevice, Promise, Timer
 from hydra_engine.errors import DeviceGone, DeviceLost
-from hydra_engine.host import BuffersChanged
-from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
+from hydra_engine.host import BuffersChanged, LayerFault
+from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
 from hydra_engine.trace import Timing, Trace
 from hydra_engine.worker.claims import Claims
 from hydra_engine.worker.executor import NOTHING, Executor, UnitSpec
@@ -69,6 +69,8 @@ class Runner:
             run.is_metered = run.account.known is None or device.meter_every_unit
             self._bring_first(run)
             self._set_views(claim)
+            if claim.unit.kind == EVALUATE and claim.state.task.metrics and claim.state.cut.is_last(claim.shard):
+                claim.state.homes.show_all()  # which metrics may read
             start_s, executing, timer = self._trace.now_s(), True, device.timer()  # waiting is not work
             with run.account.metered(run.graphs.saved) if run.is_metered else NOTHING:
                 output = self._run_micro_batches(run, executor)
@@ -93,7 +95,7 @@ class Runner:
             self._struck = self._struck or claim.unit
             claim.fail(error, "a kernel")
         if claim.error is not None and executing:
-            claim.spoil()
+            claim.spoil(has_written=executor.has_written)
         if claim.error is not None and self._struck is None and isinstance(device.explained(claim.error), DeviceLost):
             self._struck = claim.unit
         run.so_far = {}  # what became of them is in the output
@@ -224,6 +226,11 @@ class Runner:
         """Apart, so that no slab is in the hands of what an error comes through last."""
         slabs = {region.trainable: load.slab.result() for region, load in claim.slabs.items()}
         for region, load in claim.slabs.items():
+            if load.is_spoiled and load.is_home:
+                raise LayerFault(
+                    f"a layer of shard {claim.shard.index} wrote to a parameter and raised, limit: only the optimizer "
+                    f"changes parameters, since weights that are at home on a device are nowhere else; set homes='host'"
+                )
             if load.is_spoiled:
                 self._spiller.fill_slab(claim.state, claim.shard, region, slabs[region.trainable])
                 load.is_spoiled = False

@@ -225,7 +225,11 @@ class Spiller:
                 staging.has_gradient[slot] = gradient is not None
                 if gradient is not None:  # laid out as its parameter, except for dimensions of size 1
                     pairs.append((state.pool.gradients.of(state.layout.slots[slot]), gradient))
-            self._store_all(pairs)
+            if shard.index not in state.homes.of:
+                self._store_all(pairs)
+            else:  # which is here
+                for place, gradient in pairs:
+                    place.copy_(gradient)
 
     def store_buffers(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
         """Send the buffers that a unit changed to DRAM; a backward gives those alone that it has written to itself."""

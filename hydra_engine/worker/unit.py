@@ -101,9 +101,10 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
 class SlabLoad:
     """A slab that is being filled, or was, for every unit that needs it."""
 
-    def __init__(self, load: Callable[[], Slab], *, late: bool) -> None:
+    def __init__(self, load: Callable[[], Slab], *, late: bool, is_home: bool = False) -> None:
         self.slab: Promise[Slab] = Promise()
         self.is_late = late  # so small that it is loaded when the first unit runs, by the lane that computes
+        self.is_home = is_home  # DRAM may have old values of it
         self.is_spoiled = False  # a unit failed on it, which may have written to the parameters: to be filled again
         self._load = load
 
@@ -156,10 +157,10 @@ class Claim:
         if self.error is None:
             self.error, self.where = error, where
 
-    def spoil(self) -> None:
-        """Have its slabs filled again: its unit may have written to parameters."""
+    def spoil(self, *, has_written: bool) -> None:
+        """Have its slabs filled again: its unit may have written to parameters; has_written: it was seen to."""
         for load in self.slabs.values():
-            load.is_spoiled = True
+            load.is_spoiled = has_written or not load.is_home
 
     def do(self, lane: str, device: OpenDevice, job: Callable[[], T]) -> T:
         """Do part of the unit in a lane, to the end. Where the unit has failed, raise why instead."""

@@ -14,7 +14,7 @@ Called by the thread that decides.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -24,8 +24,8 @@ from hydra_engine.devices import COMPUTE, OpenDevice, Residents, Ticket
 from hydra_engine.errors import DeviceGone
 from hydra_engine.host import Structure, TaskState
 from hydra_engine.schedule import Computed, Event, Failed, Stored, Unit
-from hydra_engine.trace import Timing, Trace
-from hydra_engine.worker.claims import Claims
+from hydra_engine.trace import UPDATE, Timing, Trace
+from hydra_engine.worker.claims import Claims, DeviceHomes
 from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.executor import NOTHING, Executor, Modes
 from hydra_engine.worker.kept_graphs import KeptGraphs
@@ -37,22 +37,34 @@ from hydra_engine.worker.unit import ClaimStage, Delay, Passage, UnitRun
 Functions: TypeAlias = "tuple[Callable[[Any, Any], Tensor], Mapping[str, Callable[[Any, Any], float | Tensor]]]"
 
 
+# More than 15 attributes: a device's parts, and what of it is under way.
 class Worker:
     """Takes units through one device's lanes: tasks are admitted, their units claimed, then run or dropped."""
 
     def __init__(
-        self, index: int, device: OpenDevice, trace: Trace, report: Report, decide: Callable[[], None]
+        self,
+        index: int,
+        device: OpenDevice,
+        trace: Trace,
+        report: Report,
+        decide: Callable[[], None],
+        give_way: Callable[[Sequence[tuple[str, int]]], None] = lambda _: None,
     ) -> None:
-        """Make one that tells `report` of its units, and calls `decide` once what it has told may be decided upon."""
+        """Make one that tells `report` of its units, and calls `decide` once what it has told may be decided upon.
+
+        give_way: as of DeviceHomes.
+        """
         self.index = index
         self.device = device
         self._residents = Residents(device.ledger)
         self._spiller = spiller = Spiller(device, self._residents)
         self._claims = Claims(device, self._residents, spiller)
+        self.homes = DeviceHomes(index, device, self._residents, self._claims, give_way)
         self._kept_graphs = KeptGraphs(self._residents, device.ledger)
         self._runner = Runner(index, device, trace, self._say, decide, spiller, self._claims, self._kept_graphs)
         self._report, self._decide = report, decide
         self._saying = threading.Lock()
+        self._updates: dict[Callable[[], None], Callable[[], None]] = {}  # of shards at home, not begun, by lane job
         self._is_mute = False  # the device was taken away: what it still says is of no more use
         self._under_way: dict[Unit, bool] = {}  # not stored yet; True: it is computed
         self._executors: dict[str, Executor] = {}  # by task
@@ -144,6 +156,25 @@ class Worker:
         num_bytes = 0 if claim.error else wanted_bytes
         self.device.ledger.request(Ticket(num_bytes=num_bytes, granted=granted, refused=refused, activates=True))
 
+    def update(self, label: str, job: Callable[[], None]) -> None:
+        """Update a shard that is at home here, between two units; at once where the device was taken away."""
+
+        def run() -> None:
+            with self._saying:
+                is_mine = self._updates.pop(run, None) is not None
+            if is_mine:
+                with self.device.trace.span(self.device.name, UPDATE, label):
+                    job()
+
+        with self._saying:
+            is_gone = self._is_mute
+            if not is_gone:
+                self._updates[run] = job
+        if is_gone:
+            threading.Thread(target=job, name=f"{self.device.name}-update", daemon=True).start()
+        else:
+            self.device.submit(COMPUTE, label, run)
+
     def _say(self, event: Event) -> None:
         with self._saying:
             if self._is_mute:
@@ -161,6 +192,7 @@ class Worker:
         """
         error = DeviceGone(self.device.name, "it was taken away, and its time of grace is over")
         with self._runner.storing, self._saying:
+            updates, self._updates = list(self._updates.values()), {}  # which may wait behind a unit that does not end
             self._claims.abandon(error)
             self._is_mute = True
             for unit, is_computed in self._under_way.items():
@@ -168,6 +200,8 @@ class Worker:
                     self._report(Computed(self.index, unit, 0.0, failed=True))
                 self._report(Failed(unit.task, error, "a device that was taken away", unit, device=self.index))
         self._decide()
+        for job in updates:
+            job()
 
     def retire(self) -> None:
         """Close the device, once all that is on its way is through. In a thread that may wait."""
@@ -192,6 +226,7 @@ class Worker:
     def close(self) -> None:
         """End the lanes. What is still on its way, after an error elsewhere, is given up first: nothing hangs."""
         self.device.ledger.close()
+        self.homes.end()
         self._claims.give_up()
         self._residents.forget()
         self._spiller.forget_views()

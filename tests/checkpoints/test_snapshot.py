@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hydra_engine.checkpoints.snapshot import Snapshot
+from hydra_engine.host.home import TaskHomes
 from hydra_engine.tasks.report import TaskReport
 
 
@@ -13,7 +14,7 @@ def snapshot_of(**optimizer):
     """Of a task without weights, whose optimizer gives these."""
     layout = SimpleNamespace(named_slots=list, persistent_buffers=dict, trainable_slots=list)
     return Snapshot(
-        SimpleNamespace(layout=layout, cut=SimpleNamespace(num_micro_batches=1), max_devices=None),
+        SimpleNamespace(layout=layout, cut=SimpleNamespace(num_micro_batches=1), max_devices=None, homes=TaskHomes()),
         SimpleNamespace(schedule=dict, **optimizer),
         TaskReport(name="task", seed=0),
         SimpleNamespace(to_state=dict),

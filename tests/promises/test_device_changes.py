@@ -31,6 +31,15 @@ def test_one_failure_too_many_ends_the_run_and_a_resume_has_its_bits(seed):
     device_changes.run_too_many(seed)
 
 
+def test_homes_move_as_devices_come_and_go():
+    device_changes.run_changes(36, seed=2, graces=(None, 0, 0.001), homes="device")
+
+
+@pytest.mark.parametrize("seed", range(6, 10))
+def test_tasks_go_back_where_a_device_fails_that_has_homes(seed):
+    device_changes.run_lost(seed)
+
+
 class Told(Callback):
     """Calls a function at a step."""
 

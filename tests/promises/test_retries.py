@@ -309,8 +309,7 @@ def test_state_is_put_back_in_its_own_memory():
     state["history"] = [torch.zeros(2)]
     average, count = state["exp_avg"], state["step"].clone()
     values = average.clone()
-    slot = mock.Mock(parameter=parameter)
-    before = BeforeUpdate(optimizer, [slot], [parameter.grad])
+    before = BeforeUpdate(optimizer.state, {0: parameter}, [parameter.grad])
     optimizer.step()
     state["history"][0].fill_(5)
     state["new"] = 1
@@ -331,7 +330,7 @@ def test_what_had_no_state_has_none_again(states):
     optimizer = torch.optim.Adam([parameter], 0.1)
     optimizer.state.update(zip([parameter], states.values(), strict=False))
     parameter.grad = torch.ones(2)
-    before = BeforeUpdate(optimizer, [mock.Mock(parameter=parameter)], [])
+    before = BeforeUpdate(optimizer.state, {0: parameter}, [])
     optimizer.step()
     assert optimizer.state[parameter]
     before.put_back()
