@@ -6,6 +6,7 @@ python benchmarks/simulator/main.py predict costs.json    # what it does first, 
 python benchmarks/simulator/main.py together NUM          # first steps of tasks on so many devices, likewise
 python benchmarks/simulator/main.py run NAME              # one run of a workload, likewise
 python benchmarks/simulator/main.py bound                 # shares of the bound with stated rates: bound.py
+python benchmarks/simulator/main.py homes                 # homes on devices, with those of an H200: homes.py
 """
 
 import argparse
@@ -34,6 +35,7 @@ from hydra_engine.schedule.units import Unit
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import bound
+import homes
 from figures import Figures, add_arguments
 from kinds import MEASURED_STEPS, MEMORY_BYTES, WARM_STEPS, Kind, measured, trained
 
@@ -185,6 +187,8 @@ def run(name):
 def main():
     if sys.argv[1:2] == ["bound"]:
         bound.main(sys.argv[2:])
+    if sys.argv[1:2] == ["homes"]:
+        homes.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="all", choices=("all", "predict", "together", "run"))
     parser.add_argument("argument", nargs="?", help="the file to write, or the workload to run")

@@ -38,6 +38,10 @@ class TaskCost:
         ordered: units whose micro-batches have to go one after the other, wherever they are computed: those of shards
             whose forward changes buffers.
         priority: as `ModelTask`'s. weight: as `ModelTask`'s. early_release: as `ModelTask`'s.
+        homes: so many of the lowest shards are to have their homes on devices, as far as there is room.
+        home_bytes: that each shard's home takes of a device, with its gradients; 0: its home is DRAM in any case.
+        home_update_s: seconds of each shard's optimizer step on the device of its home.
+        frozen_bytes: of load_bytes, those that do not train: a shard at home loads no others.
     """
 
     name: str
@@ -61,6 +65,10 @@ class TaskCost:
     priority: int = 0
     weight: float = 1.0
     early_release: bool | str = False
+    homes: int = 0
+    home_bytes: Sequence[float] | float = 0
+    home_update_s: Sequence[float] | float = 0.0
+    frozen_bytes: Sequence[float] | float = 0
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -74,6 +82,7 @@ class TaskCost:
                 f"them to all; each shard has a forward, and those from the lowest that trains on a backward"
             )
         by_shard = ["load_bytes", "boundary_bytes", "gradient_bytes", "update_s", "work_bytes", "graph_bytes"]
+        by_shard += ["home_bytes", "home_update_s", "frozen_bytes"]
         if self.forward_bytes is not None:
             by_shard.append("forward_bytes")
         for name in ("unit_s", "commit_s", "read_s", "setup_s", "end_s", *by_shard):
@@ -90,6 +99,9 @@ class TaskCost:
                 )
         for name in ("num_steps", "num_micro_batches"):
             whole_number(f"{name} of {self.name}", getattr(self, name))
+        whole_number(f"homes of {self.name}", self.homes, 0)
+        if self.homes and self.early_release:
+            raise ValueError(f"homes of {self.name}: {self.homes} with early_release; leave out one")
         times = self.first_step_times
         if not (_is_number(times) and 1 <= times < math.inf):
             raise ValueError(f"first_step_times of {self.name}: {times!r}, limit: a finite number, at least 1")

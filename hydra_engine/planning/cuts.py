@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from hydra_engine.host import Shard, TaskState
+from hydra_engine.host import Shard, TaskState, share_out
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.simulate import alike, bound_s, num_spread_units, simulate
+from hydra_engine.planning.world import wanted_homes
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, training_chain
 from hydra_engine.tasks import duration
 from partitioners import Budget, LayerCost, forward_unit_bytes, shard_bytes, slab_bytes
@@ -52,6 +54,8 @@ class RunAtHand:
     num_tasks: int = 1  # all taken to be like the one that is cut
     double_buffer: bool = True
     early_release: bool | str = False
+    home_times: float = 0.0  # bytes of a home for each byte of gradients; 0: there are none
+    home_update_bytes_per_s: float = math.inf  # as the budget's `update_bytes_per_s`, on the device of the home
 
     @property
     def num_busy(self) -> int:
@@ -61,6 +65,20 @@ class RunAtHand:
     @property
     def tasks_per_device(self) -> int:
         return min(-(-self.num_tasks // self.num_busy), MOST_TASKS)
+
+    @property
+    def devices_per_task(self) -> int:
+        """Devices that one task's homes may be on."""
+        return self.num_devices // self.num_busy
+
+    def at_home(self, task: TaskCost) -> list[Collection[int]]:
+        """Return, for each task of a device, the shards that find a home."""
+        names = [str(k) for k in range(self.tasks_per_device)]
+        if not task.homes or self.device.memory_bytes is None:
+            return [() for _ in names]
+        memory = dict.fromkeys(range(self.devices_per_task), int(self.device.memory_bytes))
+        found = share_out([wanted_homes(replace(task, name=name)) for name in names], memory)
+        return [found[name] for name in names]
 
 
 class Load(NamedTuple):
@@ -117,9 +135,9 @@ class CutChoice:
     budget: Budget  # with the micro-batches of a step and the rates of the host
     run: RunAtHand
 
-    def cost(self, boundaries: Sequence[int], name: str = "", num_steps: int = 1) -> TaskCost:
-        """Return what the task takes in a simulation, cut like this."""
-        return cut_cost(name, self.costs, boundaries, self.budget, self.run, num_steps)
+    def cost(self, boundaries: Sequence[int], name: str = "", num_steps: int = 1, homes: int = 0) -> TaskCost:
+        """Return what the task takes in a simulation, cut like this; `homes`: lowest layers that are to have some."""
+        return cut_cost(name, self.costs, boundaries, self.budget, self.run, num_steps, homes)
 
     def in_micro_batches(self, number: int) -> CutChoice:
         """Return the same for steps of so many micro-batches, which take seconds and bytes in proportion."""
@@ -180,11 +198,13 @@ def cut_cost(
     budget: Budget,
     run: RunAtHand | None,
     num_steps: int,
+    homes: int = 0,
 ) -> TaskCost:
     """Return what a task takes in a simulation, cut at these cumulative end indices.
 
     costs: of the layers, for one micro-batch. budget: with the micro-batches of a step and the rates of the host. run:
     a device's memory and link, by which is decided what forwards keep for their backwards; None: they keep nothing.
+    homes: of so many of the lowest layers, shards are to have homes.
     """
     number, num = budget.num_micro_batches, len(boundaries)
     shards = [*pairwise([0, *boundaries])]
@@ -216,9 +236,22 @@ def cut_cost(
     )
     if run is None or run.device.memory_bytes is None:
         return task
+    at_home: Collection[int] = ()
+    if homes:
+        alone = [all(first <= k < last for c in costs[first:last] for k in c.shares_with) for first, last in shards]
+        task = replace(
+            task,
+            homes=bisect_right(boundaries, homes),
+            home_bytes=[run.home_times * gradients[j] * alone[j] for j in range(num)],
+            home_update_s=[num_bytes / run.home_update_bytes_per_s for num_bytes in stepped],
+            frozen_bytes=[sum(max(0, cost.param_bytes - cost.grad_bytes) for cost in held) for held in layers],
+        )
+        at_home, *_ = run.at_home(task)
+        slabs = [int(task.of_shard("frozen_bytes", j)) if j in at_home else slab for j, slab in enumerate(slabs)]
     graphs = [number * sum(c.saved_bytes for c in held) if _may_keep(held, number) else None for held in layers]
     graphs[-1] = None
-    free = run.device.memory_bytes - _most_bytes(task) - max(slabs)
+    free = run.device.memory_bytes - _most_bytes(task, at_home) - max(slabs)
+    free -= sum(task.of_shard("home_bytes", j) for j in at_home) / run.devices_per_task
     rate = run.device.load_bytes_per_s or math.inf
     kept = _choose_kept(slabs, graphs, forward_s, lowest, sum(task.unit_s), free, rate)
     return replace(task, graph_bytes=[(graphs[j] or 0) if j >= kept.keeps_from else 0 for j in range(num)])
@@ -239,22 +272,32 @@ def _may_keep(layers: Sequence[LayerCost], number: int) -> bool:
     )
 
 
-def _most_bytes(task: TaskCost) -> float:
+def _most_bytes(task: TaskCost, at_home: Collection[int] = ()) -> float:
     """Bytes of a device that a task's largest shard takes with its work."""
-    return max(task.of_shard("load_bytes", j) + task.of_shard("work_bytes", j) for j in range(task.num_shards))
+    names = ["frozen_bytes" if j in at_home else "load_bytes" for j in range(task.num_shards)]
+    return max(task.of_shard(name, j) + task.of_shard("work_bytes", j) for j, name in enumerate(names))
 
 
 def load_of(task: TaskCost, run: RunAtHand) -> Load:
     """Return the seconds for which a step keeps each resource busy, at least.
 
-    Forwards that are kept are not run again. Shards that train are new after each update, and loaded at least once.
+    Forwards that are kept are not run again. Shards that train are new after each update, and loaded at least once,
+    but for those at home.
     """
-    device, shards = run.device, range(task.num_shards)
-    up = sum(task.of_shard("load_bytes", j) for j in shards if j >= task.lowest_backward)
-    down = sum(task.of_shard("gradient_bytes", j) for j in shards)
-    update_s = sum(task.of_shard("update_s", j) for j in shards)
+    device, at_home = run.device, run.at_home(task)
+
+    def in_dram(name: str, lowest: int = 0) -> float:
+        """Add up a figure of the shards whose home is DRAM, of the device's tasks on average."""
+        shards = [j for there in at_home for j in range(lowest, task.num_shards) if j not in there]
+        return sum(task.of_shard(name, j) for j in shards) / len(at_home)
+
+    up, down, update_s = in_dram("load_bytes", task.lowest_backward), in_dram("gradient_bytes"), in_dram("update_s")
+    compute_s = task.least_step_s
+    if task.homes:
+        updates_s = sum(task.of_shard("home_update_s", j) for there in at_home for j in there) / len(at_home)
+        compute_s += updates_s / run.devices_per_task
     return Load(
-        device_s=task.least_step_s / device.speed + len(task.unit_s) * device.unit_s,
+        device_s=compute_s / device.speed + len(task.unit_s) * device.unit_s,
         up_s=up / device.load_bytes_per_s if device.load_bytes_per_s else 0.0,
         down_s=down / device.store_bytes_per_s if device.store_bytes_per_s else 0.0,
         update_s=run.num_busy * update_s / run.host.optimizer_threads,
@@ -269,7 +312,7 @@ def least_round_s(task: TaskCost, run: RunAtHand) -> float:
     """
     load, number, device = load_of(task, run), run.tasks_per_device, run.device
     chain_s = load.device_s
-    if task.lowest_backward == 0:
+    if task.lowest_backward == 0 and not any(0 in there for there in run.at_home(task)):
         chain_s += task.of_shard("update_s", 0)
         chain_s += task.of_shard("load_bytes", 0) / (device.load_bytes_per_s or math.inf)
         chain_s += task.of_shard("gradient_bytes", 0) / (device.store_bytes_per_s or math.inf)
@@ -304,7 +347,8 @@ def _round_s(task: TaskCost, run: RunAtHand, memory_bytes: float | None) -> floa
     device = replace(run.device, memory_bytes=memory_bytes)
     tasks = [replace(task, name=str(k)) for k in range(run.tasks_per_device)]
     host = replace(run.host, cores=None if run.host.cores is None else run.host.cores / run.num_busy)
-    found = simulate(tasks, [device], host=host, double_buffer=run.double_buffer, record=True)
+    devices = [device] * (run.devices_per_task if task.homes else 1)
+    found = simulate(tasks, devices, host=host, double_buffer=run.double_buffer, record=True)
     ends_s = {placed.unit.step: placed.end_s for placed in found.schedule}  # of each step, the last one's
     return (ends_s[CUT_STEPS - 1] - ends_s[CUT_WARM_STEPS - 1]) / (CUT_STEPS - CUT_WARM_STEPS)
 

@@ -9,6 +9,7 @@ What a device, its links and the host take time for is modelled as the engine do
              shard that is on its way there; then its seconds
     Computed -> its output, then its gradients, over the link to DRAM -> Stored
     Commit, Update                      a pool of threads of the host
+    Update of a shard at home           the device, between two units; nothing of the shard crosses the link
     all that computes, where asked      shares the host's cores evenly
 """
 
@@ -92,8 +93,11 @@ def simulate(
 
 
 def may_spread(task: TaskCost, num_devices: int) -> bool:
-    """Return True if a task's steps may be spread; with early release shards are updated before a step is through."""
-    return min(task.num_micro_batches, num_devices) > 1 and not task.early_release
+    """Return True if a task's steps may be spread; with early release shards are updated before a step is through.
+
+    Units of a shard at home run on one device.
+    """
+    return min(task.num_micro_batches, num_devices) > 1 and not (task.early_release or task.homes)
 
 
 def num_spread_units(task: TaskCost, num_devices: int) -> int:
@@ -155,12 +159,15 @@ def bound_s(
     fastest = max(team[0].speed for _, team in teams if team)
     for task in tasks:
         lowest, number = task.lowest_backward, task.num_micro_batches
-        most_parts = 1 if task.early_release else min(number, most_at_once)
+        most_parts = min(number, most_at_once) if may_spread(task, most_at_once) else 1
         share = max(end - first for first, end in part_ranges(number, most_parts)) / number
         bounds.append(_through_s(share * units_s[task.name], 1, teams))
         waits_s = task.commit_s * task.num_steps
         if not task.early_release:  # else the lowest shard's update goes on beside the commit
-            waits_s += (task.num_steps - 1) * task.of_shard("update_s", 0) if lowest == 0 else 0.0
+            update_s = task.of_shard("update_s", 0)
+            if task.homes:
+                update_s = min(update_s, task.of_shard("home_update_s", 0) / fastest)
+            waits_s += (task.num_steps - 1) * update_s if lowest == 0 else 0.0
         bounds.append(share * units_s[task.name] / fastest + waits_s + task.setup_s + task.end_s)
     return max(bounds)
 

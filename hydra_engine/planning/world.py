@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, NamedTuple, TypeAlias
 
 from hydra_engine.devices import SLABS, Ledger, Residents
-from hydra_engine.host import NUM_LOANS
+from hydra_engine.host import NUM_LOANS, Wanted, share_out
 from hydra_engine.planning.costs import DeviceChange, DeviceCost, HostCost, TaskCost
 from hydra_engine.schedule import (
     BACKWARD,
@@ -31,8 +31,11 @@ from hydra_engine.schedule import (
     Event,
     Finish,
     Flow,
+    HomesMoved,
     Instruction,
     Load,
+    Move,
+    MoveWanted,
     Placed,
     Read,
     Release,
@@ -134,8 +137,10 @@ class _Cores:
 class _Queue:
     """Jobs that so many servers take in order."""
 
-    def __init__(self, start: Callable[[float, Done], None], num_servers: int) -> None:
+    def __init__(self, start: Callable[[float, Done], None], num_servers: int, *, skips: bool = True) -> None:
+        """skips: what takes no time is done at once, without an event of its own."""
         self._start = start  # (seconds, what to call then)
+        self._skips = skips
         self._num_free = num_servers
         self._waiting: deque[Callable[[], tuple[float, Done]]] = deque()
 
@@ -147,7 +152,7 @@ class _Queue:
     def _pump(self) -> None:
         while self._num_free and self._waiting:
             seconds, done = self._waiting.popleft()()
-            if seconds == 0:  # at once, and without an event of its own
+            if seconds == 0 and self._skips:
                 done()
                 continue
             self._num_free -= 1
@@ -267,6 +272,13 @@ class _StepPart:
     position: int = 0  # in the chain, of the first unit not begun
 
 
+class _Home(NamedTuple):
+    """Where a shard is at home."""
+
+    device: int
+    ledger: Ledger  # which has its bytes
+
+
 @dataclass(eq=False)
 class _Task:
     cost: TaskCost
@@ -282,6 +294,8 @@ class _Task:
     parts: list[_StepPart] = field(default_factory=list)  # of the step in progress
     sizes: list[int] = field(default_factory=list)  # micro-batches of each
     in_sums: bool = True
+    homes: dict[int, _Home] = field(default_factory=dict)  # by shard, of those on devices
+    targets: dict[int, int] = field(default_factory=dict)  # by shard, of those that are to be on devices
 
     def begin(self, num_parts: int, in_sums: bool) -> None:
         """Cut the next step. in_sums: gradients of a part go on from those of the part before."""
@@ -310,7 +324,7 @@ class _Task:
 
     def so_far_bytes(self, unit: Unit) -> float:
         """Gradients of the parts before that a unit goes on from."""
-        so_far = unit.part > 0 and self.in_sums and unit.kind != FORWARD
+        so_far = unit.part > 0 and self.in_sums and unit.kind != FORWARD and unit.shard not in self.homes
         return self.cost.of_shard("gradient_bytes", unit.shard) if so_far else 0.0
 
     def next_use_s(self, shard: int, *, beyond_step: bool = False, with_last: bool = False) -> float:
@@ -319,8 +333,10 @@ class _Task:
         return min((self.flow.next_use_s(shard, k, beyond_step=beyond_step) for k in positions), default=math.inf)
 
     def gradient_bytes(self, unit: Unit) -> float:
-        """Gradients of parameters that it leaves."""
-        times = 0 if unit.kind == FORWARD else 1 if unit.part == 0 or self.in_sums else self.sizes[unit.part]
+        """Gradients of parameters that it sends down: none of a shard at home."""
+        if unit.kind == FORWARD or unit.shard in self.homes:
+            return 0.0
+        times = 1 if unit.part == 0 or self.in_sums else self.sizes[unit.part]
         return times * self.cost.of_shard("gradient_bytes", unit.shard)
 
 
@@ -329,6 +345,7 @@ class _Device:
     def __init__(self, cost: DeviceCost, time: _Clock) -> None:
         self.cost = cost
         self.load, self.store = (_SimulatedLink(time, computes=cost.copies_compute) for _ in range(2))
+        self.compute = _Queue(time.compute, 1, skips=False)  # units, and updates of shards at home
         self.clear()
         self.is_in = True  # by what the changes say
         self.is_leaving = False  # the scheduler was told so
@@ -393,6 +410,7 @@ class World:
         start = self.time.update if host.shares_dram else self.time.compute
         self._host = _Queue(start, host.optimizer_threads)
         self._placed: list[Placed] | None = [] if record else None
+        self._training: list[_Task] = []
         self._finished_s: dict[str, float] = {}
         self._actions: dict[type, Callable[[Any], None]] = {
             Load: self._load,
@@ -403,6 +421,7 @@ class World:
             Begin: lambda begin: self._tasks[begin.task].begin(begin.num_parts, begin.in_sums),
             Commit: self._commit,
             Update: self._update,
+            Move: self._move,
             Discard: lambda _: None,
             Capture: lambda _: None,  # nothing is saved
             Finish: self._finish,
@@ -413,7 +432,7 @@ class World:
         for change in self._changes:
             self.time.wait(change.at_s, partial(self._change, change))
         setup_s = sum(task.cost.setup_s for task in self._tasks.values())
-        self.time.wait(setup_s, lambda: self._events.extend(map(_added, self._tasks.values())))
+        self.time.wait(setup_s, self._begin)
         while True:
             while self._events:
                 self._act(scheduler.take(self._events.popleft()))
@@ -429,6 +448,11 @@ class World:
                     f"come back"
                 )
             self.time.go_on()
+
+    def _begin(self) -> None:
+        self._training = list(self._tasks.values())
+        self._events.extend(map(_added, self._training))
+        self._share_out()
 
     def result(self, bound: float) -> Simulation:
         makespan_s = self.time.now_s
@@ -466,14 +490,57 @@ class World:
         if not change.is_in and not device.is_leaving:
             device.is_leaving = True
             self._events.append(DeviceRemoved(change.device))
+            self._share_out()
         elif change.is_in and device.since_s is None:
             self._add(change.device)
 
     def _add(self, index: int) -> None:
         self._devices[index].since_s = self.time.now_s
         self._events.append(DeviceAdded(index))
+        self._share_out()
+
+    def _share_out(self) -> None:
+        """Have homes move as the engine shares them out: as tasks begin and end, and as devices come and go."""
+        if not any(task.cost.homes for task in self._training):
+            return
+        devices = {index: device for index, device in enumerate(self._devices) if device.residents is not None}
+        memory = {
+            index: device.ledger.memory_bytes
+            for index, device in devices.items()
+            if device.since_s is not None and not device.is_leaving
+        }
+        wanted = [
+            wanted_homes(task.cost, next((home.device for home in task.homes.values()), None))
+            for task in self._training
+        ]
+        found = share_out(wanted, memory)
+        for task in self._training:
+            task.targets = found[task.cost.name]
+            there = {shard: home.device for shard, home in task.homes.items()}
+            changed = sorted({shard for shard, _ in task.targets.items() ^ there.items()})
+            for leaves in (True, False):
+                if shards := tuple(shard for shard in changed if (shard in there) == leaves):
+                    self._events.append(MoveWanted(task.cost.name, shards, leaves))
 
     # -- instructions
+
+    def _move(self, instruction: Move) -> None:
+        """Move homes, which takes no time: they stay for most of a run."""
+        task = self._tasks[instruction.task]
+        for shard in instruction.shards:
+            num_bytes = int(task.cost.of_shard("home_bytes", shard))
+            if shard in task.homes:
+                self._close_home(task, shard)
+            target = task.targets.get(shard)
+            if target is not None and self._devices[target].ledger.take(num_bytes, SLABS):
+                task.homes[shard] = _Home(target, self._devices[target].ledger)
+        homes = {shard: home.device for shard, home in task.homes.items()}
+        self._events.append(HomesMoved(instruction.task, instruction.shards, homes))
+
+    def _close_home(self, task: _Task, shard: int) -> None:
+        home = task.homes.pop(shard)
+        home.ledger.release(int(task.cost.of_shard("home_bytes", shard)), kind=SLABS)
+        self._devices[home.device].grant()
 
     def _release(self, instruction: Release) -> None:
         [index] = instruction
@@ -489,7 +556,7 @@ class World:
         index, unit = instruction
         device, task = self._devices[index], self._tasks[unit.task]
         claim = device.claims[unit] = _UnitOnDevice(unit)
-        num_bytes = task.cost.of_shard("load_bytes", unit.shard)
+        num_bytes = task.cost.of_shard("frozen_bytes" if unit.shard in task.homes else "load_bytes", unit.shard)
         if device.residents is None or not num_bytes:
             self._copy_in(device, num_bytes, partial(self._start, index, claim))
         else:
@@ -500,7 +567,7 @@ class World:
         device, unit, loaded = self._devices[index], claim.unit, partial(self._start, index, claim)
         task, residents = self._tasks[unit.task], device.residents
         if not claim.is_dropped and residents is not None:
-            trains = unit.shard >= task.cost.lowest_backward
+            trains = unit.shard >= task.cost.lowest_backward and unit.shard not in task.homes
             version = task.num_commits if trains else -1
             key = (unit.task, unit.shard, version)
 
@@ -590,14 +657,17 @@ class World:
             num_bytes = int(task.share(unit) * cost.of_shard("boundary_bytes", entered))
             residents.offer(_boundary(what, unit, entered), True, num_bytes, unit.task, next_use_of(shard))
 
-        goes_on = unit.kind == FORWARD and j >= cost.lowest_backward  # a backward will
-        graph_bytes = int(task.share(unit) * cost.of_shard("graph_bytes", j)) if goes_on else 0
-        if graph_bytes and slab is not None and device.ledger.take(graph_bytes):
-            key = ("graph", unit.task, unit.step, j, unit.part)
-            residents.keep(key, True, graph_bytes, unit.task, next_use_of(j), lambda: residents.unpin(slab))
-        else:
+        def let_go() -> None:
             if slab is not None:
                 residents.unpin(slab)
+
+        goes_on = unit.kind == FORWARD and j >= cost.lowest_backward  # a backward will
+        graph_bytes = int(task.share(unit) * cost.of_shard("graph_bytes", j)) if goes_on else 0
+        if graph_bytes and (slab is not None or j in task.homes) and device.ledger.take(graph_bytes):
+            key = ("graph", unit.task, unit.step, j, unit.part)
+            residents.keep(key, True, graph_bytes, unit.task, next_use_of(j), let_go)
+        else:
+            let_go()
             if unit.kind == FORWARD:
                 offer(VALUE, j, j)
         if unit.kind == FORWARD:
@@ -621,7 +691,7 @@ class World:
         if device.cost.variation:
             seconds *= self._random.lognormvariate(0.0, device.cost.variation)
         seconds = task.share(unit) * seconds / device.cost.speed + device.cost.unit_s
-        self.time.compute(seconds, partial(self._computed, index, claim, seconds, self.time.now_s))
+        device.compute.submit(lambda: (seconds, partial(self._computed, index, claim, seconds, self.time.now_s)))
 
     def _computed(self, index: int, claim: _UnitOnDevice, seconds: float, start_s: float) -> None:
         unit = claim.unit
@@ -687,6 +757,13 @@ class World:
 
     def _update(self, instruction: Update) -> None:
         task, shard = self._tasks[instruction.task], instruction.shard
+        if shard in task.homes:
+            device = self._devices[task.homes[shard].device]
+            seconds = task.cost.of_shard("home_update_s", shard) / device.cost.speed
+            device.compute.submit(
+                lambda: (seconds, partial(self._updated_at_home, device, task, shard, self.time.now_s))
+            )
+            return
         self._on_host(instruction, task.cost.of_shard("update_s", shard), partial(self._updated, task, shard))
 
     def _on_host(self, instruction: Commit | Update, seconds: float, done: Done) -> None:
@@ -699,7 +776,17 @@ class World:
         task.take_back(shard)
         self._events.append(ShardUpdated(task.cost.name, shard))
 
+    def _updated_at_home(self, device: _Device, task: _Task, shard: int, start_s: float) -> None:
+        device.compute_s += self.time.now_s - start_s
+        self._updated(task, shard)
+
     def _finish(self, instruction: Finish) -> None:
+        task = self._tasks[instruction.task]
+        self._training.remove(task)
+        for shard in list(task.homes):
+            self._close_home(task, shard)
+        self._share_out()
+
         def finished() -> None:
             self._finished_s[instruction.task] = self.time.now_s
 
@@ -724,6 +811,21 @@ def _added(task: _Task) -> TaskAdded:
         early_release=bool(cost.early_release),
         priority=cost.priority,
         weight=cost.weight,
+    )
+
+
+def wanted_homes(cost: TaskCost, device: int | None = None) -> Wanted:
+    """Return what a task asks for as devices' memory is shared out; `device`: that has homes of it already."""
+    shards, lowest = range(cost.num_shards), cost.lowest_backward
+    homed = [j for j in shards[lowest : cost.homes] if cost.of_shard("home_bytes", j)]
+    return Wanted(
+        task=cost.name,
+        shards=tuple(homed),
+        home_bytes=tuple(int(cost.of_shard("home_bytes", j)) for j in homed),
+        slab_bytes=tuple(int(cost.of_shard("load_bytes", j)) for j in shards),
+        frozen_bytes=tuple(int(cost.of_shard("load_bytes" if j < lowest else "frozen_bytes", j)) for j in shards),
+        work_bytes=int(max(cost.of_shard("work_bytes", j) for j in shards)),
+        device=device,
     )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import DeviceCost, EmulatedDevice, HostCost, ModelOrchestrator, ModelTask, simulate
-from hydra_engine.planning.cuts import CutChoice, RunAtHand, least_round_s, round_s
+from hydra_engine.planning.cuts import CutChoice, RunAtHand, least_round_s, load_of, round_s
 from partitioners import Balanced, Budget, Fastest, LayerTooLarge, Optimal, Pilot, Presharded, shard_bytes
 from tests.partitions import layers, random_layers, seeds
 
@@ -52,6 +52,8 @@ def random_choice(seed):
         num_tasks=rng.choice((1, 2, 5)),
         num_devices=rng.choice((1, 2)),
         host=HostCost(optimizer_threads=rng.choice((1, 2)), cores=rng.choice((None, 2.0))),
+        home_times=4.0,
+        home_update_bytes_per_s=1e5,
     )
 
 
@@ -75,7 +77,7 @@ def test_no_run_is_faster_than_the_bound(seed):
     found = random_choice(seed)
     run = replace(found.run, num_devices=1, num_tasks=found.run.tasks_per_device)
     for boundaries in found.candidates:
-        task = found.cost(boundaries, "t", 12)
+        task = found.cost(boundaries, "t", 12, homes=seed % 3 * len(found.costs) // 2)
         tasks = [replace(task, name=str(k), num_micro_batches=1) for k in range(run.num_tasks)]
         makespan_s = simulate(tasks, [run.device], host=run.host).makespan_s
         # Of the last step, gradients and updates leave after it; of the first, nothing came before.
@@ -120,6 +122,30 @@ def test_devices_share_the_host():
     [alone, beside] = (round_s(found.cost([8]), found.run) for found in (one, two))
     assert two.run.tasks_per_device == 1
     assert beside == pytest.approx(alone + 3 * 512 / 8)  # its own, at half of the rate, and the other's
+
+
+def test_layers_at_home_take_bytes_of_graphs_and_slabs_and_nothing_of_the_link():
+    costs = layers(*([BLOCK] * 4))
+    found = choice(costs, 1000, link=64.0, home_times=4.0, home_update_bytes_per_s=64.0)
+    task = found.cost([1, 2, 3, 4], homes=3)
+    assert (task.homes, task.home_bytes, task.home_update_s) == (3, (256.0,) * 4, (1.0,) * 4)
+    assert task.frozen_bytes == (0,) * 4
+    assert [*map(sorted, found.run.at_home(task))] == [[0, 1]]  # beside work of 128 and two slabs
+    assert found.cost([2, 4], homes=3).homes == 1, "the shard of the third layer has one that is to have none"
+    load = load_of(task, found.run)
+    assert (load.up_s, load.down_s, load.update_s) == (2 * 64 / 64.0, 2 * 64 / 64.0, 2 * 64 / 16.0)
+    # Beside homes, work and two slabs, 232 are free: for a graph and its slab, and for one of a shard at home.
+    assert task.graph_bytes == (0, 64, 64, 0)
+    assert load.device_s == 4 * 3 + 1 + 2 * 1.0
+    assert found.cost([1, 2, 3, 4]).graph_bytes == (64, 64, 64, 0)
+
+
+def test_a_layer_that_shares_a_weight_with_another_shards_has_no_home():
+    tied = BLOCK | {"shared_bytes": 8}
+    costs = layers(tied | {"shares_with": (1,)}, tied | {"shares_with": (0,)}, BLOCK)
+    found = choice(costs, 4096, home_times=4.0)
+    assert found.cost([1, 3], homes=3).home_bytes == (0, 0)
+    assert found.cost([2, 3], homes=3).home_bytes == (512, 256)
 
 
 def test_seconds_are_of_all_micro_batches():

@@ -414,6 +414,107 @@ class TestMemory:
         assert self.run(100, setup_s=2.0, end_s=0.5).makespan_s == pytest.approx(2 * 11.0 + 2.5)
 
 
+class TestHomes:
+    """Two shards of 4 bytes, which take 2 s to load and as long for their gradients; 5 s to update, and 0.5 at home."""
+
+    def cost(self, name="a", **options):
+        settings = {"num_steps": 2, "load_bytes": 4, "gradient_bytes": 4, "update_s": 5.0, "work_bytes": 3}
+        settings |= {"homes": 2, "home_bytes": 10, "home_update_s": 0.5} | options
+        return task(name, 1.0, 1.0, 1.0, **settings)
+
+    def run(self, memory_bytes=100, num_devices=1, tasks=None, changes=(), **options):
+        device = DeviceCost(memory_bytes=memory_bytes, load_bytes_per_s=2.0, store_bytes_per_s=2.0)
+        tasks = [self.cost(**options)] if tasks is None else tasks
+        return simulate(tasks, [device] * num_devices, changes=changes, record=True)
+
+    def starts(self, found):
+        return [(str(placed.unit), placed.start_s) for placed in found.schedule]
+
+    def test_all_at_home_load_and_store_nothing_and_the_device_updates(self):
+        #  |f0|fb1|b0|u0|u1|f0|fb1|b0|u0|u1|
+        found = self.run()
+        assert [start_s for _, start_s in self.starts(found)] == [0.0, 1.0, 2.0, 4.0, 5.0, 6.0]
+        assert found.makespan_s == 8.0
+        assert found.devices[0].busy == {"load": 0.0, "compute": 1.0, "store": 0.0}
+        assert (found.devices[0].loaded_bytes, found.devices[0].stored_bytes) == (0, 0)
+        assert found.bound_s == 2 * 3.0 + 0.5  # it may not find room, but the lowest shard's update is waited for
+
+    def test_the_lowest_shard_at_home_is_updated_beside_the_other_ones_update(self):
+        #  load 1     |   2   |                                        |   2   |
+        #  device     |f0 1|  |fb1|b0|  |u0 .5|f0|                             |fb1|b0|
+        #  gradients              |  2  |                                          |  2  |
+        #  host                         |      u1 5                    |                 |   u1 5   |
+        found = self.run(homes=1)
+        assert [start_s for _, start_s in self.starts(found)] == [0.0, 2.0, 3.0, 5.5, 12.0, 13.0]
+        assert found.makespan_s == 20.0
+        assert (found.devices[0].loaded_bytes, found.devices[0].stored_bytes) == (2 * 4, 2 * 4)
+
+    @pytest.mark.parametrize(("memory_bytes", "num_loads"), [(23, 0), (22, 2), (21, 2), (20, 4)])
+    def test_homes_leave_room_for_a_unit_and_two_slabs_that_are_loaded(self, memory_bytes, num_loads):
+        """Work of 3: both homes of 10 beside it, or one beside two slabs of 4, or none."""
+        assert self.run(memory_bytes).devices[0].loaded_bytes == num_loads * 4
+
+    def test_no_unit_gets_the_bytes_of_a_home(self):
+        """A graph of 77 has room beside work and one home, not beside both."""
+        graph_bytes = (77, 0)
+        assert self.run(100, graph_bytes=graph_bytes).makespan_s == 8.0 - 2.0  # no forward runs again
+        assert self.run(99, graph_bytes=graph_bytes).makespan_s == 8.0
+
+    def test_what_is_frozen_of_a_shard_at_home_is_loaded_once(self):
+        assert self.run(frozen_bytes=(1, 3), num_steps=5).devices[0].loaded_bytes == 4
+
+    def test_shards_without_bytes_of_a_home_have_none(self):
+        assert self.run(home_bytes=(0, 10)).devices[0].loaded_bytes == 2 * 4
+        assert self.run(home_bytes=0).makespan_s == self.run(homes=0).makespan_s
+        assert self.run(None).makespan_s == self.run(None, homes=0).makespan_s
+
+    def test_tasks_take_turns_and_updates_go_between_units(self):
+        """Room for three homes: the second task's upper shard has none."""
+        tasks = [self.cost(name, num_steps=1) for name in "ab"]
+        found = self.run(3 + 2 * 4 + 30, tasks=tasks)
+        assert found.devices[0].loaded_bytes == 4
+        assert found.devices[0].busy["compute"] * found.makespan_s == pytest.approx(2 * 3.0 + 3 * 0.5)
+
+    def test_each_device_updates_its_own(self):
+        tasks = [self.cost(name, num_steps=4) for name in "ab"]
+        assert self.run(23, 2, tasks).makespan_s == 4 * 4.0
+        assert self.run(23, 2, tasks[:1]).makespan_s == 4 * 4.0
+
+    def test_units_run_where_their_shard_is_at_home(self):
+        """A device has room for one home beside a unit; what one shard leaves goes by DRAM."""
+        found = self.run(13, 2)
+        assert {(placed.unit.shard, placed.device) for placed in found.schedule} == {(0, 0), (1, 1)}
+        assert found.makespan_s == 2 * 3.0 + 2 * 0.5  # side by side
+        passing = self.run(13, 2, boundary_bytes=(0, 2))  # a second each way, twice a step
+        assert passing.makespan_s == found.makespan_s + 2 * 2 * 2
+
+    def test_a_task_with_homes_is_not_spread(self):
+        assert self.run(23, 2, num_micro_batches=2).makespan_s == 8.0
+        assert self.run(23, 2, num_micro_batches=2).bound_s == 6.5
+
+    def test_homes_come_to_the_room_of_a_task_that_has_ended(self):
+        """The longer task, begun first, has both; from the other's third step on, there is room for that one's."""
+        tasks = [self.cost("a", home_bytes=11, num_steps=1), self.cost("b", num_steps=9)]
+        found = self.run(25, tasks=tasks)
+        assert 0 < found.devices[0].loaded_bytes < 9 * 8
+        last = [placed for placed in found.schedule if placed.unit.step == 8]
+        assert last[-1].end_s - last[0].start_s == 3.0  # nothing is loaded in between
+
+    def test_homes_of_a_device_that_goes_are_in_dram_or_on_another_one(self):
+        two = self.run(23, 2, changes=[goes(2.5)], num_steps=3)
+        assert two.makespan_s == 3 * 4.0  # homes that are to leave have moved before the commit
+        assert [placed.device for placed in two.schedule] == [0] * 3 + [1] * 6
+        assert two.devices[1].loaded_bytes == 0
+        back = self.run(23, changes=[goes(3.5), comes(20.0)], num_steps=3)
+        assert back.makespan_s == 20.0 + 8.0
+        smaller = self.run(23, 2, changes=[goes(3.5)], tasks=[self.cost(num_steps=9), self.cost("b", num_steps=9)])
+        assert smaller.devices[1].loaded_bytes > 0
+
+    def test_early_release_has_no_homes(self):
+        with refused(ValueError, task="a", says="homes early_release"):
+            self.cost(early_release=True)
+
+
 def goes(at_s, device=0):
     return DeviceChange(at_s, device, False)
 
