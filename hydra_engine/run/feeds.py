@@ -33,8 +33,7 @@ from hydra_engine.run.running_task import (
 )
 from hydra_engine.run.saves import Saves
 from hydra_engine.run.signals import Overdue
-from hydra_engine.run.workers import AGAIN as HOMES_AGAIN
-from hydra_engine.run.workers import RunOver, Workers
+from hydra_engine.run.workers import SHARE_OUT, RunOver, Workers
 from hydra_engine.schedule import (
     BatchReady,
     Capture,
@@ -610,7 +609,7 @@ class Joining:
         """Go on without those that are late."""
         due = self._common.take_due()
         self._saves.overdue(due)
-        if HOMES_AGAIN in due:
+        if SHARE_OUT in due:
             self._workers.homes.share_out()
         for task, error in self._feeds.overdue(due):
             self._fail(task, error)

@@ -166,9 +166,9 @@ class Saves:
         saver = self._saver
         if saver is None or task.name not in saver.wanted or not self._can_be_saved(task):
             return
-        before, task.snapshot = task.snapshot, self._snapshot(saver, task, None)
-        assert task.snapshot is not None
-        self._common.pool.submit(_captured, task, before, task.snapshot, saver.give(task.name, task.snapshot))
+        task.snapshot = snapshot = self._snapshot(saver, task, None)
+        assert snapshot is not None
+        self._common.pool.submit(_captured, snapshot, saver.give(task.name, snapshot))
         self._common.loggers.hurry()
 
     def _can_be_saved(self, task: RunningTask) -> bool:
@@ -194,8 +194,6 @@ class Saves:
         )
 
 
-def _captured(task: RunningTask, before: Snapshot | None, snapshot: Snapshot, give: Callable[[], None]) -> None:
-    if before is not None:
-        before.secure(task.state.pool.homes)  # which are written to DRAM now
+def _captured(snapshot: Snapshot, give: Callable[[], None]) -> None:
     snapshot.capture()
     give()

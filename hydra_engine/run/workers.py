@@ -374,7 +374,8 @@ def home_lost(task: RunningTask, device: str) -> Failed:
 
 # A shard whose home has left a device gets another one after so many seconds at the earliest.
 LEAST_STAY_S = 60.0
-AGAIN = ("homes", None)
+# That deadline.
+SHARE_OUT = ("homes", None)
 
 
 class HomeMoves:
@@ -441,7 +442,7 @@ class HomeMoves:
         if coming:
             self._common.due.append(MoveWanted(task.name, coming))
         if not recent <= there.keys():
-            self._common.await_(AGAIN, LEAST_STAY_S)
+            self._common.await_(SHARE_OUT, LEAST_STAY_S)
 
     def leave(self, device: int) -> None:
         """A device is to leave: so do its homes first, to another one where there is room."""
