@@ -38,9 +38,9 @@ class _Call(NamedTuple):
 class UsersModel:
     """A task's model between two steps, when it is its user's: has the last step's values, and may be changed.
 
-    While a call has it, nothing of the task is under way. Devices load trainable weights anew with each step; those that
-    are at home there are brought to DRAM as a call touches them. They have copies of modules, which are made anew where
-    a call has changed one, and keep frozen weights: where there are some, or weights are cast, split or at home on
+    While a call has it, nothing of the task is under way. Devices load trainable weights anew with each step; those at
+    home there are brought to DRAM as a call touches them. Devices have copies of modules, which are made anew where a
+    call has changed one, and keep frozen weights: where there are some, or weights are cast, split or at home on
     devices, the functions of torch that a call makes show which of them it touches.
     """
 
