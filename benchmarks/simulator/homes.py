@@ -8,6 +8,7 @@ The scheduler is that of a run, and so are the cuts, and what devices keep. See 
 
 import argparse
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from hydra_engine import DeviceCost, HostCost, simulate
-from hydra_engine.planning.cuts import CutChoice, RunAtHand, least_round_s, round_s
+from hydra_engine.planning.cuts import CutChoice, RunAtHand
 from partitioners import GPU, STATED_RATES, Budget, Fastest, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,7 +37,6 @@ WARM_STEPS, NUM_STEPS = 4, 14
 # A round is at most so much longer than with all models resident; else so many times shorter than with homes in DRAM,
 # or devices are busy for such a share of it.
 MOST_OVER, LEAST_TIMES, LEAST_BUSY = 1.02, 1.4, 0.95
-SHARES = 8  # numbers of homes that are tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,17 +112,6 @@ def resident_s(row, costs):
     return row.num_models * (seconds + number * MEMORY_UPDATE_BYTES / MEMORY) / row.num_devices
 
 
-def with_homes(found):
-    """The task as it takes least time by prediction, of all cuts and some numbers of layers at home."""
-    best, best_s = None, float("inf")
-    for ends in found.candidates:
-        for homes in sorted({-(-ends[-1] * k // SHARES) for k in range(1 + SHARES)}):
-            task = found.cost(ends, homes=homes)
-            if least_round_s(task, found.run) < best_s and (seconds := round_s(task, found.run)) < best_s:
-                best, best_s = task, seconds
-    return best
-
-
 def simulated(row, task, run):
     """Seconds of a round, and the share in which devices are busy: of more rounds less those of fewer."""
     tasks = [replace(task, name=str(k), num_micro_batches=1) for k in range(row.num_models)]
@@ -155,8 +144,12 @@ def main(arguments):
     good, figures, rows = True, Figures("simulator"), []
     for row in (row for row in ROWS if given.like in str(row)):
         found, least_s = choice(row, costs[row.size]), resident_s(row, costs[row.size])
-        in_dram_s, _ = simulated(row, found.cost(found.fastest().boundaries), found.run)
-        task = with_homes(found)
+        in_dram = found.fastest()
+        start_s = time.perf_counter()
+        chosen = found.with_homes(in_dram)
+        choice_s = time.perf_counter() - start_s
+        in_dram_s, _ = simulated(row, found.cost(in_dram.boundaries), found.run)
+        task = found.cost(chosen.boundaries, homes=chosen.homes)
         chosen_s, busy = simulated(row, task, found.run)
         is_good = least_s is not None and chosen_s <= MOST_OVER * least_s
         good &= is_good or in_dram_s >= LEAST_TIMES * chosen_s or busy >= LEAST_BUSY
@@ -164,7 +157,7 @@ def main(arguments):
         resident = "does not fit" if least_s is None else f"{least_s:.3f} s"
         seconds = [resident, f"{in_dram_s:.3f} s", f"{chosen_s:.3f} s", f"{in_dram_s / chosen_s:.2f}"]
         rows.append([row, *seconds, f"{at_home(task, found.run):.0%}", task.num_shards, f"{busy:.0%}"])
-        print(*rows[-1], sep=" | ", flush=True)
+        print(*rows[-1], f"chosen in {choice_s:.2f} s", sep=" | ", flush=True)
     head = ["models and devices", "resident", "homes in DRAM", "homes chosen", "times shorter"]
     text = table([*head, "of the weights at home", "shards", "devices busy"], rows)
     if given.write:

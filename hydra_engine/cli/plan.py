@@ -10,7 +10,7 @@ from typing import Any
 from hydra_engine.cli.command import Mistake, count, mistakes
 from hydra_engine.cli.sample import called, here_importable, planned, unpacked, without_values
 from hydra_engine.pictures import plural
-from hydra_engine.planning import AheadPlan, Machine, ShardEstimate, plan_ahead
+from hydra_engine.planning import AheadPlan, Machine, PredictedCut, ShardEstimate, plan_ahead
 from hydra_engine.tasks import duration, table
 from partitioners import GPU, STATED_RATES, Partitioner, format_bytes, make_partitioner, parse_bytes
 from partitioners.profile import spanned
@@ -157,6 +157,7 @@ def _step_lines(plan: AheadPlan) -> list[str]:
     step = plan.step
     tokens = "" if plan.num_tokens is None else f", {plan.num_tokens / step.total_s:.4g} tokens/s"
     early = plan.machine.early_release
+    homes = plan.with_homes
     simulated = [f"with early_release={early!r} a step takes {duration(plan.step_s)} by simulation"] if early else []
     return [
         f"step of one task alone: {duration(step.total_s)} = compute {duration(step.compute_s)} + exposed load "
@@ -165,7 +166,17 @@ def _step_lines(plan: AheadPlan) -> list[str]:
         f"bound by: {step.bound} (busy in a step: compute {duration(step.compute_s)}, with the forwards that backward "
         f"repeats; link {duration(step.link_s)}; host optimizer {duration(step.update_s)})",
         *simulated,
+        *([] if homes is None else [_homes_line(homes, len(plan.costs))]),
     ]
+
+
+def _homes_line(found: PredictedCut, num_layers: int) -> str:
+    assert found.in_dram_s is not None
+    return (
+        f"with {found.homes} of {plural(num_layers, 'layer')} at home on the device, cut into "
+        f"{plural(len(found.boundaries), 'shard')}, a step takes {duration(found.step_s)} by simulation; with all in "
+        f"DRAM, {duration(found.in_dram_s)} at best"
+    )
 
 
 def _limit_lines(plan: AheadPlan) -> list[str]:

@@ -3,6 +3,7 @@
 from hydra_engine.planning.adoption import Rehearsals
 from hydra_engine.planning.ahead import AheadPlan, Machine, Sample, ShardEstimate, plan_ahead, predict_training
 from hydra_engine.planning.costs import DeviceChange, DeviceCost, HostCost, TaskCost
+from hydra_engine.planning.cuts import PredictedCut
 from hydra_engine.planning.fit import Misfit, Room, has_to_fit, largest_micro_batch, refit, shared_out
 from hydra_engine.planning.planner import (
     DramLimit,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 from hydra_engine.errors import HostOutOfMemory
 from hydra_engine.host import NUM_LOANS, ModelLayout
 from hydra_engine.planning.costs import DeviceCost, TaskCost
-from hydra_engine.planning.cuts import cut_cost
+from hydra_engine.planning.cuts import CutChoice, PredictedCut, RunAtHand, cut_cost
+from hydra_engine.planning.planner import UNIT_S, UPDATE_SHARE
 from hydra_engine.planning.simulate import simulate
 from hydra_engine.planning.world import Simulation
 from hydra_engine.tasks import Model, batch_size
@@ -24,6 +25,7 @@ from partitioners import (
     GPU,
     STATED_RATES,
     Budget,
+    Fastest,
     LayerCost,
     Optimal,
     Partitioner,
@@ -114,6 +116,23 @@ class Machine:
             update_bytes_per_s=self.dram_bytes_per_s * MASTER_BYTES / self.update_traffic_bytes,
         )
 
+    def run_at_hand(self) -> RunAtHand:
+        """One task alone on one device, where layers may be at home."""
+        device = DeviceCost(
+            load_bytes_per_s=self.link_bytes_per_s,
+            store_bytes_per_s=self.link_bytes_per_s,
+            unit_s=UNIT_S,
+            memory_bytes=self.budget().memory_bytes,
+        )
+        width = MASTER_BYTES if self.precision == "float32" else 2
+        masters = 0 if self.precision == "float32" else 2 if self.split_weights else MASTER_BYTES
+        rate = UPDATE_SHARE * self.rates.memory_bytes_per_s if self.is_gpu else self.dram_bytes_per_s
+        return RunAtHand(
+            device=device,
+            home_times=2 + (masters + OPTIMIZERS[self.optimizer]) / width,
+            home_update_bytes_per_s=rate * MASTER_BYTES / self.update_traffic_bytes,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dram:
@@ -188,6 +207,21 @@ class AheadPlan:
         """Simulated seconds of a step of one task alone, in the middle of a run."""
         ends = [self.simulate(num_steps=number).makespan_s for number in (WARM_STEPS, WARM_STEPS + STEADY_STEPS)]
         return (ends[1] - ends[0]) / STEADY_STEPS
+
+    @cached_property
+    def with_homes(self) -> PredictedCut | None:
+        """How many layers of one task alone gain by being at home on a device, with a cut for that; None: none do."""
+        if self.machine.early_release:
+            return None
+        budget = self.machine.budget(self.num_micro_batches)
+        choice = CutChoice(
+            costs=self.costs,
+            candidates=Fastest().candidates(self.costs, budget),
+            budget=budget,
+            run=self.machine.run_at_hand(),
+        )
+        found = choice.with_homes(choice.fastest())
+        return found if found.homes else None
 
     def limits(self) -> list[Limit]:
         """What bounds the devices together, with at least as many such tasks; the tightest first.

@@ -6,13 +6,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from hydra_engine.host import Shard, TaskState, share_out
+from hydra_engine.host import Shard, TaskState, Wanted, share_out
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
-from hydra_engine.planning.simulate import alike, bound_s, num_spread_units, simulate
+from hydra_engine.planning.simulate import alike, bound_s, num_spread_units, predict_spreads, simulate
 from hydra_engine.planning.world import wanted_homes
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, training_chain
 from hydra_engine.tasks import duration
@@ -42,6 +42,9 @@ _BY_SAMPLES = (
 )
 # Of another number of micro-batches, so many cuts are tried.
 MOST_OTHERS = 4
+# Layers at home are chosen by so many simulations of a step, of about so many units in all: a third of a second. Tried
+# are such shares of the shards for which devices have room, and one: the step waits for the lowest one's update.
+MOST_HOMES, HOME_UNITS, HOME_SHARES = 40, 2_000, (1.0, 0.75, 0.5, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +74,19 @@ class RunAtHand:
         """Devices that one task's homes may be on."""
         return self.num_devices // self.num_busy
 
-    def at_home(self, task: TaskCost) -> list[Collection[int]]:
-        """Return, for each task of a device, the shards that find a home."""
-        names = [str(k) for k in range(self.tasks_per_device)]
-        if not task.homes or self.device.memory_bytes is None:
-            return [() for _ in names]
-        memory = dict.fromkeys(range(self.devices_per_task), int(self.device.memory_bytes))
-        found = share_out([wanted_homes(replace(task, name=name)) for name in names], memory)
-        return [found[name] for name in names]
+    def at_home(self, task: TaskCost | Wanted) -> list[Collection[int]]:
+        """Return, for each task of a device, the shards that find a home; all are taken to be like this one."""
+        wanted = wanted_homes(task) if isinstance(task, TaskCost) else task
+        if not wanted.shards or self.device.memory_bytes is None:
+            return [()] * self.tasks_per_device
+        return _at_home(wanted, self.tasks_per_device, self.devices_per_task, int(self.device.memory_bytes))
+
+
+@lru_cache(maxsize=1024)
+def _at_home(wanted: Wanted, num_tasks: int, num_devices: int, memory_bytes: int) -> list[Collection[int]]:
+    names = [str(k) for k in range(num_tasks)]
+    found = share_out([wanted._replace(task=name) for name in names], dict.fromkeys(range(num_devices), memory_bytes))
+    return [found[name] for name in names]
 
 
 class Load(NamedTuple):
@@ -99,6 +107,7 @@ class Way(NamedTuple):
 
     boundaries: tuple[int, ...]  # cumulative end indices of the shards
     num_micro_batches: int  # of a step
+    homes: int = 0  # lowest layers that are to be at home on devices
 
 
 class PredictedCut(NamedTuple):
@@ -111,10 +120,13 @@ class PredictedCut(NamedTuple):
     num_cuts: int = 1  # that were compared
     fewest: tuple[int, float] | None = None  # shards of the cut with fewest, and its seconds; None: it is that one
     is_together: bool = False  # it was chosen for all tasks together, by the whole run
+    homes: int = 0  # lowest layers that are to be at home on devices
+    in_dram_s: float | None = None  # of a step with all homes in DRAM; None: they are there
 
     def __str__(self) -> str:
         """Say what is predicted, and why this cut was chosen."""
         shards = "1 shard" if len(self.boundaries) == 1 else f"{len(self.boundaries)} shards"
+        shards += f", {self.homes} layers to be at home on devices" if self.homes else ""
         tasks = "" if self.num_tasks == 1 else f" of {self.num_tasks} such tasks on a device"
         text = f"{shards}: a step{tasks} takes {duration(self.step_s)} by prediction ({self.load})"
         if self.is_together:
@@ -123,6 +135,8 @@ class PredictedCut(NamedTuple):
             text += f", the least of {self.num_cuts} cuts"
         if self.fewest is not None:
             text += f"; cut into {self.fewest[0]}, {duration(self.fewest[1])}"
+        if self.in_dram_s is not None:
+            text += f"; with all homes in DRAM, {duration(self.in_dram_s)}"
         return text
 
 
@@ -152,10 +166,11 @@ class CutChoice:
         fitting = [each for each in tasks if most is None or _most_bytes(each[1]) <= most]
         return sorted(fitting, key=lambda each: (least_round_s(each[1], self.run), len(each[0])))[:MOST_OTHERS]
 
-    def predicted(self, boundaries: Sequence[int]) -> PredictedCut:
+    def predicted(self, boundaries: Sequence[int], homes: int = 0) -> PredictedCut:
         """Return what is predicted of a cut, be it a candidate or not."""
-        task = self.cost(boundaries)
-        return self._predicted(task, boundaries, max(round_s(task, self.run), least_round_s(task, self.run)))
+        task = self.cost(boundaries, homes=homes)
+        found = self._predicted(task, boundaries, max(round_s(task, self.run), least_round_s(task, self.run)))
+        return found._replace(homes=homes)
 
     def fastest(self) -> PredictedCut:
         """Return the candidate whose steps take least time in a simulation, of equals the one with fewest shards."""
@@ -178,12 +193,41 @@ class CutChoice:
         chosen = self._predicted(tasks[best], self.candidates[best], found[best])
         return chosen._replace(num_cuts=len(tasks), fewest=fewest)
 
+    def with_homes(self, own: PredictedCut) -> PredictedCut:
+        """Return the candidate, with some of its lowest layers at home, whose steps take least time in a simulation.
+
+        `own`: the best of those with all homes in DRAM, which is returned where none is much better. Those that promise
+        most are simulated first, as many as the limits say: the same ones for the same figures.
+        """
+        run, tried = self.run, []
+        for ends in map(tuple, self.candidates):
+            there, *_ = run.at_home(self.cost(ends, homes=ends[-1]))
+            room = sorted(there)
+            for number in {max(1, math.ceil(share * len(room))) for share in HOME_SHARES if room}:
+                task = self.cost(ends, homes=ends[room[number - 1]])
+                tried.append((expected_round_s(task, run), len(ends), ends, -number, task))
+        devices = [run.device] * run.devices_per_task
+        spreads = predict_spreads(self.cost(own.boundaries), devices, host=run.host)
+        in_dram_s = own.step_s / max(spread.speedup for spread in spreads)
+        best, best_s, num_left = own, in_dram_s / LEAST_GAIN, HOME_UNITS
+        for *_, ends, _, task in sorted(tried, key=lambda each: each[:4])[: MOST_HOMES // 2]:  # each one twice at most
+            if num_left <= 0:
+                break
+            least_s = least_round_s(task, run)
+            if least_s < best_s:
+                num_left -= 2 * CUT_STEPS * run.tasks_per_device * len(task.unit_s)
+                step_s = max(least_s, round_s(task, run, best_s))
+                if step_s * SAME < best_s:
+                    best, best_s = self._predicted(task, ends, step_s), step_s
+                    best = best._replace(homes=ends[task.homes - 1], num_cuts=own.num_cuts, in_dram_s=in_dram_s)
+        return best
+
     def beside(self, own: PredictedCut, name: str, num_steps: int, others: Sequence[TaskCost]) -> PredictedCut:
         """Return the candidate with which a task and these others end soonest; `own` where none is much better."""
         cuts = [own.boundaries, *(ends for ends in map(tuple, self.candidates) if ends != own.boundaries)]
-        options = [[self.cost(ends, name, num_steps) for ends in cuts], *([each] for each in others)]
+        options = [[self.cost(ends, name, num_steps, own.homes) for ends in cuts], *([each] for each in others)]
         [k, *_] = WholeRun.of(self.run, options).worth_searching().best().chosen
-        return own if k == 0 else self.predicted(cuts[k])._replace(is_together=True)
+        return own if k == 0 else self.predicted(cuts[k], own.homes)._replace(is_together=True)
 
     def _predicted(self, task: TaskCost, boundaries: Sequence[int], step_s: float) -> PredictedCut:
         number = self.run.tasks_per_device
@@ -322,6 +366,19 @@ def least_round_s(task: TaskCost, run: RunAtHand) -> float:
         on_cores_s = load.device_s + copies_s + load.update_s * run.host.optimizer_threads / run.num_busy
         bounds.append(number * run.num_busy * on_cores_s / run.host.cores)
     return float(f"{max(bounds):.9g}")  # equal sums of other shards differ in their last bits
+
+
+def expected_round_s(task: TaskCost, run: RunAtHand) -> float:
+    """Return about the seconds in which every task of a device takes a step, with layers at home.
+
+    Of a task alone, what the host updates is hidden under the next forwards of layers at home, and nothing else.
+    """
+    least_s = least_round_s(task, run)
+    if run.tasks_per_device > 1:
+        return least_s
+    [there], load = run.at_home(task), load_of(task, run)
+    hidden_s = sum(s for (kind, j), s in zip(task.chain, task.unit_s, strict=True) if kind == FORWARD and j in there)
+    return max(least_s, load.device_s + load.update_s - hidden_s)
 
 
 def round_s(task: TaskCost, run: RunAtHand, enough_s: float = math.inf) -> float:
@@ -498,8 +555,8 @@ class Kept(NamedTuple):
     step_s: float  # of the device or its link, whichever takes longer
 
 
-def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) -> Kept:
-    """Which graphs are worth keeping on a device, and what a step then takes.
+def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float, at_home: Collection[int] = ()) -> Kept:
+    """Which graphs are worth keeping on a device beside these shards' homes, and what a step then takes.
 
     Below the shard that the backward begins with, one after the other is needed again soonest. Of what the budget
     leaves beside two slabs and a unit's work, the first may keep graphs, which saves running their forwards again and
@@ -507,10 +564,11 @@ def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float) ->
     the device computes or what its link carries, whichever is more; of equals the fewest graphs.
     """
     shards, unit_s = state.cut.shards, state.measured.unit_s
-    slabs = [shard.slab_bytes for shard in shards]
+    slabs = [shard.slab_bytes - (shard.own_bytes if shard.index in at_home else 0) for shard in shards]
     forward_s = [unit_s.get((FORWARD, shard.index), 0.0) for shard in shards]
     graphs = [_graph_bytes(state, shard) if state.may_keep_graph(shard) else None for shard in shards]
-    free = memory_bytes - max(map(state.shard_bytes, shards)) - max(slabs)
+    free = memory_bytes - max(slabs[shard.index] + state.work_bytes(shard) for shard in shards) - max(slabs)
+    free -= sum(state.home_bytes(shards[j]) for j in at_home)
     lowest, compute_s = state.cut.lowest_backward, _compute_s(state)
     return _choose_kept(slabs, graphs, forward_s, lowest, compute_s, free, link_bytes_per_s)
 

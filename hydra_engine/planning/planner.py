@@ -90,6 +90,9 @@ WORK_HEADROOM = 1.25
 # Homes stay: they leave more.
 HOMES_HEADROOM = 1.5
 
+# Of the rate of a GPU's memory, what an update reaches there.
+UPDATE_SHARE = 0.75
+
 FIRST_READ = "as the first batch of its loader was read"
 
 
@@ -108,6 +111,7 @@ class Target:
     host: HostThreads | None = None  # by which cuts are predicted; None: its threads are not known yet
     together: Way | None = None  # that was chosen for all tasks together
     beside: Sequence[TaskCost] = ()  # tasks that train already, with the steps that they have left
+    homes: str = "auto"  # of tasks that leave it open: "host", or as is predicted to be fastest
 
     @property
     def spread_devices(self) -> Sequence[DeviceSpec]:
@@ -172,6 +176,21 @@ class Estimate:
         # Weights are read and written, gradients read, states read and written.
         return min(rate, self.known.dram_bytes_per_s / (3 + 2 * state_bytes / num_bytes))
 
+    def home_update_bytes_per_s(self) -> float:
+        """Of parameters, that the device updates which is their home: an emulated one by the host's code."""
+        state = self._state
+        if state.place.type == "cpu":
+            return self._update_bytes_per_s()
+        state_bytes, num_bytes = sum(state.measured.state_bytes.values()), max(1, state.layout.num_bytes[True])
+        return UPDATE_SHARE * self.kernel_rates().memory_bytes_per_s / (3 + 2 * state_bytes / num_bytes)
+
+    def home_times(self) -> float:
+        """Bytes of a home for each byte of gradients, as `TaskState.home_bytes` has them."""
+        layout, pool = self._state.layout, self._state.pool
+        link_bytes = layout.link_bytes[True]
+        masters = 0 if layout.narrow is None else link_bytes if pool.splits else layout.num_bytes[True]
+        return 2 + (masters + sum(self._state.measured.state_bytes.values())) / max(1, link_bytes)
+
     def budget(self, budget: Budget, device: DeviceSpec) -> Budget:
         """The budget of a device with its rates, for partitioners that weigh times."""
         budget = replace(budget, link_bytes_per_s=self.rates(device).link_bytes_per_s, unit_s=UNIT_S)
@@ -179,16 +198,17 @@ class Estimate:
             return budget
         return replace(budget, update_bytes_per_s=self._update_bytes_per_s())
 
-    def run_at_hand(self, target: Target) -> RunAtHand:
-        """What a cut of the task is chosen for."""
+    def run_at_hand(self, target: Target, *, with_homes: bool = False) -> RunAtHand:
+        """What a cut of the task is chosen for; with_homes: layers may be at home on devices."""
         state, device, host = self._state, target.device, target.host
         link = self.rates(device)
         computes_here = device.torch_device.type == "cpu"
         cores = host.cores / host.intra_op_threads if host is not None and computes_here else None
+        figure = _in_two_digits if with_homes else float
         return RunAtHand(
             device=DeviceCost(
-                load_bytes_per_s=link.both_up_bytes_per_s,
-                store_bytes_per_s=link.both_down_bytes_per_s,
+                load_bytes_per_s=figure(link.both_up_bytes_per_s),
+                store_bytes_per_s=figure(link.both_down_bytes_per_s),
                 unit_s=UNIT_S,
                 memory_bytes=target.budget.memory_bytes,
                 copies_compute=computes_here and link.origin != STATED,
@@ -198,6 +218,8 @@ class Estimate:
             num_tasks=target.num_tasks,
             double_buffer=target.budget.double_buffer,
             early_release=state.pool.early_release,
+            home_times=self.home_times() if with_homes else 0.0,
+            home_update_bytes_per_s=figure(self.home_update_bytes_per_s()) if with_homes else math.inf,
         )
 
     def spreading(self, devices: Sequence[DeviceSpec], number: int, beside_bytes: int, limit: DramLimit) -> Spreading:
@@ -258,6 +280,8 @@ class Estimate:
     def cost(self, number: int) -> TaskCost:
         """What the task takes in so many micro-batches, for a simulation."""
         state, shards, rate = self._state, self._state.cut.shards, self._update_bytes_per_s()
+        homes = {shard.index: state.home_bytes(shard) for shard in state.shards_for_homes()}
+        home_rate = self.home_update_bytes_per_s() if homes else math.inf
         return TaskCost(
             name=state.name,
             unit_s=[state.measured.unit_s[node] for node in state.cut.chains[True]],
@@ -271,6 +295,10 @@ class Estimate:
             num_micro_batches=number,
             ordered=state.ordered,
             early_release=state.pool.early_release,
+            homes=max(homes, default=-1) + 1,
+            home_bytes=[homes.get(shard.index, 0) for shard in shards],
+            home_update_s=[sum(slot.num_bytes for slot in state.pool.owned(shard)) / home_rate for shard in shards],
+            frozen_bytes=[shard.slab_bytes - shard.own_bytes for shard in shards],
         )
 
 
@@ -511,7 +539,7 @@ class PlannedTask:
                 plan = self._plan(target)
             except LayerFault as error:
                 raise ValueError(f"{self.name}: {error}") from error
-            self.as_planned = None if self.choice is None else self._of_task(self.choice.cost(plan.boundaries))
+            self.as_planned = None if self.choice is None else self._of_task(self._cost_at_home(plan.boundaries))
         message = self.task.model.eval_message if self.task.purpose is Purpose.TRAIN else ""
         if message and (text := f"{self.name}: {message}") not in self.doubts:
             self.doubts.append(text)
@@ -700,7 +728,13 @@ class PlannedTask:
     @property
     def way(self) -> Way:
         """Return how it is to be trained as it is planned now."""
-        return Way(tuple(self.state.cut.boundaries), self.state.cut.num_micro_batches)
+        cut = self.state.cut
+        return Way(tuple(cut.boundaries), cut.num_micro_batches, self.state.homes.num_layers)
+
+    def _cost_at_home(self, boundaries: Sequence[int]) -> TaskCost:
+        """Return what it takes, cut like this, with as many layers at home as now."""
+        assert self.choice is not None
+        return self.choice.cost(boundaries, homes=self.state.homes.num_layers)
 
     def rehearsed_cost(self) -> TaskCost:
         """Return what it takes in a simulation, by its rehearsal."""
@@ -715,9 +749,9 @@ class PlannedTask:
         if choice is None:
             return [(own, self.rehearsed_cost())]
         if self.task.adapts:  # what was chosen for its batches stays with its cut
-            return [(own, self._of_task(choice.cost(own.boundaries)))]
+            return [(own, self._of_task(self._cost_at_home(own.boundaries)))]
         cuts = [own.boundaries, *(ends for ends in map(tuple, choice.candidates) if ends != own.boundaries)]
-        found = [(own._replace(boundaries=ends), choice.cost(ends)) for ends in cuts]
+        found = [(own._replace(boundaries=ends), self._cost_at_home(ends)) for ends in cuts]
         for number in self._numbers(own, choice.run.num_devices):
             found += [(Way(ends, number), cost) for ends, cost in choice.in_micro_batches(number).likeliest()]
         return [(way, self._of_task(cost)) for way, cost in found]
@@ -869,6 +903,7 @@ class Planner:
             *(target.num_threads, tuple(each.memory_bytes for each in target.spread_devices), self.state.max_devices),
             target.together,
             self.state.pool.splits,
+            self._leaves_homes_open,
             *((target.share, None if saved is None else saved.accumulation_steps) if is_auto else ()),
             *(each.fingerprint for batch in batches for each in batch.whole),
             *((len(batch.micro_batches) for batch in batches) if self._task.adapts else ()),
@@ -893,21 +928,33 @@ class Planner:
         self._decide_homes()
         if self._trains:
             rate = self._estimate.rates(device).both_up_bytes_per_s
-            keeps_from, step_s = choose_kept(self.state, device.memory_bytes, rate)
+            at_home, *_ = self._estimate.run_at_hand(self._target).at_home(self._planned.wanted_homes)
+            keeps_from, step_s = choose_kept(self.state, device.memory_bytes, rate, at_home)
             self.state.cut = replace(self.state.cut, keeps_from=keeps_from)
             number = len(self._sample().micro_batches)
         self._planned.spread_over(self._target.spread_devices, number)
         return step_s / max(spread.speedup for spread in self._planned.spreading.spreads[: self._target.share])
 
     def _decide_homes(self) -> None:
-        """Decide how many of the lowest layers are to have their homes on devices."""
+        """Decide how many of the lowest layers are to have their homes on devices: by its option, or with its cut."""
         asked, planned = self._task.homes, self._planned
-        number = {"auto": 0, "host": 0, "device": self.state.layout.num_layers}.get(str(asked), asked)
+        chosen = planned.predicted.homes if planned.predicted is not None else 0
+        number = {"auto": chosen, "host": 0, "device": self.state.layout.num_layers}.get(str(asked), asked)
         planned.no_homes_because = ""
         if number and self._trains:
             planned.no_homes_because = self._against_homes()
         is_so = self._trains and not planned.no_homes_because
         self.state.homes.num_layers = int(number) if is_so else 0
+
+    @property
+    def _leaves_homes_open(self) -> bool:
+        return self._trains and self._task.homes == self._target.homes == "auto"
+
+    def _may_choose_homes(self) -> bool:
+        """Return True if homes on devices may gain: an emulated one without a link of its own lies in the same DRAM."""
+        device = self._target.device
+        has_link = self.state.place.type != "cpu" or self._estimate.rates(device).origin == STATED
+        return self._leaves_homes_open and has_link and not self._against_homes()
 
     def _against_homes(self) -> str:
         """Return why no layer has a home on a device; nothing, if one may."""
@@ -990,7 +1037,8 @@ class Planner:
                     finer = self._with_smaller_slabs(boundaries, costs)
                 if finer is None:
                     if self._planned.choice is not None and boundaries != chosen:
-                        self._planned.predicted = self._planned.choice.predicted(boundaries)
+                        homes = 0 if self._planned.predicted is None else self._planned.predicted.homes
+                        self._planned.predicted = self._planned.choice.predicted(boundaries, homes)
                     return
             except TooLarge as error:
                 if refused is not None:
@@ -1047,20 +1095,25 @@ class Planner:
         try:
             if not (self._trains and hasattr(partitioner, "candidates")):
                 return partitioner.partition(costs, budget), None
-            planned.choice = CutChoice(
+            with_homes = self._may_choose_homes()
+            if with_homes:
+                costs, budget = in_round_figures(costs, budget)
+            choice = planned.choice = CutChoice(
                 costs=costs,
                 candidates=partitioner.candidates(costs, budget),
                 budget=budget,
-                run=self._estimate.run_at_hand(self._target),
+                run=self._estimate.run_at_hand(self._target, with_homes=with_homes),
             )
             together, beside = self._target.together, self._target.beside
             if together is None:
-                own = planned.predicted = planned.choice.fastest()
+                own = choice.fastest()
+                own = planned.predicted = choice.with_homes(own) if with_homes else own
                 if beside:
                     [num_steps, *_] = known_steps([planned.num_steps(), *(each.num_steps for each in beside)])
-                    planned.predicted = planned.choice.beside(own, planned.name, num_steps, beside)
+                    planned.predicted = choice.beside(own, planned.name, num_steps, beside)
             else:
-                planned.predicted = planned.choice.predicted(together.boundaries)._replace(is_together=True)
+                found = choice.predicted(together.boundaries, together.homes)
+                planned.predicted = found._replace(is_together=True)
             return list(planned.predicted.boundaries), None
         except LayerTooLarge as error:
             may_cut = number == 1 or partitioner.revise([number], 0, costs) is not None
@@ -1118,6 +1171,21 @@ class Planner:
 
 def _size(num_bytes: int) -> str:
     return f"{format_bytes(num_bytes)} ({num_bytes} bytes)"
+
+
+def _in_two_digits(figure: float) -> float:
+    return float(f"{figure:.2g}")
+
+
+def in_round_figures(costs: Sequence[LayerCost], budget: Budget) -> tuple[list[LayerCost], Budget]:
+    """Round what is measured, so that two runs on one machine choose alike."""
+    link, update = map(_in_two_digits, (budget.link_bytes_per_s, budget.update_bytes_per_s))
+    seconds = [map(_in_two_digits, (cost.forward_s, cost.backward_s)) for cost in costs]
+    rounded = [
+        replace(cost, forward_s=forward_s, backward_s=backward_s)
+        for cost, (forward_s, backward_s) in zip(costs, seconds, strict=True)
+    ]
+    return rounded, replace(budget, link_bytes_per_s=link, update_bytes_per_s=update)
 
 
 @contextmanager

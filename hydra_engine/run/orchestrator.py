@@ -97,6 +97,7 @@ class _Settings(NamedTuple):
     policy: Policy
     double_buffer: bool
     fairness: float | None
+    homes: str
     limit: DramLimit
     store: CheckpointStore
 
@@ -129,6 +130,8 @@ class ModelOrchestrator(Opaque):
         fairness: how devices are shared out among fewer tasks (docs/schedules.md). None: for the last task to end
             soonest. A number p: for the greatest power mean of the tasks' speedups, which is the sum for 1, the
             geometric mean for 0, the harmonic mean for -1, and the lower, the nearer to the slowest task's speedup.
+        homes: where layers are at home of tasks that leave it open (`ModelTask(homes="auto")`). "auto": where steps are
+            predicted to take least time (docs/homes.md). "host": in DRAM.
         loggers: `hydra_engine.loggers.Logger`s, such as `CsvLogger("logs")`, that `train_models` gives the values of
             all tasks. Training waits for none of them (docs/logging.md).
 
@@ -161,11 +164,15 @@ class ModelOrchestrator(Opaque):
         quotas: Mapping[str, int | Quota] | None = None,
         dram: int | str | None = None,
         fairness: float | None = None,
+        homes: str = "auto",
         loggers: Sequence[Logger] = (),
     ) -> None:
+        if homes not in ("auto", "host"):
+            raise ValueError(f"homes: {homes!r}, known: 'auto', 'host'")
         self._loggers = checked_loggers(loggers)
         self._settings = settings = _Settings(
             fairness=checked_fairness(fairness),
+            homes=homes,
             limit=DramLimit(None if dram is None else parse_bytes(dram, "dram")),
             policy=resolve_policy(policy),
             store=CheckpointStore(checkpoint_dir, checkpoint_every, keep),
@@ -580,7 +587,9 @@ class ModelOrchestrator(Opaque):
             numa_node=self.numa_node,
             computes_here=any(device.torch_device.type == "cpu" for device in devices),
         )
-        return Site(devices, settings.double_buffer, self.buffer, host, settings.limit, settings.fairness)
+        return Site(
+            devices, settings.double_buffer, self.buffer, host, settings.limit, settings.fairness, settings.homes
+        )
 
     @contextmanager
     def _at_work(self, what: str) -> Iterator[Site]:

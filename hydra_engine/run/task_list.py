@@ -379,6 +379,7 @@ class Site:
     host: HostThreads
     limit: DramLimit
     fairness: float | None = None
+    homes: str = "auto"
 
     @property
     def _smallest(self) -> DeviceSpec:
@@ -511,7 +512,7 @@ class Site:
         budget = Budget(
             memory_bytes=device.memory_bytes, buffer_bytes=self._buffer_bytes, double_buffer=self.double_buffer
         )
-        return Target(device=device, budget=budget, num_threads=num_threads, **options)
+        return Target(device=device, budget=budget, num_threads=num_threads, homes=self.homes, **options)
 
     def _check_free(self) -> None:
         for device in self.devices:

@@ -74,7 +74,8 @@ class ModelTask(Opaque):
         homes*: where the state of the layers stays from step to step, their weights, moments and masters. "host": in
             DRAM, from which devices load weights for each unit, and where the host updates them. "device": on a device,
             which then makes their updates and loads nothing, for as many of the lowest layers as it has room; a number:
-            for so many layers at most. "auto": as "host".
+            for so many layers at most. "auto": for as many as are predicted to make steps shortest, where devices have
+            a link; else as "host".
         ema_decay: keep an exponential moving average of the weights, as torch's `AveragedModel` with
             `get_ema_multi_avg_fn(ema_decay)` does; in `TaskReport.ema_state` at the end.
         lr_scheduler: (optimizer) -> torch.optim.lr_scheduler.LRScheduler.

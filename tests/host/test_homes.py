@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from hydra_engine import Callback, EmulatedDevice, ModelTask, PauseTask, StopTask
 from hydra_engine.errors import DeviceFailed
 from hydra_engine.host import Wanted, share_out
-from partitioners import Presharded
+from partitioners import Fastest, Presharded
 from tests import exact, reference, zoo
 from tests.device_changes import Failing, Fuse
 from tests.promises.test_resumed import Boom, saved_of
@@ -49,11 +49,9 @@ adamw = partial(torch.optim.AdamW, weight_decay=0.1)
 def task_of(homes="device", *, name="task", epochs=EPOCHS, data=None, callbacks=(), ends=ENDS, net=None, **options):
     options = {"optimizer": adamw, "seed": SEED, "homes": homes, **options}
     data = batches() if data is None else data
-    cut = Presharded(list(ends))
+    options.setdefault("partitioner", Presharded(list(ends)))
     net = model() if net is None else net
-    return ModelTask(
-        net, F.mse_loss, data, LR, epochs, name=name, partitioner=cut, callbacks=list(callbacks), **options
-    )
+    return ModelTask(net, F.mse_loss, data, LR, epochs, name=name, callbacks=list(callbacks), **options)
 
 
 def devices_of(number=1, memory="1MiB", *, chaos=None, has_arena=False):
@@ -197,6 +195,16 @@ def test_homes_change_no_bit(case):
         report = train(orchestra_of(task, devices=devices))
         assert_is_plain(task, report, **of_case(case)[1])
         assert homed(report) > [0], f"homes={homes}, {devices}"
+
+
+def test_homes_that_are_chosen_change_no_bit():
+    """Over a link of 100 KB a second, which takes longer than all else."""
+    for number, memory in ((1, "1MiB"), (2, "16KiB")):
+        devices = [EmulatedDevice(memory, bandwidth=100_000) for _ in range(number)]
+        task = task_of("auto", partitioner=Fastest(), epochs=1)
+        report = train(orchestra_of(task, devices=devices))
+        assert_is_plain(task, report, epochs=1)
+        assert max(homed(report)) > 0
 
 
 def test_moments_in_bfloat16_are_as_on_the_host():

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import DeviceCost, HostOutOfMemory, predict_training, simulate
+from hydra_engine.cli.plan import plan_lines
 from hydra_engine.planning.ahead import Machine, Sample, plan_ahead, resized
 from partitioners import (
     GPU,
@@ -329,3 +330,32 @@ class TestPredictTraining:
     def test_refuses_what_cannot_be(self, options, error, says):
         with refused(error, says=says):
             self.plan(**options)
+
+
+@pytest.mark.parametrize(("precision", "home_bytes"), [("float32", 16), ("bfloat16", 16)])
+def test_layers_at_home_are_told_where_they_make_steps_shorter(precision, home_bytes):
+    slow = {"link_bytes_per_s": 1e6, "dram_bytes_per_s": 1e8, "precision": precision}
+    plan = ahead(**slow)
+    found = plan.with_homes
+    assert (found.homes, found.boundaries) == (4, (4,))
+    assert found.step_s < found.in_dram_s
+    run, width = plan.machine.run_at_hand(), 4 if precision == "float32" else 2
+    assert run.home_times == home_bytes / width
+    assert run.home_update_bytes_per_s == pytest.approx(1e8 * 4 / 28), "the host's own rate"
+    [line] = [line for line in plan_lines(plan, title="mlp") if "at home" in line]
+    assert line.startswith("with 4 of 4 layers at home on the device, cut into 1 shard, a step takes ")
+
+
+def test_homes_of_plans_ahead_take_the_rate_of_a_gpus_memory():
+    run = machine(device=GPU, rates=STATED_RATES[GPU, "float32"]).run_at_hand()
+    assert run.home_update_bytes_per_s == pytest.approx(0.75 * STATED_RATES[GPU, "float32"].memory_bytes_per_s / 7)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"early_release": True, "link_bytes_per_s": 1e6}, {"link_bytes_per_s": 1e15, "dram_bytes_per_s": 1e15}],
+)
+def test_no_layers_at_home_are_told_where_there_are_none_or_they_gain_nothing(changes):
+    plan = ahead(**changes)
+    assert plan.with_homes is None
+    assert not any("at home" in line for line in plan_lines(plan, title="mlp"))

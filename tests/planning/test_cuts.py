@@ -9,9 +9,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import DeviceCost, EmulatedDevice, HostCost, ModelOrchestrator, ModelTask, simulate
-from hydra_engine.planning.cuts import CutChoice, RunAtHand, least_round_s, load_of, round_s
+from hydra_engine.planning import cuts
+from hydra_engine.planning.cuts import LEAST_GAIN, MOST_HOMES, CutChoice, RunAtHand, least_round_s, load_of, round_s
+from hydra_engine.planning.planner import in_round_figures
+from hydra_engine.tasks import duration
 from partitioners import Balanced, Budget, Fastest, LayerTooLarge, Optimal, Pilot, Presharded, shard_bytes
 from tests.partitions import layers, random_layers, seeds
+from tests.refused import refused
 
 # A block of a transformer that takes 1 s forward and 2 s backward, and 8 s to load.
 BLOCK = {
@@ -148,6 +152,81 @@ def test_a_layer_that_shares_a_weight_with_another_shards_has_no_home():
     assert found.cost([2, 3], homes=3).home_bytes == (512, 256)
 
 
+HOMES = {"home_times": 4.0, "home_update_bytes_per_s": 1024.0}
+
+
+def test_a_model_with_room_for_its_homes_is_whole_and_all_of_it_stays():
+    found = choice(layers(*([BLOCK] * 8)), 8192, update=8.0, **HOMES)
+    in_dram = found.fastest()
+    best = found.with_homes(in_dram)
+    assert (best.boundaries, best.homes, best.step_s) == ((8,), 8, 24 + 0.5)  # it computes, and updates 1,024 a second
+    assert best.in_dram_s == in_dram.step_s > 64
+    assert best == found.predicted([8], 8)._replace(num_cuts=in_dram.num_cuts, in_dram_s=in_dram.step_s)
+    assert str(best).startswith(
+        "1 shard, 8 layers to be at home on devices: a step takes 24.5 s by prediction (device "
+    )
+    assert str(best).endswith(f"; with all homes in DRAM, {duration(in_dram.step_s)}")
+
+
+def test_no_layer_is_at_home_where_that_gains_little():
+    quick = choice(layers(*([BLOCK] * 8)), 8192, link=1e6, update=1e6, home_times=4.0, home_update_bytes_per_s=1e6)
+    small = choice(layers(*([BLOCK] * 8)), 512, link=64.0, update=64.0, **HOMES)
+    for found in (quick, small):
+        in_dram = found.fastest()
+        assert found.with_homes(in_dram) is in_dram
+
+
+@seeds(15, net=5)
+def test_homes_are_chosen_by_few_simulations_the_same_each_time_and_are_never_slower(seed, monkeypatch):
+    found, simulated = random_choice(seed), []
+    in_dram, simulate = found.fastest(), cuts._round_s
+
+    def counted(task, *options):
+        simulated.append(task)
+        return simulate(task, *options)
+
+    monkeypatch.setattr(cuts, "_round_s", counted)
+    best = found.with_homes(in_dram)
+    assert len(simulated) <= MOST_HOMES
+    assert best == found.with_homes(in_dram)
+    assert best is in_dram or best.step_s * LEAST_GAIN <= best.in_dram_s <= in_dram.step_s
+    assert best.step_s == found.predicted(best.boundaries, best.homes).step_s
+
+
+def test_more_homes_are_chosen_the_more_room_there_is():
+    """From none of eight blocks to all."""
+    found = [choice(layers(*([BLOCK] * 8)), most, update=8.0, **HOMES) for most in range(512, 3072, 256)]
+    best = [each.with_homes(each.fastest()) for each in found]
+    assert [each.homes for each in best] == sorted(each.homes for each in best)
+    assert (best[0].homes, best[-1].homes) == (0, 8)
+    assert [each.step_s for each in best] == sorted((each.step_s for each in best), reverse=True)
+
+
+def test_the_lowest_layer_alone_may_be_worth_its_home():
+    """Compute hides all other loads and updates."""
+    found = choice(layers(*([BLOCK] * 8)), 1536, link=64.0, update=64.0, **HOMES)
+    best = found.with_homes(found.fastest())
+    assert (best.homes, best.step_s, best.in_dram_s) == (1, 25.0, 27.0)
+
+
+def test_homes_on_two_devices_are_compared_with_steps_that_are_spread():
+    settings = {"link": 64.0, "update": 64.0, "num_devices": 2, **HOMES}
+    spread = choice(layers(*([BLOCK] * 4)), 1000, number=4, **settings)
+    assert spread.with_homes(spread.fastest()).homes == 0, "a step takes half as long on both"
+    whole = choice(layers(*([BLOCK] * 4)), 1000, **settings)
+    best = whole.with_homes(whole.fastest())
+    [there] = whole.run.at_home(whole.cost(best.boundaries, homes=best.homes))
+    assert {*there.values()} == {0, 1}
+
+
+def test_figures_that_differ_by_little_choose_alike():
+    budget = Budget(memory_bytes=1024, link_bytes_per_s=63.6, update_bytes_per_s=7.96)
+    one, other = (layers(*([BLOCK | {"forward_s": seconds}] * 8)) for seconds in (1.01, 1.04))
+    found = in_round_figures(one, budget)
+    assert found == in_round_figures(other, replace(budget, link_bytes_per_s=64.4, update_bytes_per_s=8.04))
+    assert (found[0][0].forward_s, found[1].link_bytes_per_s, found[1].update_bytes_per_s) == (1.0, 64.0, 8.0)
+
+
 def test_seconds_are_of_all_micro_batches():
     costs = layers(*([BLOCK | {"input_bytes": 4, "output_bytes": 4}] * 3))
     found = choice(costs, 2048, number=4).cost([1, 3], "a", 7)
@@ -161,10 +240,10 @@ def mlp():
     return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())))
 
 
-def planned(*names, memory="1MiB", **options):
+def planned(*names, memory="1MiB", bandwidth=10**9, of_all="auto", **options):
     batches = [(torch.ones(4, 32), torch.ones(4, 32))]
     tasks = [ModelTask(mlp(), F.mse_loss, batches, 0.1, name=name, seed=0, **options) for name in names]
-    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory, bandwidth=10**9)])
+    orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(memory, bandwidth=bandwidth)], homes=of_all)
     orchestra.verbose = 0
     return orchestra.generate()
 
@@ -178,6 +257,39 @@ def test_a_plan_tells_what_was_predicted_and_tasks_alike_share_it():
     assert one.cut_because == two.cut_because
     assert f"a, b: {one.cut_because}" in str(plan).splitlines()
     assert "a step of 2 such tasks on a device takes" in one.cut_because
+
+
+def test_a_plan_gives_layers_homes_where_a_slow_link_makes_that_gain():
+    plan = planned("a", "b", bandwidth=10**6)
+    for each in plan.tasks.values():
+        assert each.homed_layers == {"emulated:0": 12}
+        assert "12 layers to be at home on devices: a step of 2 such tasks" in each.cut_because
+    assert "a: 12 layers at home on emulated:0" in str(plan).splitlines()
+    assert plan.tasks["b"].adopted_from == "a"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"of_all": "host"},
+        {"homes": "host"},
+        {"bandwidth": None},
+        {"ema_decay": 0.9},
+        {"partitioner": Presharded([6, 12])},
+        {"memory": "16KiB"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_all_homes_stay_in_dram(options):
+    plan = planned("a", **{"bandwidth": 10**6, **options}).tasks["a"]
+    assert (plan.homed_layers, plan.no_homes_because) == ({}, "")
+    assert "at home" not in plan.cut_because
+
+
+def test_what_a_task_asks_for_goes_before_the_orchestrators_homes():
+    assert planned("a", of_all="host", homes=4, partitioner=Presharded([4, 12])).tasks["a"].homed_layers
+    with refused(ValueError, says="homes 'device' 'auto'"):
+        planned("a", of_all="device")
 
 
 def test_a_cut_that_the_user_made_is_not_predicted():
