@@ -25,7 +25,7 @@ sys.path[:0] = [str(HERE.parent)]
 from figures import Figures, add_arguments, put, table  # noqa: E402
 
 FIGURES = Figures("homes")
-WIDTH, NUM_LAYERS, BATCH = 512, 10, 64
+WIDTH, NUM_LAYERS, BATCH = 512, 10, 256
 STATE_BYTES = 16 * NUM_LAYERS * (WIDTH * WIDTH + WIDTH)  # weights, gradients and two moments in float32
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)  # of the state, beside what units work with
 WORK_BYTES = 2**23  # of units, and two slabs
@@ -93,7 +93,7 @@ def memory():
         plain.append(plain_step_s())
         for share in SHARES:
             device = EmulatedDevice(int(share * STATE_BYTES) + WORK_BYTES, bandwidth=LINK)
-            times[share].append(step_s(task_of(homes="device"), [device]))
+            times[share].append(step_s(task_of(partitioner=None), [device]))  # cut and homes are chosen together
     plain_s, best, rows, good = median(plain), float("inf"), [], True
     for share, found in times.items():
         now = median(found)
