@@ -143,7 +143,9 @@ def task(k: int, num_steps: int, *, prints: bool = False) -> ModelTask:
 def train(num_tasks: int, num_steps: int, *, prints: bool = False) -> None:
     """Train on two devices with a slow link, each smaller than a model."""
     devices = [EmulatedDevice(memory="900KiB", bandwidth="60MiB") for _ in range(2)]
-    orchestra = ModelOrchestrator([task(k, num_steps, prints=prints) for k in range(num_tasks)], devices=devices)
+    orchestra = ModelOrchestrator(
+        [task(k, num_steps, prints=prints) for k in range(num_tasks)], devices=devices, homes="host"
+    )
     orchestra.verbose = 0
     orchestra.generate()
     orchestra.verbose = 1

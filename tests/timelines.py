@@ -57,7 +57,7 @@ def task(name, *, seed, width, depth, num_batches, epochs=1, lr=0.3, **options):
 def train(tasks, memory: str, num_devices: int) -> Report:
     """Train tasks on emulated devices."""
     devices = [EmulatedDevice(memory, bandwidth="400MB") for _ in range(num_devices)]
-    orchestra = ModelOrchestrator(tasks, devices=devices)
+    orchestra = ModelOrchestrator(tasks, devices=devices, homes="host")  # pictures show loads
     orchestra.verbose = 0
     return orchestra.train_models()
 

@@ -144,7 +144,8 @@ class Case:
     def orchestra(self, partitioner, num_steps, ends):
         torch.set_num_threads(1)
         tasks = [self.task(f"t{k}", partitioner, num_steps, each) for k, each in enumerate(ends)]
-        orchestra = ModelOrchestrator(tasks, devices=[EmulatedDevice(self.memory_bytes, bandwidth=self.bandwidth)])
+        device = EmulatedDevice(self.memory_bytes, bandwidth=self.bandwidth)
+        orchestra = ModelOrchestrator(tasks, devices=[device], homes="host")
         orchestra.verbose = 0
         return orchestra
 

@@ -59,7 +59,7 @@ def test_covering_has_every_pair_of_factor_values():
 @pytest.mark.rest
 def test_runs_have_every_case_once_in_company_of_those_with_the_same_run():
     product = exact.whole_product()
-    assert len(product) == len(set(product)) == 9 * 4 * 3 * 3 * 2**6
+    assert len(product) == len(set(product)) == 9 * 4 * 3**3 * 2**6
     runs = exact.runs()
     cases_of_runs = [case for cases in runs for case in cases]
     assert len(cases_of_runs) == len(product)
