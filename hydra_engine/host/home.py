@@ -5,7 +5,7 @@
     show(), save()    weights alone, or all of it, are copied to DRAM; the home stays
     close()           DRAM is the home again, of gradients in mid-step too
 
-Whatever reads weights in DRAM asks for them first; nothing but a home writes to the places of its parameters there.
+Code that reads weights in DRAM asks for them first. What a callback writes there is loaded to the home afterwards.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Home:
             }
 
     def parameter(self, slot: Slot) -> nn.Parameter:
-        """What the optimizer steps."""
+        """The parameter that the optimizer steps."""
         return self._parameters[slot.index]
 
     def narrow(self, slot: Slot) -> Tensor:
@@ -222,9 +222,8 @@ class TaskHomes:
         self.lock = threading.RLock()
         # Called before DRAM is written to, with slots: a checkpoint may be reading it.
         self.secure: Callable[[Iterable[int]], None] = lambda _: None
-        self.close_all: Callable[[], None] = lambda: (
-            None
-        )  # makes DRAM the home of all; nothing of the task is under way
+        # Makes DRAM the home of all, where nothing of the task is under way.
+        self.close_all: Callable[[], None] = lambda: None
 
     def end(self) -> None:
         """The task is over: refer to nobody any more."""
