@@ -110,7 +110,7 @@ IN_GROUPS += [(what, is_so) for what in ("in a group", "preemptible") for is_so 
     [
         pytest.param(range(1000, 1020), {"failures": True, "stops": True, "misfits": True}, EVENTS, id="events"),
         pytest.param(range(5000, 5030), {"stops": True, "misfits": True, "changes": True}, CHANGES, id="changes"),
-        pytest.param(range(7000, 7015), {"groups": True, "changes": True}, IN_GROUPS, id="groups"),
+        pytest.param(range(7030, 7050), {"groups": True, "changes": True}, IN_GROUPS, id="groups"),
         pytest.param(range(205, 230), {}, {("parts", number) for number in range(1, MOST_DEVICES + 1)}, id="spreads"),
     ],
 )
