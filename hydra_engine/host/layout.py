@@ -53,7 +53,7 @@ class Slot:
     num_bytes: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    gradient_stride: tuple[int, ...]  # as autograd lays a gradient out: without the gaps of a parameter that has any
+    gradient_stride: tuple[int, ...]  # as autograd lays a gradient out: in rows where the parameter has gaps
     dtype: torch.dtype
     link_offset: int
     link_bytes: int
@@ -64,6 +64,18 @@ class Slot:
         dtype = dtype or self.link_dtype
         empty = torch.empty(0, dtype=dtype, device=storage.device)
         return empty.set_(storage, offset // dtype.itemsize, self.shape, self.gradient_stride)
+
+    def finished(self, gradient: Tensor, loss_scale: float | None) -> Tensor:
+        """The gradient as the optimizer takes it: of the parameter's own type, without the loss scale."""
+        gradient = gradient.to(self.dtype)
+        return gradient if loss_scale is None else gradient * (1 / loss_scale)
+
+    def norm(self, gradient: Tensor, loss_scale: float | None) -> Tensor:
+        """The norm of the gradient as the optimizer takes it."""
+        # Not of a wider copy where that can be left to torch: on a GPU it makes none.
+        taken = gradient if loss_scale is None else self.finished(gradient, loss_scale)
+        norm: Tensor = torch.linalg.vector_norm(taken, dtype=self.dtype)
+        return norm
 
     def link_view(self, storage: torch.UntypedStorage, offset: int) -> Tensor:
         """The tensor that devices compute with, at byte `offset` of a slab or a host buffer."""
@@ -220,6 +232,8 @@ class ModelLayout:
         self, layer: int, name: str, parameter: nn.Parameter, is_trainable: bool, link_dtype: torch.dtype
     ) -> None:
         size = extent(parameter.shape, parameter.stride())
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
+        order = torch.preserve_format if is_dense else torch.contiguous_format
         num_bytes = size * parameter.element_size()
         slot = Slot(
             index=len(self.slots),
@@ -231,7 +245,7 @@ class ModelLayout:
             num_bytes=num_bytes,
             shape=tuple(parameter.shape),
             stride=parameter.stride(),
-            gradient_stride=torch.empty_like(parameter, device="meta").stride(),
+            gradient_stride=torch.empty_like(parameter, device="meta", memory_format=order).stride(),
             dtype=parameter.dtype,
             link_offset=self.link_bytes[is_trainable],
             link_bytes=size * link_dtype.itemsize,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -229,21 +229,25 @@ class TaskOptimizer:
             return self._committed
         self.reach_epoch(epoch)
         scale = self.loss_scale
+        received = [slot for slot in self._slots if staging.has_gradient.get(slot.index)]
         if self._loss_scale is not None:
-            gradients = (pool.gradients.of(slot) for slot in self._slots if staging.has_gradient.get(slot.index))
-            is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+            # A finite norm is one of finite numbers; that of large ones is not.
+            doubtful = (slot for slot in received if not math.isfinite(staging.norms.get(slot.index, math.nan)))
+            is_finite = all(bool(pool.gradients.of(slot).isfinite().all()) for slot in doubtful)
             self._loss_scale.update(is_finite)
             if not is_finite:
                 return replace(self.skipped(), loss_scale=scale)
-        hooked = call_hooks(self._slots, staging, pool, partial(self._finished, pool, scale, {}), self.secure)
+        hooked = call_hooks(received, staging, pool, partial(self._finished, pool, scale, {}), self.secure)
         finished = partial(self._finished, pool, scale, hooked)
-        received = [slot for slot in self._slots if staging.has_gradient.get(slot.index)]
+        received = [slot for slot in received if staging.has_gradient[slot.index]]
         total_norm = None
+        if self._task.max_grad_norm is not None:
+            others = (slot for slot in received if slot.index in hooked or slot.index not in staging.norms)
+            norms = staging.norms | {slot.index: float(slot.norm(finished(slot), None)) for slot in others}
+            total_norm = _total_norm(received, norms)
         if self._task.optimizer_scope == "task":
-            total_norm = self._update_all(pool, received, finished)
+            self._update_all(pool, received, finished, total_norm)
             self._averages.move(self._slots, pool, is_first=self.num_steps == 0)
-        elif self._task.max_grad_norm is not None:
-            total_norm = _total_norm(map(finished, received))
         record = StepRecord(
             groups=kept_groups(self.optimizer, self.factors),
             has_gradient=dict(staging.has_gradient),
@@ -296,24 +300,24 @@ class TaskOptimizer:
         return self._released
 
     def _finished(self, pool: HostPool, scale: float | None, hooked: Mapping[int, Tensor], slot: Slot) -> Tensor:
-        """A parameter's gradient as the optimizer takes it: of the parameter's own type, without the loss scale."""
+        """A parameter's gradient as the optimizer takes it, or as hooks have left it."""
         if slot.index in hooked:
             return hooked[slot.index]
-        gradient = pool.gradients.of(slot).to(slot.dtype)
-        return gradient if scale is None else gradient * (1 / scale)
+        return slot.finished(pool.gradients.of(slot), scale)
 
-    def _update_all(self, pool: HostPool, slots: Sequence[Slot], finished: Callable[[Slot], Tensor]) -> Tensor | None:
+    def _update_all(
+        self, pool: HostPool, slots: Sequence[Slot], finished: Callable[[Slot], Tensor], total_norm: Tensor | None
+    ) -> None:
         """One step of the user's optimizer itself, which may keep what it likes wherever it likes.
 
-        slots: that received gradients. Return the norm of these, where they are clipped.
+        slots: that received gradients. total_norm: of these, where they are clipped.
         """
-        total_norm = None
         try:
             for slot in slots:
                 slot.parameter.grad = finished(slot)
-            if self._task.max_grad_norm is not None:
+            if total_norm is not None and self._task.max_grad_norm is not None:
                 parameters = [slot.parameter for slot in slots]
-                total_norm = nn.utils.clip_grad_norm_(parameters, self._task.max_grad_norm)
+                nn.utils.clip_grads_with_norm_(parameters, self._task.max_grad_norm, total_norm)
             with scaled(self.optimizer, self.factors):
                 self.optimizer.step()
         finally:
@@ -321,7 +325,6 @@ class TaskOptimizer:
                 slot.parameter.grad = None
             pool.bring_back(self._slots)
         pool.renew(self._slots)
-        return total_norm
 
     def learning_rates(self, record: StepRecord) -> tuple[float, ...]:
         """Return those that a step was made with, or was to be, by parameter group; none where groups have no "lr"."""
@@ -718,20 +721,17 @@ def kept_groups(optimizer: torch.optim.Optimizer, factors: Sequence[float] = ())
     return groups
 
 
-def _total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Norm as of `torch.nn.utils.get_total_norm`, one gradient at a time: a widened one is gone before the next.
+def _total_norm(slots: Sequence[Slot], norms: Mapping[int, float]) -> Tensor:
+    """Combine norms of these gradients, by slot, as `torch.nn.utils.get_total_norm` does.
 
-    That takes the norms by type and device, in an order of its own, and rounds to the types that meet.
+    That takes them by type and device, in an order of its own, and rounds to the types that meet.
     """
-    norms: list[Tensor] = []
-    kinds: list[Tensor | None] = []
-    for gradient in gradients:
-        norms.append(torch.linalg.vector_norm(gradient))
-        kinds.append(gradient.new_empty(0))
-    if not norms:
+    if not slots:
         return torch.tensor(0.0)
-    order = [index for _, indices in group_tensors([kinds], with_indices=True).values() for index in indices]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norms[index] for index in order]))
+    groups = group_tensors([[slot.parameter for slot in slots]], with_indices=True)
+    order = [slots[index].index for _, indices in groups.values() for index in indices]
+    dtype = reduce(torch.promote_types, (slot.dtype.to_real() for slot in slots))
+    total: Tensor = torch.linalg.vector_norm(torch.tensor([norms[index] for index in order], dtype=dtype))
     return total
 
 

@@ -66,15 +66,15 @@ class StepParts:
 
     def put(
         self, shard: int, end: int, gradients: Gradients, copy: Copy, finish: Callable[[], None] = lambda: None
-    ) -> None:
+    ) -> bool:
         """Keep the sums of all micro-batches up to `end`, brought by `copy(target, source)`, there after `finish()`.
 
-        Where they are there already, the unit was computed again for what came before it, and they stay: gradients of
-        later parts may have been added to them.
+        Return False where they are there already: the unit was computed again for what came before it. They stay, since
+        gradients of later parts may have been added to them.
         """
         with self._lock:
             if self._num_added.get(shard, -1) >= end:
-                return
+                return False
         for slot, gradient in gradients.items():
             self.has_gradient[slot] = gradient is not None
             if gradient is not None:
@@ -84,6 +84,7 @@ class StepParts:
         with self._lock:
             self._slots[shard] = tuple(gradients)
             self._add_waiting(shard, end)
+        return True
 
     def add(self, shard: int, m: int, gradients: Gradients) -> None:
         """Add those of micro-batch `m`, which are in DRAM and nobody else's, when it is their turn."""
@@ -158,8 +159,10 @@ class StepStaging:
         self.has_gradient: dict[int, bool] = {}  # by slot
         self.losses: dict[int, float] = {}  # by micro-batch
         self.metrics: dict[int, dict[str, float]] = {}  # by micro-batch of an evaluation
+        # By slot: norms of the step's gradients as the optimizer takes them, where devices have added these up.
+        self.norms: dict[int, float] = {}
         # (shard, m, or WHOLE): squared norms of its gradients as they are, by parameter group; of adaptive tasks.
-        self.norms: dict[tuple[int, int], list[float]] = {}
+        self.squares: dict[tuple[int, int], list[float]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -315,10 +318,10 @@ def step_measures(
     whole = [0.0] * groups.number
     micro = [[0.0] * groups.number for _ in present]
     for shard, slots in owned.items():
-        for k, each in enumerate(staging.norms.get((shard, WHOLE)) or _on_host(staging, groups, slots, gradient)):
+        for k, each in enumerate(staging.squares.get((shard, WHOLE)) or _on_host(staging, groups, slots, gradient)):
             whole[k] += each
         for row, m in zip(micro, present, strict=True):
-            for k, each in enumerate(staging.norms.get((shard, m), ())):
+            for k, each in enumerate(staging.squares.get((shard, m), ())):
                 row[k] += each
     whole_divisor = scale * (total_size if sums_losses else 1.0)
     return StepMeasures(

@@ -247,6 +247,17 @@ class TaskState:
         # Of an adaptive task: groups of parameters whose gradients are measured. One, before there is an optimizer.
         self.norm_groups = NormGroups({slot.index: 0 for slot in layout.trainable_slots()}, 1) if task.adapts else None
 
+    @property
+    def norm(self) -> Callable[[int, Tensor], Tensor] | None:
+        """The norm of a slot's gradient in the step in progress, as the optimizer takes that.
+
+        None: nothing clips gradients, or has to know whether they are finite.
+        """
+        slots, scale = self.layout.slots, self.loss_scale
+        if self.task.max_grad_norm is None and scale is None:
+            return None
+        return lambda slot, gradient: slots[slot].norm(gradient, scale)
+
     def loader(self, *, training: bool) -> Any:
         """The loader whose batches come again; None: they are read once."""
         if self.task.purpose is not Purpose.TRAIN:

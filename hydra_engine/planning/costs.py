@@ -37,6 +37,7 @@ class TaskCost:
         num_micro_batches: that a step is made of: it may be spread over as many devices.
         ordered: units whose micro-batches have to go one after the other, wherever they are computed: those of shards
             whose forward changes buffers.
+        adds_on_devices: gradients of a step that is spread are added up on devices, not by the host.
         priority: as `ModelTask`'s. weight: as `ModelTask`'s. early_release: as `ModelTask`'s.
         homes: so many of the lowest shards are to have their homes on devices, as far as there is room.
         home_bytes: that each shard's home takes of a device, with its gradients; 0: its home is DRAM in any case.
@@ -62,6 +63,7 @@ class TaskCost:
     graph_bytes: Sequence[float] | float = 0
     num_micro_batches: int = 1
     ordered: frozenset[tuple[str, int]] = frozenset()
+    adds_on_devices: bool = False
     priority: int = 0
     weight: float = 1.0
     early_release: bool | str = False

@@ -294,6 +294,8 @@ class Estimate:
             update_s=[sum(slot.num_bytes for slot in state.pool.owned(shard)) / rate for shard in shards],
             num_micro_batches=number,
             ordered=state.ordered,
+            # A GPU's norm of a gradient has other bits than the host's, which takes those of what it adds up.
+            adds_on_devices=state.place.type != "cpu" and state.task.max_grad_norm is not None,
             early_release=state.pool.early_release,
             homes=max(homes, default=-1) + 1,
             home_bytes=[homes.get(shard.index, 0) for shard in shards],

@@ -234,7 +234,8 @@ def predict_spreads(
         slower = [Spread(NEVER)] * (number - 1)
         sums_s, pieces_s = (_alone_s(alone, [*slower, each], devices[:number], host) for each in (in_sums, in_pieces))
         # Pieces wait in DRAM for their turn.
-        best, best_s = (in_pieces, pieces_s) if pieces_s < WORTH_DRAM * sums_s else (in_sums, sums_s)
+        is_quicker = pieces_s < WORTH_DRAM * sums_s and not task.adds_on_devices
+        best, best_s = (in_pieces, pieces_s) if is_quicker else (in_sums, sums_s)
         spreads.append(best._replace(speedup=one_s / best_s if best_s > 0 else 1.0))
     return tuple(spreads)
 

@@ -56,6 +56,7 @@ class UnitSpec(NamedTuple):
     written: Collection[int] = ()  # buffers that a backward is known to write to
     changes: AttributeChanges | None = None  # of Python attributes, that were tried; None: all were
     norm_groups: NormGroups | None = None  # of parameters, whose gradients are measured by micro-batch
+    norm: Callable[[int, Tensor], Tensor] | None = None  # of a slot's finished gradient; None: not needed
 
 
 class Inspector(Protocol):
@@ -262,7 +263,7 @@ class UnitRunning:
                 if inspector is not None and out.value is not None:
                     inspector.gives(self._shard, m, out.value.tensors)
         if spec.kind in (FUSED, BACKWARD):
-            out.norms = self._gradients.measured()
+            out.squares = self._gradients.measured()
         if spec.in_pieces and spec.kind in (FUSED, BACKWARD):
             out.pieces = self._gradients.taken(self._shard.owned)
         return out
@@ -276,18 +277,21 @@ class UnitRunning:
         self._executor.current = ""  # what is found from here on is not the last layer's
         structure.check_parameters(self._views, self._versions)
         gradients: dict[int, Tensor | None] = {}
-        norms = None
+        norms = squares = None
         if spec.kind in (FUSED, BACKWARD) and not spec.in_pieces:
             gradients = self._gradients.totals(are_rounded=spec.is_last)
             if spec.is_last:
-                norms = self._gradients.measured(gradients.items())
+                squares = self._gradients.measured(gradients.items())
+            if spec.is_last and spec.norm is not None:
+                found = [spec.norm(index, gradient) for index, gradient in gradients.items() if gradient is not None]
+                norms = torch.stack(found) if found else None
         self._train_again()
         structure.check_shared()
         taken = structure.take_buffers(shard.first, self._end)
         self._executor.settle_attributes(shard.first, self._end, spec.changes)
         if spec.kind == BACKWARD:  # the rest is what the forward left
             taken = {index: taken[index] for index in self._written}
-        return UnitOutput(gradients=gradients, buffers=taken, norms=norms)
+        return UnitOutput(gradients=gradients, buffers=taken, norms=norms, squares=squares)
 
     def _through_layers(self, micro: MicroInput, drawing: Drawing) -> MicroOutput:
         """Run the layers forward, and backward where the unit has a backward."""

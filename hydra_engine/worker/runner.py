@@ -129,6 +129,7 @@ class Runner:
             written=state.observed.written_buffers,
             changes=state.observed.attributes,
             norm_groups=state.norm_groups,
+            norm=state.norm,
         )
         last: MicroOutput | None = None
         with executor.run(spec, claim.views, run.buffers, run.so_far, graphs.saved, graphs.graphs) as running:

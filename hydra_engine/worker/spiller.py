@@ -203,8 +203,8 @@ class Spiller:
             pieces = {slot: None if each is None else self._sent(each) for slot, each in out.pieces.items()}
             self._device.finish()
             staging.parts.add(j, m, pieces)
-        if out.norms is not None:
-            staging.norms[j, m] = out.norms.tolist()
+        if out.squares is not None:
+            staging.squares[j, m] = out.squares.tolist()
         if out.loss is not None:
             staging.losses[m] = float(out.loss)
             staging.metrics[m] = {name: float(value) for name, value in out.metrics.items()}
@@ -213,11 +213,10 @@ class Spiller:
         """Send the shard's gradients to DRAM."""
         staging = state.staging
         self._storing = state.name
-        if out.norms is not None:
-            staging.norms[shard.index, WHOLE] = out.norms.tolist()
         if out.gradients and staging.parts is not None:
             _, end = staging.range_of(unit.part)
-            staging.parts.put(shard.index, end, out.gradients, self._store, self._device.finish)
+            if not staging.parts.put(shard.index, end, out.gradients, self._store, self._device.finish):
+                return
         elif out.gradients:
             state.pool.gradients.lend(shard)
             pairs: Pairs = []
@@ -230,6 +229,11 @@ class Spiller:
             else:  # which is here
                 for place, gradient in pairs:
                     place.copy_(gradient)
+        if out.squares is not None:
+            staging.squares[shard.index, WHOLE] = out.squares.tolist()
+        if out.norms is not None:
+            present = [slot for slot, gradient in out.gradients.items() if gradient is not None]
+            staging.norms.update(zip(present, out.norms.tolist(), strict=True))
 
     def store_buffers(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
         """Send the buffers that a unit changed to DRAM; a backward gives those alone that it has written to itself."""

@@ -56,7 +56,7 @@ class MicroOutput:
     gradients: list[Tensor | None] | None = None  # backward: of what entered this shard
     tied: dict[int, Tensor | None] = field(default_factory=dict)  # borrowed slot -> gradient so far
     skips: dict[str, Boundary] = field(default_factory=dict)  # forward: values for shards further up
-    norms: Tensor | None = None  # backward of an adaptive task: squared, of this micro-batch's gradients, by group
+    squares: Tensor | None = None  # backward of an adaptive task: squared norms of its gradients, by group
     skip_gradients: dict[str, list[Tensor | None]] = field(default_factory=dict)  # backward: of those gotten here
     pieces: dict[int, Tensor | None] = field(default_factory=dict)  # by owned slot: of this micro-batch alone
     # Read by whoever stores them: the lane that computes must not wait for the device.
@@ -81,7 +81,9 @@ class UnitOutput:
 
     gradients: dict[int, Tensor | None]  # by owned slot; None: it received none
     buffers: dict[int, Tensor]
-    norms: Tensor | None = None  # squared, of the step's gradients by group, where they are all in these
+    # Of the step's gradients, where they are all in these: norms of those that there are; squared ones, by group.
+    norms: Tensor | None = None
+    squares: Tensor | None = None
     last: MicroOutput | None = None  # of its last micro-batch, which goes to DRAM with it
 
     @property

@@ -60,8 +60,7 @@ def test_sums_of_a_unit_that_is_computed_again_stay():
     places = {SLOT: torch.full((50,), torch.nan)}
     parts, _ = parts_of(4, 2, places)
     parts.add(0, 2, {SLOT: gradients[2].clone()})
-    for _ in range(2):
-        parts.put(0, 2, {SLOT: summed(gradients[:2])}, copy)
+    assert [parts.put(0, 2, {SLOT: summed(gradients[:2])}, copy) for _ in range(2)] == [True, False]
     parts.add(0, 3, {SLOT: gradients[3].clone()})
     assert torch.equal(places[SLOT], summed(gradients))
 

@@ -16,7 +16,7 @@ from hydra_engine import Callback, EmulatedDevice, ModelTask
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
 from hydra_engine.host import kept_pools
 from hydra_engine.planning.cuts import Kept
-from hydra_engine.planning.planner import Planner, check_dram
+from hydra_engine.planning.planner import Estimate, Planner, check_dram
 from hydra_engine.schedule.events import Spread
 from partitioners import Balanced, Presharded, profile, shard_bytes, unit_bytes
 from tests import reference
@@ -176,6 +176,22 @@ def test_auto_gives_a_device_that_would_idle_a_part_of_each_step():
         tasks = [wide(), wide()]
         plan = orchestra_of(*tasks, memory="8MiB", num_devices=3).generate()
         assert [task.accumulation_steps for task in plan.tasks.values()] == [1, 1]
+
+
+@pytest.mark.parametrize(("place", "limit", "adds"), [("cuda", 1.0, True), ("cuda", None, False), ("cpu", 1.0, False)])
+def test_gpus_add_up_the_gradients_that_are_clipped(place, limit, adds):
+    """Their norms have other bits than the host's."""
+    cost, found = Estimate.cost, set()
+
+    def costing(estimate, number):
+        with mock.patch.object(estimate._state, "place", torch.device(place)):
+            found.add((figures := cost(estimate, number)).adds_on_devices)
+        return figures
+
+    with mock.patch.object(Estimate, "cost", costing):
+        task = task_of(gpt(), max_grad_norm=limit, accumulation_steps=2)
+        orchestra_of(task, memory="8MiB", num_devices=2).generate()
+    assert found == {adds}
 
 
 def test_a_layer_that_creates_nothing_takes_nothing():

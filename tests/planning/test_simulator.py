@@ -317,7 +317,9 @@ class TestSpread:
         # In one shard a sum would come when all is done; over a slow link pieces would take longer than computing.
         [_, quick] = predict_spreads(task("a", 9.0, num_micro_batches=2, gradient_bytes=0.1), [device] * 2)
         [_, slow] = predict_spreads(task("a", *[1.0] * 15, num_micro_batches=8, gradient_bytes=1.0), [device] * 2)
-        assert (quick.in_sums, slow.in_sums) == (False, True)
+        alone = task("a", 9.0, num_micro_batches=2, gradient_bytes=0.1, adds_on_devices=True)
+        [_, added] = predict_spreads(alone, [device] * 2)
+        assert (quick.in_sums, slow.in_sums, added.in_sums) == (False, True, True)
         assert quick.speedup == pytest.approx(27.3 / (3 * 4.6 + 0.1), rel=0.02)
         assert ("b", 3) in slow.ordered
         assert ("f", 3) not in slow.ordered
