@@ -4,6 +4,8 @@
     python -m tests.durability --kills 100 --aimed 50    # what `benchmarks/durability` runs
     python -m tests.durability --other-settings          # each start on other devices, budgets, partitions, policies
 
+Runs take turns in which layers are at home on devices: none, half, all. With other settings each start draws them.
+
 One JSON object per run, the uninterrupted one first. This process imports torch, computes nothing and has no thread, so
 that a training is a fork of it: a start takes milliseconds, and the 100 minutes.
 """
@@ -26,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from hydra_engine.checkpoints.checkpoint import FILES, newest_first, read_manifest
-from tests import durable
+from tests import durable, exact
 from tests.durable import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -65,6 +67,7 @@ class Outcome(NamedTuple):
     different: list | tuple = ()  # places that do not hold the bits of the uninterrupted run
     error: str = ""
     saving: dict | None = None  # what the last process says of its own
+    homed_bytes: int = 0  # of devices, that homes took in the last process
     num_saves: int = 0  # the last process's, as they look from outside
     save_s: float = 0.0  # their mean
 
@@ -193,6 +196,7 @@ def run(folder, moments, settings, expected=None):
     return outcome._replace(
         begun=begun,
         saving=left["saving"],
+        homed_bytes=left["homed_bytes"],
         different=[] if expected is None else durable.differences(left["leaves"], expected),
         num_saves=len(durations_s),
         save_s=sum(durations_s) / max(1, len(durations_s)),
@@ -281,7 +285,8 @@ class Campaign:
         aimed = self._left[True] > self._left[False]
         number = min(self._left[aimed], rng.choice((2, 3)) if rng.random() < MORE_KILLS else 1)
         moments = [_moment(rng, plain, aimed, number) for _ in range(number)]
-        settings = [Settings.drawn(rng) if self.other_settings else Settings() for _ in range(number + 1)]
+        same = Settings(homes=exact.FACTORS["homes"][(self.seed + self._num_runs) % 3])
+        settings = [Settings.drawn(rng) if self.other_settings else same for _ in range(number + 1)]
         return run(self.root / name, moments, settings, expected), aimed, number
 
 

@@ -45,6 +45,7 @@ class Settings(NamedTuple):
     partition: str = "three"  # shards, as `exact.ends` names them; "pilot": by the default partitioner
     policy: str = "sharded-lrtf"
     double_buffer: bool = True
+    homes: str = "no"  # as `exact.homes_of` names them, of the tasks that may have some
 
     @classmethod
     def drawn(cls, rng):
@@ -57,6 +58,7 @@ class Settings(NamedTuple):
             partition=partition,
             policy=rng.choice(("sharded-lrtf", "fifo", "round-robin", "fair-share")),
             double_buffer=rng.choice((True, False)),
+            homes=rng.choice(exact.FACTORS["homes"]),
         )
 
 
@@ -166,6 +168,7 @@ def train(folder, settings=None, *, names=tuple(BUILDERS), kill_at=None):
         model, loss_fn, loader, lr, options = BUILDERS[name]()
         if settings.partition != "pilot":
             options["partitioner"] = Presharded(exact.ends(settings.partition, len(model)))
+        options["homes"] = exact.homes_of(settings.homes, len(model))
         callbacks = [begun, KillsItself(folder, kill_at.get(name, ()))]
         tasks.append(
             ModelTask(model, loss_fn, loader, lr, EPOCHS, name=name, seed=seed, callbacks=callbacks, **options)
@@ -186,6 +189,7 @@ def train(folder, settings=None, *, names=tuple(BUILDERS), kill_at=None):
     report.raise_failures()
     saving = {name: getattr(report.checkpoints, name) for name in ("num_saved", "num_failed", "copied_bytes")}
     left = {"leaves": left_by(models, report, folder / CHECKPOINTS), "begun": begun.steps, "saving": saving}
+    left["homed_bytes"] = sum(device.homed_bytes for device in report.devices)
     torch.save(left, folder / f"{RESULTS}.new")
     os.replace(folder / f"{RESULTS}.new", folder / RESULTS)
 

@@ -175,8 +175,13 @@ def task_of(
     factory, lr = OPTIMIZERS[optimizer]
     options |= {"name": name or zoo_name, "optimizer": factory, "seed": seed}
     options["partitioner"] = Presharded(ends(partition, len(model)))
-    options["homes"] = {"no": "host", "half": -(-len(model) // 2), "all": "device"}[homes]
+    options["homes"] = homes_of(homes, len(model))
     return ModelTask(model, loss_fn, loader, lr, epochs, **options), model
+
+
+def homes_of(homes, num_layers):
+    """As `ModelTask(homes=)` has it: "no" layer, the lower "half", or "all" of them are at home on devices."""
+    return {"no": "host", "half": -(-num_layers // 2), "all": "device"}[homes]
 
 
 def ends(partition, num_layers):

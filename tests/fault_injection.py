@@ -4,11 +4,11 @@
     python -m tests.fault_injection --runs 50 --seed 150  # the runs of seeds 150 to 199
     python -m tests.fault_injection --kind store          # of one kind
 
-A run is drawn from its seed: models, partitions, devices, budgets, micro-batches, double buffering, precision, and what
-strikes where and how often. The struck task fails at its last committed step, or is tried again and has the bits of an
-undisturbed run (`tests/reference.py`); the two others have theirs in any case; no thread, temporary file or shared
-memory is left. Half of the runs save checkpoints, and all whose saves are struck, which no task notices; then the run
-is resumed without faults, and every task ends with the bits of an undisturbed one. A run that takes longer than
+A run is drawn from its seed: models, partitions, devices, budgets, homes, micro-batches, double buffering, precision,
+and what strikes where and how often. The struck task fails at its last committed step, or is tried again and has the
+bits of an undisturbed run (`tests/reference.py`); the two others have theirs in any case; no thread, temporary file or
+shared memory is left. Half of the runs save checkpoints, and all whose saves are struck, which no task notices; then
+the run is resumed without faults, and every task ends with the bits of an undisturbed one. A run that takes longer than
 `HANG_S` ends the process with every thread's stack.
 """
 
@@ -35,6 +35,7 @@ from torch.nn import functional as F
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask, ShardDoesNotFit
 from hydra_engine.checkpoints.snapshot import Snapshot
+from hydra_engine.host import TaskOptimizer
 from hydra_engine.system.files import Disk
 from hydra_engine.tasks.report import AGAIN
 from hydra_engine.worker.spiller import Spiller
@@ -160,6 +161,8 @@ class Job:
     def __init__(self, rng, name, strike):
         self.name, self.strike = name, strike
         self.seed = rng.randrange(2**31)
+        self.homes = random.Random(f"{self.seed}: homes").choice(exact.FACTORS["homes"])
+        has_homes = self.homes != "no"
         self.num_batches = rng.randint(3, 5)
         self.width = rng.choice([8, 16])
         self.inner = [rng.choice(["linear", "norm", "dropout", "relu", "layer norm"]) for _ in range(rng.randint(1, 5))]
@@ -167,13 +170,13 @@ class Job:
         self.max_grad_norm = rng.choice([None, None, 0.5])
         self.accumulation_steps = rng.choice([1, 1, 2, 3])
         self.precision = rng.choice(["float32", "float32", "float32", "bfloat16"])
-        self.has_schedule = rng.random() < 0.5
+        self.has_schedule = rng.random() < 0.5 or has_homes  # which hooks exclude: it is struck instead
         self.validates = rng.random() < 0.3
         num_layers = len(self.inner) + 2
         self.ends = [*sorted(rng.sample(range(1, num_layers), rng.randint(0, num_layers - 1))), num_layers]
         self.max_retries = rng.choice([0, 1, 2, 3])
-        self.strikes_after, self.in_hook = rng.random() < 0.5, rng.random() < 0.5
-        self.early_release = self.max_grad_norm is None and random.Random(self.seed).random() < 0.5
+        self.strikes_after, self.in_hook = rng.random() < 0.5, rng.random() < 0.5 and not has_homes
+        self.early_release = self.max_grad_norm is None and not has_homes and random.Random(self.seed).random() < 0.5
         if self.early_release:
             self.max_retries = 0  # which it excludes
 
@@ -218,6 +221,9 @@ class Job:
         model, loader, validation = self.build()
         if self.in_hook or not self.has_schedule:
             model[0].weight.register_hook(lambda grad: self.strike.touch("commit"))
+        optimizer = self.optimizer
+        if self.homes == "no":  # else it has to be torch's own, and is struck from outside
+            optimizer = struck_optimizer(optimizer, self.strike, after=self.strikes_after)
         task = ModelTask(
             model,
             F.cross_entropy,
@@ -225,7 +231,8 @@ class Job:
             self.lr,
             EPOCHS,
             name=self.name,
-            optimizer=struck_optimizer(self.optimizer, self.strike, after=self.strikes_after),
+            optimizer=optimizer,
+            homes=exact.homes_of(self.homes, len(model)),
             partitioner=Presharded(self.ends) if presharded else Pilot(),
             validation=validation,
             max_retries=self.max_retries,
@@ -285,6 +292,21 @@ def loads(strike, rng):
     return struck_methods(methods, "load", strike, after=False)
 
 
+def updates(strike, rng):
+    """Those of tasks with homes are struck here, others' from inside."""
+    original, after = TaskOptimizer.update, rng.random() < 0.5
+
+    def striking(owner, *arguments):
+        kind = "update" if owner._task.name == NAMES[0] and owner._task.homes != "host" else ""
+        if not after:
+            strike.touch(kind)
+        original(owner, *arguments)
+        if after:
+            strike.touch(kind)
+
+    return mock.patch.object(TaskOptimizer, "update", striking)
+
+
 def stores(strike, rng):
     methods = rng.sample(["store_micro", "store_buffers", "store_gradients"], rng.randint(1, 3))
     return struck_methods(methods, "store", strike, after=rng.random() < 0.5)
@@ -337,7 +359,7 @@ def saves(strike, rng):
 
 
 # By kind of fault: what has to be patched, and whether the task may be tried again.
-INJECTORS = {"load": loads, "forward": nothing, "backward": nothing, "store": stores, "update": nothing}
+INJECTORS = {"load": loads, "forward": nothing, "backward": nothing, "store": stores, "update": updates}
 INJECTORS |= {"loader": nothing, "commit": nothing, "save": saves}
 NEVER_AGAIN = ("commit",)
 
@@ -349,9 +371,11 @@ class Outcome:
         found = report.tasks[job.name]
         self.kind, self.status, self.num_fired = kind, found.status, strike.num_fired
         self.was_retried = bool(found.retries)
+        self.homed_bytes = sum(device.homed_bytes for device in report.devices)
         self.text = (
             f"seed {seed}: {kind} struck {strike.num_fired} of {strike.number} times, {job.max_retries} retries "
-            f"allowed, {len(found.retries)} made: {found.status} at step {found.steps} of {job.num_steps}"
+            f"allowed, {len(found.retries)} made: {found.status} at step {found.steps} of {job.num_steps}, "
+            f"{job.homes} homes, {self.homed_bytes} bytes of all tasks"
         )
 
     def __str__(self):
@@ -501,7 +525,7 @@ def main(argv=None):
     parser.add_argument("--kind", choices=sorted(INJECTORS), help="of all faults; default: drawn")
     parser.add_argument("--verbose", action="store_true", help="a line for each run")
     args = parser.parse_args(argv)
-    begin_s, table, failed = time.perf_counter(), Counter(), []
+    begin_s, table, failed, num_homed = time.perf_counter(), Counter(), [], 0
     for seed in range(args.seed, args.seed + args.runs):
         try:
             outcome = run(seed, args.kind)
@@ -513,9 +537,11 @@ def main(argv=None):
             print(outcome, flush=True)
         what = "not struck" if not outcome.num_fired else outcome.status + " after retries" * outcome.was_retried
         table[outcome.kind, what] += 1
+        num_homed += outcome.homed_bytes > 0
     for (kind, what), number in sorted(table.items()):
         print(f"{kind:10} {what:24} {number:4}")
-    print(f"{args.runs} runs, {len(failed)} failures {failed}, {time.perf_counter() - begin_s:.0f} s", flush=True)
+    elapsed_s = time.perf_counter() - begin_s
+    print(f"{args.runs} runs, {num_homed} with homes, {len(failed)} failures {failed}, {elapsed_s:.0f} s", flush=True)
     return 1 if failed or not args.runs else 0
 
 

@@ -15,6 +15,7 @@ def test_killed_runs_end_with_every_bit_of_the_uninterrupted_one(options, tmp_pa
     assert plain.num_saves >= 2
     assert plain.saving["copied_bytes"] > 0, "no save met an update, so that these kills prove little"
     assert sorted(kill.aimed for run in runs for kill in run.kills) == [False, True]
+    assert any(run.homed_bytes for run in runs)
     assert [run.error for run in runs if run.error] == []
     assert [run.different for run in runs if run.different] == []
     assert list(tmp_path.iterdir()) == []
