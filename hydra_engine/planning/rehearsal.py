@@ -87,7 +87,7 @@ class TooLarge(Exception):
 
 def own_device(spec: DeviceSpec, num_threads: int, arena_bytes: int) -> AbstractContextManager[OpenDevice]:
     """Open a device for a rehearsal alone, which ends with the context."""
-    return closing(spec.for_rehearsal().open(0, Trace(), num_threads, arena_bytes))
+    return closing(spec.for_rehearsal().open(0, Trace(), num_threads, min(arena_bytes, spec.memory_bytes)))
 
 
 def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: Opened) -> dict[tuple[str, int], float]:
@@ -96,8 +96,10 @@ def rehearse(state: TaskState, batch: Batch, evaluation: Batch | None, opened: O
     `evaluation`: a batch to evaluate as well, where the task has a validation loader. opened: the device. Raises
     TooLarge, what a layer or the loss raised, and ValueError for layers that cannot be streamed.
     """
-    slab_bytes = max(shard.slab_bytes for shard in state.cut.shards)
-    with opened(slab_bytes) as device, closing(_Rehearsal(state, device)) as rehearsal:
+    widest = max(state.cut.shards, key=lambda shard: shard.slab_bytes)
+    with opened(widest.slab_bytes) as device, closing(_Rehearsal(state, device)) as rehearsal:
+        if widest.slab_bytes > device.ledger.memory_bytes:
+            raise TooLarge(widest.index, widest.slab_bytes)
         checks = _Checks(rehearsal)
         seconds = rehearsal.run(batch)
         checks.check_batch(batch)

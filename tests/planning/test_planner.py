@@ -89,6 +89,15 @@ def test_a_byte_less_than_the_largest_layer_is_refused_by_name(costs):
         orchestra_of(task_of(gpt()), memory=memory).generate()
 
 
+def test_a_slab_that_is_larger_than_the_whole_device_is_refused_where_slabs_have_an_arena():
+    """Of an arena that was larger than its device, units were granted less than nothing, and waited for ever."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 400), nn.Linear(400, 1))
+    batches = [(torch.ones(2, 4), torch.ones(2, 1))]
+    task = ModelTask(model, F.mse_loss, batches, 0.1, name="wide", partitioner=Presharded([1, 2, 3]))
+    with refused(ShardDoesNotFit, task="wide", layer="1 (Linear)", says="shard 1"):
+        silent([task], devices=[EmulatedDevice("4KiB", has_arena=True)]).generate()
+
+
 @pytest.mark.rest
 def test_what_the_plan_says_of_a_lone_layer_is_what_the_profile_says(costs):
     memory = budgets(costs)[0]
