@@ -213,6 +213,7 @@ class TaskHomes:
 
     def __init__(self) -> None:
         self.lost_on = ""  # the name of a device that has failed, where some were
+        self.has_start = False  # DRAM has the task as it began; its steps are on devices alone, or none is committed
         self.num_layers = 0  # lowest ones, whose shards are to have homes where there is room
         self.of: dict[int, Home] = {}  # by shard of the present cut
         self.targets: dict[int, int | None] = {}  # by shard that is to move: the device; None: DRAM
@@ -239,6 +240,7 @@ class TaskHomes:
         with self.lock:
             home = next((each for each in self.of.values() if slot in each.gradients), None)
             if home is not None and not home.is_shown:
+                self.has_start = False
                 self.secure(home.gradients)
                 home.show()
 
@@ -252,5 +254,6 @@ class TaskHomes:
         """Let DRAM have all state of now, for a checkpoint."""
         if self.lost_on:
             raise RuntimeError(f"{self.lost_on} has failed, where shards were at home")
+        self.has_start = False
         for home in self.of.values():
             home.save()

@@ -430,7 +430,7 @@ class PlannedTask:
                 f"before ModelTask(...)"
             )
         self.speedups: tuple[float, ...] = ()  # of an adaptive task, on 1, 2, ... devices, as measured
-        self._beginning = beginning
+        self._beginning, self.keeps_positions = beginning, keeps_positions
         start = None if beginning is None else beginning.position
         # Not a method: the two would hold each other.
         begin_epoch = partial(_begin_epoch, task, self.report, self._stopping, self.callback_draws)

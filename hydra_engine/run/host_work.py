@@ -211,6 +211,7 @@ class HostWork:
             telling = partial(self._telling, task, "its optimizer", job)
             self._workers.update(home.device, label, telling)
             return
+        task.state.homes.has_start = False
         self._submit_in_order(task, instruction, "its optimizer", partial(self._timed, "update", label, job))
 
     def _discard(self, instruction: Discard) -> None:
@@ -254,7 +255,9 @@ class HostWork:
         if task.end.goes_back:
 
             def undone(is_saved: bool) -> None:
-                if not is_saved:
+                if is_saved:
+                    task.state.homes.has_start = False
+                elif not task.state.homes.has_start:
                     task.end.goes_back = False
                     task.end.fail(home_lost(task, task.state.homes.lost_on))
                 let_go()
@@ -299,7 +302,10 @@ class HostWork:
     def _end(self, task: RunningTask) -> None:
         """Give a task's memory back."""
         if task.end.goes_back and self._common.is_interrupted:
-            task.end.stay()
+            if task.state.homes.has_start:  # nothing of it is saved for a resume
+                task.end.fail(home_lost(task, task.state.homes.lost_on))
+            else:
+                task.end.stay()
         is_paused = task.end.is_paused
         try:
             try:
@@ -398,6 +404,8 @@ def commit(task: RunningTask, put: Callable[[Event], None], *, training_step: bo
         put(Failed(report.name, error, f"its optimizer: some weights may have the update of step {report.steps}"))
         return TaskStopped(report.name, uncommitted=True)
     state.loss_scale = optimizer.loss_scale
+    if staging.buffers or task.planned.task.callbacks:  # which keep what they have seen
+        state.homes.has_start = False
     _report_step(task, record, _learned(task, None if record.is_skipped else measures, put), measures)
     _take_buffers(state)
     if not state.task.read_ahead:  # whose loader may look at the user's modules

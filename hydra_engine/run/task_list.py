@@ -229,12 +229,13 @@ class TaskList:
     def _made(
         self, task: ModelTask, name: str, saved: SavedTask | None = None, beginning: Beginning | None = None
     ) -> PlannedTask:
+        has_homes = task.homes not in ("auto", "host")  # it may have to begin again
         return PlannedTask(
             task,
             name,
             self._frozen,
             alignment_bytes=self._alignment_bytes,
-            keeps_positions=self._store.may_save or self._may_be_lost or task.max_retries > 0,
+            keeps_positions=self._store.may_save or self._may_be_lost or task.max_retries > 0 or has_homes,
             saved=saved,
             beginning=beginning,
             limit=self._limit,

@@ -394,6 +394,7 @@ class HomeMoves:
         """Give homes to a task that begins, if it asks for some."""
         homes = task.state.homes
         homes.secure, homes.close_all = task.secure_dram, partial(self._close_all, task)
+        homes.has_start = task.planned.saved is None and task.planned.keeps_positions
         self._left_s = {key: at_s for key, at_s in self._left_s.items() if key[0] != task.name}  # of one before it
         self._common.later(self.share_out)  # once the scheduler knows it
 
@@ -469,7 +470,7 @@ class HomeMoves:
             if not lost or task.life is not Life.TRAINING:
                 continue
             task.state.homes.lost_on = error.device
-            for home in lost:
+            for home in list(task.state.homes.of.values()):  # what the others have is not of the step that it goes to
                 home.is_lost = True
             if task.end.goes_back:
                 continue
@@ -518,11 +519,14 @@ class HomeMoves:
         self._common.events.put(HomesMoved(task.name, tuple(shards), homes.devices))
 
     def _close(self, task: RunningTask, index: int) -> None:
-        home = task.state.homes.of[index]
+        homes = task.state.homes
+        home = homes.of[index]
         task.secure_dram(home.gradients)
-        task.state.homes.gives_way.discard(index)
+        homes.gives_way.discard(index)
         worker = self._workers.worker(home.device)
         assert worker is not None
+        if not (home.is_lost or home.is_shown):
+            homes.has_start = False
         worker.homes.close(task.state, home)
 
     def _close_all(self, task: RunningTask) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_engine import Callback, EmulatedDevice, ModelTask, PauseTask, StopTask
 from hydra_engine.errors import DeviceFailed
@@ -510,10 +511,15 @@ def test_a_task_that_joins_gets_room_and_leaves_it(has_arena):
 
 def test_a_task_gets_room_that_another_one_leaves(monkeypatch):
     monkeypatch.setattr("hydra_engine.run.workers.LEAST_STAY_S", 0.0)
-    found = []
-    jobs = {step: lambda: found.append(len(homes_of(orchestra, "long"))) for step in (2, 28)}
-    long = task_of(name="long", epochs=10, callbacks=[Calls(jobs)])
-    orchestra = orchestra_of(long, task_of(name="short", epochs=1), devices=devices_of(memory="20KiB"))
+    found, has_looked = [], threading.Event()
+
+    def look():
+        found.append(len(homes_of(orchestra, "long")))
+        has_looked.set()
+
+    long = task_of(name="long", epochs=10, callbacks=[Calls({2: look, 28: look})])
+    short = task_of(name="short", epochs=1, callbacks=[Calls({1: has_looked.wait})])
+    orchestra = orchestra_of(long, short, devices=devices_of(memory="20KiB"))
     report = train(orchestra)
     assert_is_plain(long, report, epochs=10)
     assert found[0] < found[1] == len(ENDS)
@@ -545,13 +551,11 @@ def test_a_device_may_come_back_in_the_call_that_removes_it():
 # -- a device fails
 
 
-def fails(task, copies, *, num_devices=2, num_failing=None, **options):
-    """Train on devices of which the first so many, or all, may fail at these copies; the report and what was raised."""
+def fails(task, copies, **options):
+    """Train on two devices that fail at these copies; the report and what was raised."""
     fuse = Fuse(copies)
-    may_fail = num_devices if num_failing is None else num_failing
-    devices = [Failing(fuse.burns) for _ in range(may_fail)]
-    devices += [EmulatedDevice("1MiB") for _ in range(num_devices - may_fail)]
-    orchestra = orchestra_of(*task, devices=devices, max_failures=len(copies), **options)
+    devices = [Failing(fuse.burns) for _ in range(2)]
+    orchestra = orchestra_of(task, devices=devices, max_failures=len(copies), **options)
     try:
         orchestra.train_models()
     except DeviceFailed as error:
@@ -576,7 +580,7 @@ def test_a_task_goes_back_to_its_last_saved_step(tmp_path, copy, every, precisio
 
     options = {"precision": precision, "validation": batches(2, seed=5)}
     task = task_of(callbacks=[Notes()], **options)
-    report, error = fails([task], [copy], directory=tmp_path, every=every)
+    report, error = fails(task, [copy], directory=tmp_path, every=every)
     assert error is None
     _, whole = plain(**options)
     assert report.tasks["task"].status == "finished"
@@ -592,19 +596,56 @@ def test_a_task_goes_back_to_its_last_saved_step(tmp_path, copy, every, precisio
 
 
 def test_without_a_checkpoint_the_task_fails_and_others_go_on():
-    task = task_of(name="a")
-    others = [task_of("host", name="b")]
-    report, _ = fails([task, *others], [41], num_failing=1)
+    is_time = threading.Event()
+    task, other = task_of(name="a", callbacks=[Calls({2: is_time.set})]), task_of("host", name="b")
+    devices = [Failing(is_time.is_set), EmulatedDevice("1MiB")]
+    report = orchestra_of(task, other, devices=devices, max_failures=1).train_models()
     assert report.tasks["a"].status == "failed"
     names(report.tasks["a"].exception, says="emulated:0 homes='host' checkpoint_dir")
     assert str(report.tasks["a"].exception).startswith("emulated:0 has failed")
-    assert_is_plain(others[0], report)
+    assert_is_plain(other, report)
+
+
+def unbuffered():
+    net = model()
+    net[5] = nn.LayerNorm(16)
+    return net
+
+
+def shuffled():
+    data = TensorDataset(*(torch.cat(each) for each in zip(*batches(), strict=True)))
+    return DataLoader(data, batch_size=6, shuffle=True)
+
+
+@pytest.mark.parametrize(
+    ("homes", "net", "copy", "options", "is_there"),
+    [
+        (HALF, model, 11, {"callbacks": [Callback()]}, True),  # nothing is committed
+        ("device", unbuffered, 35, {"precision": "bfloat16", "split_weights": True}, True),
+        ("device", unbuffered, 70, {"validation": batches(1, seed=5)}, True),
+        ("device", model, 50, {}, False),  # its buffers are another step's
+        (HALF, unbuffered, 50, {}, False),
+        ("device", unbuffered, 50, {"callbacks": [Calls({})]}, False),  # which may keep what it has seen
+    ],
+)
+def test_where_nothing_is_saved_a_task_begins_again_if_dram_has_it_as_it_began(homes, net, copy, options, is_there):
+    task = task_of(homes, net=net(), data=shuffled(), **options)
+    report, _ = fails(task, [copy])
+    if not is_there:
+        assert report.tasks["task"].status == "failed"
+        return
+    message = next(text for text in report.messages if "went back" in text)
+    assert message.endswith("to step 0")
+    assert ("from step 0" in message) == (net is model), message
+    other = task_of("host", net=net(), data=shuffled(), **options)
+    assert report.tasks["task"].losses == train(orchestra_of(other)).tasks["task"].losses
+    exact.assert_same_state(zoo.state(task.model), zoo.state(other.model))
 
 
 def test_after_a_failure_homes_are_on_the_other_device(tmp_path, monkeypatch):
     monkeypatch.setattr("hydra_engine.run.workers.LEAST_STAY_S", 0.0)
     task = task_of()
-    report, _ = fails([task], [73], directory=tmp_path)
+    report, _ = fails(task, [73], directory=tmp_path)
     assert_is_plain(task, report)
     assert min(homed(report)) > 0
 
