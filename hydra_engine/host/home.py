@@ -37,22 +37,25 @@ def no_home_because(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def home_bytes(shard: Shard, pool: HostPool, moments: Moments) -> int:
-    """Bytes of a device that a shard's home takes: weights, masters, moments and gradients."""
+def home_bytes(shard: Shard, pool: HostPool, state_bytes: Callable[[Slot], Iterable[int]]) -> int:
+    """Bytes of a device that a shard's home takes: weights, masters, gradients, and states, which take `state_bytes`.
+
+    The pool may have yet to be opened.
+    """
     total, aligned = pool.layout.aligned(shard.own_bytes), pool.layout.aligned
     for slot in pool.owned(shard):
-        parts = [slot.link_bytes, _master_bytes(slot, pool), *_moment_bytes(slot, moments).values()]
-        total += sum(map(aligned, parts))
+        total += sum(map(aligned, [slot.link_bytes, _master_bytes(slot, pool), *state_bytes(slot)]))
     return total
 
 
 def _master_bytes(slot: Slot, pool: HostPool) -> int:
-    if slot.index in pool.masters:
+    if pool.is_split(slot):
         return slot.link_bytes  # of remainders
     return 0 if pool.layout.narrow is None else slot.num_bytes
 
 
-def _moment_bytes(slot: Slot, moments: Moments) -> dict[str, int]:
+def moment_bytes(slot: Slot, moments: Moments) -> dict[str, int]:
+    """Bytes of a parameter's moments, by name."""
     return {name: slot.parameter.numel() * dtype.itemsize for name, dtype in moments[slot.index].items()}
 
 
@@ -109,7 +112,7 @@ class Home:
             self._parameters[slot.index] = parameter
             self._moments[parameter] = {
                 name: slot.gradient_view(storage, take(num_bytes), moments[slot.index][name])
-                for name, num_bytes in _moment_bytes(slot, moments).items()
+                for name, num_bytes in moment_bytes(slot, moments).items()
             }
 
     def parameter(self, slot: Slot) -> nn.Parameter:

@@ -40,7 +40,7 @@ from hydra_engine.host.blocked import (
     step_natively,
     step_whole,
 )
-from hydra_engine.host.home import Home, home_of
+from hydra_engine.host.home import Home, home_bytes, home_of, moment_bytes
 from hydra_engine.host.hooks import call_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
@@ -428,6 +428,10 @@ class TaskOptimizer:
             names = None if group is None else moment_names(self.optimizer, group)
             found[slot.index] = dict.fromkeys(names or (), dtype)
         return found
+
+    def home_bytes(self, shard: Shard, pool: HostPool) -> int:
+        """Bytes of a device that a shard's home takes."""
+        return home_bytes(shard, pool, lambda slot: moment_bytes(slot, self.moments).values())
 
     def _update(
         self,

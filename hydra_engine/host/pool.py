@@ -158,12 +158,12 @@ class HostPool:
         hidden = sum(self.layout.slots[index].num_bytes for index in self.masters)
         return sum(each.nbytes() for each in {id(each): each for each in own}.values()) - hidden
 
+    def is_split(self, slot: Slot) -> bool:
+        """Return True for a trainable parameter of which halves are in DRAM, once the pool is open."""
+        return self.splits and (slot.dtype, slot.link_dtype) == (torch.float32, torch.bfloat16)
+
     def _split_slots(self) -> list[Slot]:
-        """Trainable parameters of which halves are in DRAM."""
-        if not self.splits:
-            return []
-        kinds = torch.float32, torch.bfloat16
-        return [slot for slot in self.layout.trainable_slots() if (slot.dtype, slot.link_dtype) == kinds]
+        return [slot for slot in self.layout.trainable_slots() if self.is_split(slot)]
 
     @property
     def split_bytes(self) -> tuple[int, int]:

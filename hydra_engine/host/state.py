@@ -19,7 +19,7 @@ from hydra_engine.data import (
     TargetPlace,
     direct_limit,
 )
-from hydra_engine.host.home import TaskHomes
+from hydra_engine.host.home import TaskHomes, home_bytes
 from hydra_engine.host.layout import LayerFault, ModelLayout, Shard
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.measured import Measured, UnitBytes
@@ -344,12 +344,7 @@ class TaskState:
 
     def home_bytes(self, shard: Shard) -> int:
         """Bytes of a device that a shard's home takes, by the states that the optimizer was seen to keep."""
-        total, aligned = self.layout.aligned(shard.own_bytes), self.layout.aligned
-        for slot in self.pool.owned(shard):
-            is_split = self.pool.splits and (slot.dtype, slot.link_dtype) == (torch.float32, torch.bfloat16)
-            master = slot.link_bytes if is_split else 0 if self.layout.narrow is None else slot.num_bytes
-            total += aligned(slot.link_bytes) + aligned(master) + aligned(self.measured.state_bytes.get(slot.index, 0))
-        return total
+        return home_bytes(shard, self.pool, lambda slot: [self.measured.state_bytes.get(slot.index, 0)])
 
     def shards_for_homes(self) -> list[Shard]:
         """Shards of the lowest layers that may have a home: they train, and no other shard has a weight of theirs."""

@@ -12,7 +12,7 @@ from hydra_engine.devices import COMPUTE, LOAD, SLABS, STORE, DeviceSpec, OpenDe
 from hydra_engine.display import AtWork, DeviceProgress
 from hydra_engine.elastic import DevicePool
 from hydra_engine.errors import DeviceFailed, ShardDoesNotFit
-from hydra_engine.host import TaskState, Wanted, home_bytes, share_out
+from hydra_engine.host import TaskState, Wanted, share_out
 from hydra_engine.planning import PlannedTask, Room, arena_bytes
 from hydra_engine.run.running_task import Common, Life, RunningTask
 from hydra_engine.schedule import (
@@ -423,7 +423,7 @@ class HomeMoves:
         state, optimizer = task.state, task.optimizer
         assert optimizer is not None
         shards = state.shards_for_homes()[: state.homes.most]
-        return Wanted.of(state, task.name, shards, [home_bytes(each, state.pool, optimizer.moments) for each in shards])
+        return Wanted.of(state, task.name, shards, [optimizer.home_bytes(each, state.pool) for each in shards])
 
     def _ask(self, task: RunningTask, wanted: dict[int, int]) -> None:
         """Have homes of a task move to where they are wanted."""

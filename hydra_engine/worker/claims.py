@@ -8,7 +8,7 @@ from functools import partial
 
 from hydra_engine.devices import LOAD, SLABS, OpenDevice, Residents, Slab, Ticket
 from hydra_engine.errors import DeviceGone, DeviceOutOfMemory
-from hydra_engine.host import Home, Region, Shard, TaskOptimizer, TaskState, home_bytes
+from hydra_engine.host import Home, Region, Shard, TaskOptimizer, TaskState
 from hydra_engine.schedule import Unit
 from hydra_engine.worker.spiller import Spiller
 from hydra_engine.worker.unit import Claim, ClaimStage, Delay, SlabLoad
@@ -195,7 +195,7 @@ class DeviceHomes:
 
     def open(self, state: TaskState, shard: Shard, optimizer: TaskOptimizer) -> Home | None:
         """Give a shard a home with what DRAM has, between two of its steps; None: there is no room."""
-        device, num_bytes = self._device, home_bytes(shard, state.pool, optimizer.moments)
+        device, num_bytes = self._device, optimizer.home_bytes(shard, state.pool)
         if not device.ledger.take(num_bytes, SLABS):
             return None
         try:
