@@ -232,11 +232,7 @@ class HostWork:
     def _finished(self, task: RunningTask, *, is_settled: bool) -> None:
         # The last epoch's end is told while weights are where they were, and saved with what its calls leave.
         save = partial(self._submit, task, "its end", partial(self._save_end, task, is_settled=is_settled))
-        try:
-            task.state.homes.close_all()
-        except BaseException as error:
-            task.is_torn = True
-            task.end.fail(Failed(task.name, error, "its homes on devices"))
+        task.close_homes()
         try:
             self._conclude(task)
         finally:

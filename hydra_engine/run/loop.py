@@ -20,7 +20,6 @@ to be woken by it. Beside the threads drawn above, one draws the display.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -322,8 +321,7 @@ class EngineRun:
                 elif isinstance(event, Arrived):
                     self.joining.left_over.append(event.planned)
         for task in tasks.values():  # after an error of our own; else there are none
-            with suppress(Exception):
-                task.state.homes.close_all()
+            task.close_homes()
         self.workers.close()
         for name, task in tasks.items():
             task.end.write(task.report)

@@ -25,7 +25,17 @@ from hydra_engine.planning import PlannedTask
 from hydra_engine.run.ending import TaskEnd, readable
 from hydra_engine.run.notifier import Notifier, UsersModel
 from hydra_engine.run.signals import Deadlines, Inbox
-from hydra_engine.schedule import EVALUATE, FORWARD, EpochAhead, EvaluationOver, Event, TaskStopped, TaskUnits, Unit
+from hydra_engine.schedule import (
+    EVALUATE,
+    FORWARD,
+    EpochAhead,
+    EvaluationOver,
+    Event,
+    Failed,
+    TaskStopped,
+    TaskUnits,
+    Unit,
+)
 from hydra_engine.system import HostThreads
 from hydra_engine.tasks import (
     AGAIN,
@@ -488,6 +498,14 @@ class RunningTask:
         """
         if self.snapshot is not None and self.snapshot.is_captured:
             self.snapshot.secure(slots)
+
+    def close_homes(self) -> None:
+        """Make DRAM the home of all its weights; where that raises, it fails, and some of its weights are older."""
+        try:
+            self.state.homes.close_all()
+        except BaseException as error:
+            self.is_torn = True
+            self.end.fail(Failed(self.name, error, "its homes on devices"))
 
     def note_commit(self) -> None:
         """The batch in progress is committed: the next begins where its layers have left the random stream."""

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_engine import Callback, EmulatedDevice, ModelTask, PauseTask, StopTask
 from hydra_engine.errors import DeviceFailed
-from hydra_engine.host import Wanted, share_out
+from hydra_engine.host import Home, Wanted, share_out
 from partitioners import Fastest, Presharded
 from tests import exact, reference, zoo
 from tests.device_changes import Failing, Fuse
@@ -429,6 +429,38 @@ def test_stopped_or_failed_it_has_its_last_step():
     assert_is_plain(stopped, report, 5)
     assert_is_plain(failed, report, 4)
     assert_is_plain(called, report, report.tasks["called"].steps, epochs=100)
+
+
+class BreaksOff:
+    """A policy that raises from its 25th key on."""
+
+    def __init__(self):
+        self.num_keys = 0
+
+    def key(self, candidate):
+        self.num_keys += 1
+        if self.num_keys >= 25:
+            raise Boom
+        return 0
+
+
+def test_a_run_that_breaks_off_leaves_the_last_step():
+    task = task_of()
+    orchestra = orchestra_of(task, policy=BreaksOff())
+    with pytest.raises(Boom):
+        orchestra.train_models()
+    assert_is_plain(task, orchestra.report, orchestra.report.tasks["task"].steps)
+
+
+def test_the_first_error_stays_where_homes_cannot_be_saved_either(monkeypatch):
+    def broken(home):
+        raise OSError("no room")
+
+    monkeypatch.setattr(Home, "save", broken)
+    orchestra = orchestra_of(task_of(), policy=BreaksOff())
+    with pytest.raises(Boom):
+        orchestra.train_models()
+    names(orchestra.report.tasks["task"].exception, says="no room")
 
 
 # -- homes come and go
