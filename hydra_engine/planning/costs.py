@@ -41,6 +41,7 @@ class TaskCost:
         priority: as `ModelTask`'s. weight: as `ModelTask`'s. early_release: as `ModelTask`'s.
         homes: so many of the lowest shards are to have their homes on devices, as far as there is room.
         home_bytes: that each shard's home takes of a device, with its gradients; 0: its home is DRAM in any case.
+        move_bytes: of home_bytes, those that cross the link as a home comes to a device or leaves it.
         home_update_s: seconds of each shard's optimizer step on the device of its home.
         frozen_bytes: of load_bytes, those that do not train: a shard at home loads no others.
     """
@@ -69,6 +70,7 @@ class TaskCost:
     early_release: bool | str = False
     homes: int = 0
     home_bytes: Sequence[float] | float = 0
+    move_bytes: Sequence[float] | float = 0
     home_update_s: Sequence[float] | float = 0.0
     frozen_bytes: Sequence[float] | float = 0
 
@@ -84,7 +86,7 @@ class TaskCost:
                 f"them to all; each shard has a forward, and those from the lowest that trains on a backward"
             )
         by_shard = ["load_bytes", "boundary_bytes", "gradient_bytes", "update_s", "work_bytes", "graph_bytes"]
-        by_shard += ["home_bytes", "home_update_s", "frozen_bytes"]
+        by_shard += ["home_bytes", "move_bytes", "home_update_s", "frozen_bytes"]
         if self.forward_bytes is not None:
             by_shard.append("forward_bytes")
         for name in ("unit_s", "commit_s", "read_s", "setup_s", "end_s", *by_shard):

@@ -169,12 +169,14 @@ class CutChoice:
     def predicted(self, boundaries: Sequence[int], homes: int = 0) -> PredictedCut:
         """Return what is predicted of a cut, be it a candidate or not."""
         task = self.cost(boundaries, homes=homes)
-        found = self._predicted(task, boundaries, max(round_s(task, self.run), least_round_s(task, self.run)))
-        return found._replace(homes=homes)
+        return self._predicted(task, boundaries, max(round_s(task, self.run), least_round_s(task, self.run)))
 
-    def fastest(self) -> PredictedCut:
-        """Return the candidate whose steps take least time in a simulation, of equals the one with fewest shards."""
-        tasks = [self.cost(ends) for ends in self.candidates]
+    def fastest(self, homes: int = 0) -> PredictedCut:
+        """Return the candidate whose steps take least time in a simulation, of equals the one with fewest shards.
+
+        homes: so many of the lowest layers are to have homes on devices.
+        """
+        tasks = [self.cost(ends, homes=homes) for ends in self.candidates]
         found: dict[int, float] = {}
         bounds = [least_round_s(task, self.run) for task in tasks]
         for k in sorted(range(len(tasks)), key=lambda k: (bounds[k], tasks[k].num_shards)):
@@ -189,7 +191,7 @@ class CutChoice:
         few = min(range(len(tasks)), key=lambda k: (tasks[k].num_shards, bounds[k]))
         fewest = None
         if tasks[few].num_shards < tasks[best].num_shards:
-            fewest = tasks[few].num_shards, self.predicted(self.candidates[few]).step_s
+            fewest = tasks[few].num_shards, self.predicted(self.candidates[few], homes).step_s
         chosen = self._predicted(tasks[best], self.candidates[best], found[best])
         return chosen._replace(num_cuts=len(tasks), fewest=fewest)
 
@@ -219,7 +221,7 @@ class CutChoice:
                 step_s = max(least_s, round_s(task, run, best_s))
                 if step_s * SAME < best_s:
                     best, best_s = self._predicted(task, ends, step_s), step_s
-                    best = best._replace(homes=ends[task.homes - 1], num_cuts=own.num_cuts, in_dram_s=in_dram_s)
+                    best = best._replace(num_cuts=own.num_cuts, in_dram_s=in_dram_s)
         return best
 
     def beside(self, own: PredictedCut, name: str, num_steps: int, others: Sequence[TaskCost]) -> PredictedCut:
@@ -232,7 +234,9 @@ class CutChoice:
     def _predicted(self, task: TaskCost, boundaries: Sequence[int], step_s: float) -> PredictedCut:
         number = self.run.tasks_per_device
         load = Load(*(number * seconds for seconds in load_of(task, self.run)))
-        return PredictedCut(tuple(boundaries), step_s, load, number)
+        there, *_ = self.run.at_home(task)
+        homes = boundaries[max(there)] if there else 0
+        return PredictedCut(tuple(boundaries), step_s, load, number, homes=homes)
 
 
 def cut_cost(
@@ -287,6 +291,7 @@ def cut_cost(
             task,
             homes=bisect_right(boundaries, homes),
             home_bytes=[run.home_times * gradients[j] * alone[j] for j in range(num)],
+            move_bytes=[max(0.0, run.home_times - 1) * gradients[j] * alone[j] for j in range(num)],
             home_update_s=[num_bytes / run.home_update_bytes_per_s for num_bytes in stepped],
             frozen_bytes=[sum(max(0, cost.param_bytes - cost.grad_bytes) for cost in held) for held in layers],
         )
@@ -456,10 +461,7 @@ class WholeRun:
         """Options with fewer steps, by which one simulation has about `RUN_UNITS`."""
         num_units = sum(options[0].num_steps * len(options[0].unit_s) for options in self.options)
         share = min(1.0, RUN_UNITS / num_units)
-        return [
-            [replace(each, num_steps=max(2, round(share * each.num_steps))) for each in options]
-            for options in self.options
-        ]
+        return [[_shortened_to(share, each) for each in options] for options in self.options]
 
     def best(self) -> PredictedRun:
         """Search for cuts with which the last task ends soonest, from the first ones on.
@@ -520,6 +522,12 @@ class WholeRun:
         host_s = sum(t.num_steps * t.of_shard("update_s", j) for t in tasks for j in range(t.num_shards))
         at_once = 1 if self.host.shares_dram else self.host.optimizer_threads
         return max(bound_s(tasks, self.devices), host_s / at_once)
+
+
+def _shortened_to(share: float, task: TaskCost) -> TaskCost:
+    """Return a task with a share of its steps, and of the bytes with which its homes come and go."""
+    moves = [share * task.of_shard("move_bytes", j) for j in range(task.num_shards)] if task.homes else 0
+    return replace(task, num_steps=max(2, round(share * task.num_steps)), move_bytes=moves)
 
 
 class _Search:

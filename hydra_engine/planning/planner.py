@@ -299,6 +299,7 @@ class Estimate:
             early_release=state.pool.early_release,
             homes=max(homes, default=-1) + 1,
             home_bytes=[homes.get(shard.index, 0) for shard in shards],
+            move_bytes=[max(0, homes.get(j, 0) - num_bytes) for j, num_bytes in enumerate(self._gradient_bytes())],
             home_update_s=[sum(slot.num_bytes for slot in state.pool.owned(shard)) / home_rate for shard in shards],
             frozen_bytes=[shard.slab_bytes - shard.own_bytes for shard in shards],
         )
@@ -905,7 +906,7 @@ class Planner:
             *(target.num_threads, tuple(each.memory_bytes for each in target.spread_devices), self.state.max_devices),
             target.together,
             self.state.pool.splits,
-            self._leaves_homes_open,
+            *(self._leaves_homes_open, self._asked_homes),
             *((target.share, None if saved is None else saved.accumulation_steps) if is_auto else ()),
             *(each.fingerprint for batch in batches for each in batch.whole),
             *((len(batch.micro_batches) for batch in batches) if self._task.adapts else ()),
@@ -939,14 +940,22 @@ class Planner:
 
     def _decide_homes(self) -> None:
         """Decide how many of the lowest layers are to have their homes on devices: by its option, or with its cut."""
-        asked, planned = self._task.homes, self._planned
-        chosen = planned.predicted.homes if planned.predicted is not None else 0
-        number = {"auto": chosen, "host": 0, "device": self.state.layout.num_layers}.get(str(asked), asked)
+        planned, number = self._planned, self._asked_homes
+        if self._task.homes == "auto" and planned.predicted is not None:
+            number = planned.predicted.homes
         planned.no_homes_because = ""
         if number and self._trains:
             planned.no_homes_because = self._against_homes()
         is_so = self._trains and not planned.no_homes_because
-        self.state.homes.num_layers = int(number) if is_so else 0
+        self.state.homes.num_layers = number if is_so else 0
+
+    @property
+    def _asked_homes(self) -> int:
+        """So many of the lowest layers are to have homes on devices by the task's option; 0: it leaves that open."""
+        asked = self._task.homes
+        return (
+            {"auto": 0, "host": 0, "device": self.state.layout.num_layers}[asked] if isinstance(asked, str) else asked
+        )
 
     @property
     def _leaves_homes_open(self) -> bool:
@@ -1039,7 +1048,8 @@ class Planner:
                     finer = self._with_smaller_slabs(boundaries, costs)
                 if finer is None:
                     if self._planned.choice is not None and boundaries != chosen:
-                        homes = 0 if self._planned.predicted is None else self._planned.predicted.homes
+                        found = self._planned.predicted
+                        homes = self._asked_homes or (0 if found is None else found.homes)
                         self._planned.predicted = self._planned.choice.predicted(boundaries, homes)
                     return
             except TooLarge as error:
@@ -1097,7 +1107,9 @@ class Planner:
         try:
             if not (self._trains and hasattr(partitioner, "candidates")):
                 return partitioner.partition(costs, budget), None
-            with_homes = self._may_choose_homes()
+            may_choose, asked = self._may_choose_homes(), self._asked_homes
+            asked = asked if asked and not self._against_homes() else 0
+            with_homes = may_choose or asked > 0
             if with_homes:
                 costs, budget = in_round_figures(costs, budget)
             choice = planned.choice = CutChoice(
@@ -1108,8 +1120,8 @@ class Planner:
             )
             together, beside = self._target.together, self._target.beside
             if together is None:
-                own = choice.fastest()
-                own = planned.predicted = choice.with_homes(own) if with_homes else own
+                own = choice.fastest(asked)
+                own = planned.predicted = choice.with_homes(own) if may_choose else own
                 if beside:
                     [num_steps, *_] = known_steps([planned.num_steps(), *(each.num_steps for each in beside)])
                     planned.predicted = choice.beside(own, planned.name, num_steps, beside)

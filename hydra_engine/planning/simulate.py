@@ -10,6 +10,7 @@ What a device, its links and the host take time for is modelled as the engine do
     Computed -> its output, then its gradients, over the link to DRAM -> Stored
     Commit, Update                      a pool of threads of the host
     Update of a shard at home           the device, between two units; nothing of the shard crosses the link
+    Move     the state of each home, over the link of the device that it comes to, or leaves
     all that computes, where asked      shares the host's cores evenly
 """
 

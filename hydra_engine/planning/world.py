@@ -297,6 +297,11 @@ class _Task:
     homes: dict[int, _Home] = field(default_factory=dict)  # by shard, of those on devices
     targets: dict[int, int] = field(default_factory=dict)  # by shard, of those that are to be on devices
 
+    @property
+    def devices(self) -> dict[int, int]:
+        """By shard, the device of its home."""
+        return {shard: home.device for shard, home in self.homes.items()}
+
     def begin(self, num_parts: int, in_sums: bool) -> None:
         """Cut the next step. in_sums: gradients of a part go on from those of the part before."""
         self.num_begun, self.in_sums = self.num_begun + 1, in_sums
@@ -516,31 +521,63 @@ class World:
         found = share_out(wanted, memory)
         for task in self._training:
             task.targets = found[task.cost.name]
-            there = {shard: home.device for shard, home in task.homes.items()}
-            changed = sorted({shard for shard, _ in task.targets.items() ^ there.items()})
+            changed = sorted({shard for shard, _ in task.targets.items() ^ task.devices.items()})
             for leaves in (True, False):
-                if shards := tuple(shard for shard in changed if (shard in there) == leaves):
+                if shards := tuple(shard for shard in changed if (shard in task.homes) == leaves):
                     self._events.append(MoveWanted(task.cost.name, shards, leaves))
 
     # -- instructions
 
     def _move(self, instruction: Move) -> None:
-        """Move homes, which takes no time: they stay for most of a run."""
-        task = self._tasks[instruction.task]
-        for shard in instruction.shards:
-            num_bytes = int(task.cost.of_shard("home_bytes", shard))
-            if shard in task.homes:
-                self._close_home(task, shard)
-            target = task.targets.get(shard)
-            if target is not None and self._devices[target].ledger.take(num_bytes, SLABS):
-                task.homes[shard] = _Home(target, self._devices[target].ledger)
-        homes = {shard: home.device for shard, home in task.homes.items()}
-        self._events.append(HomesMoved(instruction.task, instruction.shards, homes))
+        """Move homes, one after the other."""
+        task, shards = self._tasks[instruction.task], instruction.shards
 
-    def _close_home(self, task: _Task, shard: int) -> None:
-        home = task.homes.pop(shard)
-        home.ledger.release(int(task.cost.of_shard("home_bytes", shard)), kind=SLABS)
-        self._devices[home.device].grant()
+        def moved() -> None:
+            self._events.append(HomesMoved(instruction.task, shards, task.devices))
+            gone = tuple(j for j in shards if j in task.homes and task.devices[j] != task.targets.get(j))
+            if gone:  # a device was to go while its home came there
+                self._events.append(MoveWanted(instruction.task, gone, leaves=True))
+
+        _one_by_one([partial(self._move_home, task, shard) for shard in shards], moved)
+
+    def _move_home(self, task: _Task, shard: int, done: Done) -> None:
+        self._close_home(task, shard, partial(self._open_home, task, shard, done))
+
+    def _open_home(self, task: _Task, shard: int, done: Done) -> None:
+        """Bring a shard home to its device, if there is room."""
+        target = task.targets.get(shard)
+        device = None if target is None else self._devices[target]
+        if (
+            target is None
+            or device is None
+            or not device.ledger.take(int(task.cost.of_shard("home_bytes", shard)), SLABS)
+        ):
+            done()
+            return
+        home = _Home(target, device.ledger)
+
+        def is_there() -> None:
+            task.homes[shard] = home
+            done()
+
+        self._copy_in(device, task.cost.of_shard("move_bytes", shard), is_there)
+
+    def _close_home(self, task: _Task, shard: int, done: Done) -> None:
+        """Bring a shard back to DRAM, if it is at home elsewhere."""
+        if (home := task.homes.get(shard)) is None:
+            done()
+            return
+        device, num_bytes = self._devices[home.device], task.cost.of_shard("move_bytes", shard)
+        device.stored_bytes += num_bytes
+        rate = device.cost.store_bytes_per_s
+
+        def is_in_dram() -> None:
+            del task.homes[shard]
+            home.ledger.release(int(task.cost.of_shard("home_bytes", shard)), kind=SLABS)
+            device.grant()
+            done()
+
+        device.store.submit(num_bytes / rate if rate else 0.0, is_in_dram)
 
     def _release(self, instruction: Release) -> None:
         [index] = instruction
@@ -783,14 +820,22 @@ class World:
     def _finish(self, instruction: Finish) -> None:
         task = self._tasks[instruction.task]
         self._training.remove(task)
-        for shard in list(task.homes):
-            self._close_home(task, shard)
-        self._share_out()
 
         def finished() -> None:
             self._finished_s[instruction.task] = self.time.now_s
 
-        self._host.submit(lambda: (self._tasks[instruction.task].cost.end_s, finished))
+        def is_in_dram() -> None:
+            self._share_out()
+            self._host.submit(lambda: (task.cost.end_s, finished))
+
+        _one_by_one([partial(self._close_home, task, shard) for shard in task.homes], is_in_dram)
+
+
+def _one_by_one(jobs: Sequence[Callable[[Done], None]], done: Done) -> None:
+    """Begin each job as the one before it is done."""
+    for job in reversed(jobs):
+        done = partial(job, done)
+    done()
 
 
 def _added(task: _Task) -> TaskAdded:

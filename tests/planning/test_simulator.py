@@ -512,6 +512,37 @@ class TestHomes:
         smaller = self.run(23, 2, changes=[goes(3.5)], tasks=[self.cost(num_steps=9), self.cost("b", num_steps=9)])
         assert smaller.devices[1].loaded_bytes > 0
 
+    def test_homes_cross_the_link_as_they_come_and_as_they_leave(self):
+        """Three seconds each, one after the other."""
+        found = self.run(move_bytes=6)
+        assert [start_s for _, start_s in self.starts(found)] == [6.0, 7.0, 8.0, 10.0, 11.0, 12.0]
+        assert found.makespan_s == 2 * 3.0 + 8.0 + 2 * 3.0
+        assert (found.devices[0].loaded_bytes, found.devices[0].stored_bytes) == (2 * 6, 2 * 6)
+
+    def test_homes_of_a_device_that_goes_cross_two_links(self):
+        #  14  15    17.5   20.5    21.5  23.5
+        #  |f0@2|                   |fb1@2|   |b0@2|    the first device leaves at 14.5
+        #    | down 1 | down 0|                         as soon as nothing uses them
+        #             | up 1  | up 0     |
+        found = self.run(23, 2, changes=[goes(14.5)], num_steps=3, move_bytes=6)
+        gone, other = found.devices
+        assert (gone.loaded_bytes, gone.stored_bytes) == (other.loaded_bytes, other.stored_bytes) == (12, 12)
+        assert [placed.device for placed in found.schedule] == [0] * 7 + [1] * 2
+        assert [start_s for _, start_s in self.starts(found)][-3:] == [14.0, 20.5, 23.5]
+        assert found.makespan_s == 24.5 + 2 * 0.5 + 2 * 3.0
+
+    @pytest.mark.parametrize("seed", range(30))
+    def test_nothing_waits_for_ever_where_devices_go_while_homes_come_there(self, seed):
+        rng, at_s, changes = random.Random(seed), 0.0, []
+        for _ in range(4):
+            for comes_back in (False, True):
+                at_s += rng.uniform(0, 5)
+                changes.append(
+                    DeviceChange(at_s, rng.randrange(2) if not comes_back else changes[-1].device, comes_back)
+                )
+        tasks = [self.cost(name, move_bytes=rng.choice((3, 20)), num_steps=rng.randint(1, 9)) for name in "ab"]
+        assert len(self.run(rng.choice((20, 23, 25)), 2, tasks, changes).finished_s) == 2
+
     def test_early_release_has_no_homes(self):
         with refused(ValueError, task="a", says="homes early_release"):
             self.cost(early_release=True)
