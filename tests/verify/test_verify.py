@@ -1,6 +1,7 @@
 """`verify`: tasks within the contract are the same in every run, and what is not is named with its place."""
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from hydra_engine import Callback, ModelTask, StopTask
 from hydra_engine.verify import verify
 from hydra_engine.verify.compare import CUT, RESUMED, WHOLE, Difference, TaskVerification, difference
 from hydra_engine.verify.record import FirstBatches, Record, Step, digest
+from tests.guard_cases import CASES, PROGRAMS
 from tests.promises.test_exact_or_refused import UNSEEN
-from tests.verified import verified
+from tests.verified import CLASSES, LIKELY, Row, Trained, kind_of, table, verified
 
 PAIR = (torch.ones(4, 6), torch.arange(4) % 3)
 
@@ -293,6 +295,54 @@ LATE = ("forward_that_sets_a_gradient", "attribute_of_Numbering", "late_")
 def test_what_no_check_sees_is_named(name):
     found, _ = verified(name)
     assert not found.is_same
+
+
+# -- the table of programs
+
+
+def test_every_program_has_its_row():
+    assert CASES.keys() == PROGRAMS.keys()
+    counts = Counter((case.was, name[0]) for name, case in CASES.items() if case.was != "since")
+    refused, exact = (
+        {name: num for (was, name), num in counts.items() if was == each} for each in ("refused", "exact")
+    )
+    assert refused == {"R": 169, "H": 101, "T": 46, "B": 18, "O": 6, "F": 3}
+    assert exact == {"R": 65, "T": 26, "H": 18, "B": 4}
+    assert (sum(refused.values()), sum(exact.values())) == (343, 113)
+    assert Counter(case.likely for case in CASES.values() if case.was == "refused") == {
+        "common": 119,
+        "rare": 199,
+        "nobody": 25,
+    }
+
+
+@pytest.mark.parametrize(
+    ("ways", "said", "kind"),
+    [
+        (["=", "="], "", "exact"),
+        (["=", "refused"], "the loss of step 2", "refused"),
+        (["=", "error"], "", "error"),
+        (["=", "="], "the loss of step 2", "named"),
+        (["refused", "differs at 2"], "ValueError: no", "named"),
+        (["=", "differs at 2"], "", "unseen"),
+        (["differs at 2", "hung"], "", "hung"),
+        (["=", "="], Trained("crashed"), "crashed"),
+    ],
+)
+def test_a_program_is_told_by_what_became_of_each_way(ways, said, kind):
+    assert kind_of(ways, said) == kind
+
+
+def test_totals_are_by_class_and_likelihood():
+    rows = [
+        Row("R:counter", "refused", {}, ""),
+        Row("R:late_scales", "unseen", {}, ""),
+        Row("T:lbfgs", "refused", {}, ""),
+    ]
+    found = {line.split()[0]: [*map(int, line.split()[1:])] for line in table(rows).splitlines()[1:]}
+    assert list(found) == [*CLASSES, "all"]
+    assert (found["refused"], found["unseen"], found["all"]) == ([2, 0, 0, 2], [0, 1, 0, 1], [2, 1, 0, 3])
+    assert table(rows).split()[:4] == [*LIKELY, "all"]
 
 
 # -- parts
