@@ -291,23 +291,24 @@ def of_a_closure():
     return deep(Acts(lambda layer, x: x * {7: 2.0}.get(counted(calls), 1.0)))
 
 
+def outside():
+    """Appends to a list that no copy has for itself."""
+    kept = []
+    return SimpleNamespace(append=lambda value: kept.append(value))
+
+
 def statistics(kind):
     def act(layer, x):
         layer.mean, layer.attention = float(x.detach().mean()), x.detach()
         layer.seen = [layer.mean]
-        layer.append(layer.mean)
+        layer.history.append(layer.mean)
         if kind == "average":
             layer.average = 0.9 * getattr(layer, "average", 0.0) + 0.1 * layer.mean
         elif kind == "tensor":
             layer.calls += 1
         return x.tanh()
 
-    def made():
-        outside, layer = [], Acts(act, history=[], calls=torch.tensor(0))
-        layer.append = layer.history.append if kind == "list" else lambda value: outside.append(value)
-        return deep(layer)
-
-    return made
+    return acting(act, history=list if kind == "list" else outside, calls=lambda: torch.tensor(0))
 
 
 REMEMBERS = {"tensor": torch.Tensor.detach, "number": lambda x: float(x.detach().mean()), "list": torch.Tensor.tolist}
@@ -631,7 +632,9 @@ PROGRAMS |= {
     "B:hands_its_buffer": lambda: with_buffer(
         hand_its_buffer, "calls", torch.zeros(4), Apply(lambda pair: pair[0] * pair[1][:1])
     ),
-    "B:expanded_buffer": lambda: with_buffer(lambda layer, x: x * layer.scale, "scale", torch.ones(1, 8).expand(6, 8)),
+    "B:expanded_buffer": lambda: with_buffer(
+        lambda layer, x: x * layer.scale[: len(x)], "scale", torch.ones(1, 8).expand(6, 8)
+    ),
 }
 
 
@@ -919,9 +922,10 @@ rare 1 | a forward of the model's own that cannot be recorded
     F:own_forward_{branches_on_a_value,is_a_closure} O:own_forward_layerdrop
 rare 2 | something odd on a later batch only
     R:late_{appends_to_a_list,evaluates_dropout,evaluation_of_dropout_beside_validation,registers_a_hook,scales}
-    R:late_{registers_a_hook_on_gradients,scale_of_the_longest_so_far,sets_a_scale,sets_another_dropout}
+    R:late_{scale_of_the_longest_so_far,sets_a_scale,sets_another_dropout}
+    R:late_registers_a_hook_on_{gradients,its_weight}
 rare 3 | writes to its weights on a later batch only
-    R:late_{binds_its_weight_to_other_memory,freezes_its_weight,registers_a_hook_on_its_weight,replaces_its_weight}
+    R:late_{binds_its_weight_to_other_memory,freezes_its_weight,replaces_its_weight}
     R:late_{write_in_a_retry,write_in_evaluation,writes_to_its_weight}
 rare 3 | merges, freezes or writes
     H:adapter_merges_{0.0,0.1}_validation R:{merges_on_eval,freezes_in_eval,freezes_what_it_has_used} B:data.mul_

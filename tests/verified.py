@@ -160,9 +160,9 @@ def _trained(model, found, text=""):
 
 
 def _is_ours(error):
-    """Whether the engine itself raised it, with a remedy."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return frames[-1].filename.startswith(OURS) and any(word in str(error) for word in ("; ", "limit:"))
+    """Whether the engine itself raised it: its errors say what to do instead."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return last.filename.startswith(OURS) and "raise " in (last.line or "")
 
 
 def _first_line(error):
