@@ -115,7 +115,7 @@ class OpenEmulatedDevice(OpenDevice):
         self._late = threading.local()
 
     def copies_at_once(self, num_bytes: float) -> bool:
-        return not self.has_link and num_bytes <= HANDOFF_BYTES
+        return self._chaos is None and num_bytes <= (HANDOFF_BYTES if self._links is None else 0)
 
     def take_slab(self, num_bytes: int, make_room: Callable[[], bool] = lambda: False, *, lasts: bool = False) -> Slab:
         # Elsewhere is the same memory: nothing is given up for lying in one piece, but where that is to be tested.

@@ -123,6 +123,21 @@ class Home:
         """The tensor that units compute with."""
         return self._narrow[slot.index]
 
+    def put_gradient(self, index: int, gradient: Tensor, *, as_it_is: bool) -> None:
+        """Take over a slot's finished gradient: `as_it_is`, until its update, or else as a copy in the home's memory.
+
+        Either way its bytes count as the home's.
+        """
+        place = self.gradients[index]
+        if not as_it_is or (gradient.dtype, gradient.stride()) != (place.dtype, place.stride()):
+            gradient = place.copy_(gradient)
+        self._pool.gradients.places[index] = gradient
+
+    def drop_gradients(self) -> None:
+        """Let go of gradients that are elsewhere, since their update is through."""
+        for index, place in self.gradients.items():
+            self._pool.gradients.places[index] = place
+
     def renew(self, slots: Iterable[Slot]) -> None:
         """Cast parameters anew for units, after they were put back."""
         for slot in slots if self._pool.layout.narrow is not None else ():
@@ -198,7 +213,7 @@ class Home:
             del self._pool.homes[slot.index]
             place = self._pool.gradients.place(slot)
             if has_gradient.get(slot.index) and not self.is_lost:
-                place.copy_(self.gradients[slot.index])
+                place.copy_(self._pool.gradients.of(slot))
             self._pool.gradients.places[slot.index] = place
 
 

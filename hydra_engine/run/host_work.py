@@ -89,13 +89,19 @@ class HostWork:
         heappush(task.host_jobs, entry)
         self._common.pool.submit(lambda: heappop(task.host_jobs)[1]())
 
-    def _telling(self, task: RunningTask, where: str, job: Callable[[], Event | None]) -> None:
+    def _telling(
+        self,
+        task: RunningTask,
+        where: str,
+        job: Callable[[], Event | None],
+        put: Callable[[Event], None] | None = None,
+    ) -> None:
         try:
             event = job()
         except BaseException as error:
             event = Failed(task.name, error, where, commit=True)
         if event is not None:
-            self._common.events.put(event)
+            (put or self._common.events.put)(event)
 
     def _timed(self, what: str, label: str, job: Callable[[], Event]) -> Event:
         with self._common.trace.span("host", what, label):
@@ -208,8 +214,10 @@ class HostWork:
         label = f"{instruction.task}.{instruction.shard}"
         home = task.state.homes.of.get(instruction.shard)
         if home is not None:
-            telling = partial(self._telling, task, "its optimizer", job)
-            self._workers.update(home.device, label, telling)
+            # A lane decides by itself on what it has told, so that nobody has to be woken.
+            self._workers.update(
+                home.device, label, partial(self._telling, task, "its optimizer", job, self._common.events.leave)
+            )
             return
         task.state.homes.has_start = False
         self._submit_in_order(task, instruction, "its optimizer", partial(self._timed, "update", label, job))

@@ -50,6 +50,7 @@ from hydra_engine.schedule import (
     HomesMoved,
     Policy,
     Scheduler,
+    ShardUpdated,
     SpreadsKnown,
     StepCommitted,
     StopRequested,
@@ -145,7 +146,7 @@ class EngineRun:
             self._signals.tell(self._common.events)
             self._display.open()
             self.workers.open(self._planned)
-            self._common.events.let_help(self._handle_here, UNITS_THROUGH)
+            self._common.events.let_help(self._handle_here, THROUGH)
             with self._common.events.turn:
                 self._decide_due()
                 self.joining.begin(self._planned)
@@ -340,8 +341,8 @@ class EngineRun:
         self._actions.clear()
 
 
-# What lanes tell of units. It is for the scheduler alone: no department hears it.
-UNITS_THROUGH = (Computed, Stored)
+# What lanes tell of units and updates. It is for the scheduler alone: no department hears it.
+THROUGH = (Computed, Stored, ShardUpdated)
 
 
 def _raise(error: BaseException) -> None:

@@ -26,7 +26,7 @@ from hydra_engine.worker.claims import Claims
 from hydra_engine.worker.executor import NOTHING, Executor, UnitSpec
 from hydra_engine.worker.kept_graphs import KeptGraphs
 from hydra_engine.worker.spiller import Arriving, Spiller, buffers_of
-from hydra_engine.worker.unit import Claim, MicroInput, MicroOutput, Sums, UnitOutput, UnitRun
+from hydra_engine.worker.unit import Claim, MicroInput, MicroOutput, Sums, UnitOutput, UnitRun, storage_bytes
 
 T = TypeVar("T")
 Report: TypeAlias = "Callable[[Event], None]"
@@ -156,7 +156,9 @@ class Runner:
         goes_at_once = False
         if run.output is not None:  # held by nobody here when it is stored
             kept_bytes += run.output.num_bytes
-            goes_at_once = self._device.copies_at_once(kept_bytes)
+            is_at_home = claim.shard.index in claim.state.homes.of
+            gradient_bytes = storage_bytes(run.output.gradients.values()) if is_at_home else 0  # which cross no link
+            goes_at_once = self._device.copies_at_once(kept_bytes - gradient_bytes)
         self._claims.let_go(claim)
         kept_bytes = min(held_bytes, kept_bytes)
         self._device.ledger.release(held_bytes - kept_bytes)

@@ -213,26 +213,26 @@ class Spiller:
         """Send the shard's gradients to DRAM."""
         staging = state.staging
         self._storing = state.name
+        present = {index: gradient for index, gradient in out.gradients.items() if gradient is not None}
         if out.gradients and staging.parts is not None:
             _, end = staging.range_of(unit.part)
             if not staging.parts.put(shard.index, end, out.gradients, self._store, self._device.finish):
                 return
         elif out.gradients:
             state.pool.gradients.lend(shard)
-            pairs: Pairs = []
-            for slot, gradient in out.gradients.items():
-                staging.has_gradient[slot] = gradient is not None
-                if gradient is not None:  # laid out as its parameter, except for dimensions of size 1
-                    pairs.append((state.pool.gradients.of(state.layout.slots[slot]), gradient))
-            if shard.index not in state.homes.of:
-                self._store_all(pairs)
-            else:  # which is here
-                for place, gradient in pairs:
-                    place.copy_(gradient)
+            staging.has_gradient |= {index: gradient is not None for index, gradient in out.gradients.items()}
+            home = state.homes.of.get(shard.index)
+            if home is None:  # they are laid out as their parameters, except for dimensions of size 1
+                places = [state.pool.gradients.of(state.layout.slots[index]) for index in present]
+                self._store_all([*zip(places, present.values(), strict=True)])
+            else:
+                for index, gradient in present.items():
+                    # Where no part of the memory is for slabs alone, it does not matter where a home's gradients lie.
+                    as_it_is = not self._device.ledger.is_split and _is_compact(gradient)
+                    home.put_gradient(index, gradient, as_it_is=as_it_is)
         if out.squares is not None:
             staging.squares[shard.index, WHOLE] = out.squares.tolist()
         if out.norms is not None:
-            present = [slot for slot, gradient in out.gradients.items() if gradient is not None]
             staging.norms.update(zip(present, out.norms.tolist(), strict=True))
 
     def store_buffers(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:

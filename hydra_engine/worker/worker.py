@@ -159,19 +159,23 @@ class Worker:
     def update(self, label: str, job: Callable[[], None]) -> None:
         """Update a shard that is at home here, between two units; at once where the device was taken away."""
 
+        def update() -> None:
+            with self.device.trace.span(self.device.name, UPDATE, label):
+                job()
+            self._decide()
+
         def run() -> None:
             with self._saying:
                 is_mine = self._updates.pop(run, None) is not None
             if is_mine:
-                with self.device.trace.span(self.device.name, UPDATE, label):
-                    job()
+                update()
 
         with self._saying:
             is_gone = self._is_mute
             if not is_gone:
-                self._updates[run] = job
+                self._updates[run] = update
         if is_gone:
-            threading.Thread(target=job, name=f"{self.device.name}-update", daemon=True).start()
+            threading.Thread(target=update, name=f"{self.device.name}-update", daemon=True).start()
         else:
             self.device.submit(COMPUTE, label, run)
 

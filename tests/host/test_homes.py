@@ -2,6 +2,7 @@
 
 import faulthandler
 import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -238,6 +239,37 @@ def test_what_is_at_home_is_loaded_once():
     steps = {homes: loaded(homes, 3) - loaded(homes, 1) for homes in ("device", "host")}
     assert steps["host"] - steps["device"] >= 2 * STEPS * weights
     assert steps["device"] < 2 * STEPS * weights / 2
+
+
+class Alive(Callback):
+    """Counts gradients that are still in memory once a step's updates are through."""
+
+    def __init__(self, gradients):
+        self.gradients, self.counts = gradients, set()
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def on_step(self, report):
+        self.counts.add(sum(each() is not None for each in self.gradients))
+
+
+@pytest.mark.parametrize("has_arena", [False, True])
+def test_gradients_stay_where_they_are_until_their_update_but_for_an_arena(monkeypatch, has_arena):
+    stay, gradients, put = set(), [], Home.put_gradient
+
+    def noted(home, index, gradient, **options):
+        put(home, index, gradient, **options)
+        places = home._pool.gradients.places
+        stay.add(places[index].data_ptr() == gradient.data_ptr())
+        gradients.append(weakref.ref(gradient))
+
+    monkeypatch.setattr(Home, "put_gradient", noted)
+    alive = Alive(gradients)
+    task = task_of(callbacks=[alive])
+    assert_is_plain(task, train(orchestra_of(task, devices=devices_of(has_arena=has_arena))))
+    assert stay == {not has_arena}
+    assert alive.counts == {0}
 
 
 # -- callbacks
