@@ -25,7 +25,7 @@ class DeviceLost(RuntimeError):
 
     def __init__(self, device: str, error: BaseException, task: str = "") -> None:
         """`task`: name of the task whose unit the device was computing."""
-        self.task = task
+        self.device, self.task = device, task
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         super().__init__(
             f"{device} is lost until this process ends: {first_line}; look for an index out of range (a token, a "

@@ -9,6 +9,8 @@ Tensors are the CPU's. What is put off, as on a device, are copies with `non_blo
 the stream that they are queued on, their target holds -1 or NaN. Kernels run at once, but whoever looks on counts them
 as queued until somebody waits for their stream: memory belongs to the stream that it was allocated on, and whoever
 drops it gives it to that stream at once, so that nobody may while another stream has work on it that nobody awaited.
+Kernels of our own are the exception, which the host's compiler understands (tests/update_kernel.py): they run as
+somebody waits for their stream, or as it is given another kernel.
 A wrong use raises `Misuse`, and is kept in `misuses` as well, since a lane may take the error for a task's. What a
 stand-in cannot tell: whether a kernel follows what it needs, whether anything is quick, and all that this file has got
 wrong about CUDA.
@@ -17,6 +19,7 @@ wrong about CUDA.
 import ctypes
 import gc
 import mmap
+import re
 import sys
 import threading
 import time
@@ -34,6 +37,7 @@ from hydra_engine.data import memory
 from hydra_engine.devices import arena, page_locked
 from hydra_engine.devices import cuda as device
 from hydra_engine.system import dram
+from tests.update_kernel import compiled, launch, spoil
 
 MIB = 2**20
 NUM_STREAMS = 32  # of a device and a priority; torch then begins again with the first
@@ -54,6 +58,7 @@ LIBRARIES = {
     aten.embedding_dense_backward: "embedding, backward",
     aten.sort: "sort",
 }
+CACHED = (device._streams, device._library_bytes, device._kernel, device._compiled)
 DEFAULT_SETTINGS = {"expandable_segments": "False"}
 
 
@@ -70,6 +75,7 @@ class FakeCuda:
             one. other_bytes: that other processes have.
         settings: of torch's allocator, as they are found. settings_told: by a call of their own, as by torch 2.13, or
             in a "snapshot", as by torch 2.11, or not at all.
+        kernels: of our own are "right"; are "wrong" by a bit; or are "missing", since torch cannot compile them.
         library_bytes: that each kind of kernel takes beside the context, from its first use in a precision on.
     """
 
@@ -85,10 +91,13 @@ class FakeCuda:
         settings="",
         settings_told="call",
         library_bytes=0,
+        kernels="right",
     ):
         self.cards = [_Card(self, index, total_bytes, context_bytes, other_bytes) for index in range(num_devices)]
         self.library_bytes = library_bytes
         self.settings_told = settings_told
+        self.kernels = kernels
+        self.num_launches = 0
         self.context_bytes = context_bytes
         self.misuses = []
         self.settings = self.settings_before = settings
@@ -115,8 +124,8 @@ class FakeCuda:
         small = {"PAGE_BYTES": 2**12, "PROBE_BYTES": 2**12, "PIECE_BYTES": 2**11, "LEAST_RESERVED_BYTES": 0}
         small |= {"PLACES_BYTES": 2**13, "MOST_LOCKED_BYTES": 2**14}
         patch = pytest.MonkeyPatch()
-        device._streams.cache_clear()
-        device._library_bytes.cache_clear()
+        for each in CACHED:
+            each.cache_clear()
         device._CONTEXT_BYTES.clear()
         for name, value in (small | constants).items():
             patch.setattr(page_locked if hasattr(page_locked, name) else device, name, value)
@@ -129,8 +138,7 @@ class FakeCuda:
         patch.setattr(arena, "torch", _TorchOfArena(self))
         patch.setattr(page_locked, "Mapping", self._map)
         patch.setattr(torch.Tensor, "copy_", lambda target, *args, **kwargs: self._copy_(target, *args, **kwargs))
-        # What comes from a device has no gaps between its elements, whatever its strides were there.
-        patch.setattr(torch.Tensor, "cpu", lambda found: CPU(found) if _is_dense(found) else found.clone())
+        patch.setattr(torch.Tensor, "cpu", lambda found: self._cpu(found))
         patch.setattr(dram, "discard", self._discard(dram.discard))
         patch.setattr(page_locked, "discard", dram.discard)
         try:
@@ -139,8 +147,8 @@ class FakeCuda:
             if self._holders or self.registered or any(card.allocated_bytes for card in self.cards):
                 gc.collect()  # what lies in cycles goes while there is somebody to unlock it
             patch.undo()
-            device._streams.cache_clear()
-            device._library_bytes.cache_clear()
+            for each in CACHED:
+                each.cache_clear()
             device._CONTEXT_BYTES.clear()
 
     def check_all_left_as_found(self):
@@ -278,6 +286,12 @@ class FakeCuda:
             stream.put(self._late(_alias(target), _alias(source)))
         return target
 
+    def _cpu(self, found):
+        """Wait for the stream. What comes from a device has no gaps between its elements, whatever its strides were."""
+        if self.stream_here().has_launched:
+            self.stream_here().drain()
+        return CPU(found) if _is_dense(found) else found.clone()
+
     def _late(self, target, source):
         """A copy that is put off; not `done` where its device was lost."""
         with self._lock:
@@ -304,6 +318,27 @@ class FakeCuda:
         """The device whose memory a tensor lies in, where that is known."""
         address = tensor.untyped_storage().data_ptr()
         return next((card.index for card in self.cards if address in card.blocks), None)
+
+    # -- kernels of our own
+
+    def launch(self, kernel, grid, block, args):
+        """Queue a kernel on the current stream: `kernel(*args)`, whose tensors stay there until it is through."""
+        self.check()
+        if grid[1:] != (1, 1) or not 0 < grid[0] < 2**31 or block != (256, 1, 1):
+            self.misuse(f"a launch of {grid} blocks of {block} threads")
+        self.num_launches += 1
+        stream = self.stream_here()
+        stream.num_queued += 1
+        stream.has_launched = True
+
+        def run(done=True):
+            if done:
+                with _disable_current_modes():
+                    kernel(*args)
+                    if self.kernels == "wrong":
+                        spoil(*args)
+
+        stream.put(run)
 
     # -- memory
 
@@ -456,9 +491,10 @@ class _OnLooker(TorchDispatchMode):
         self._cuda = cuda
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs, cuda = kwargs or {}, self._cuda
+        if cuda.stream_here().has_launched and _touches_memory(func):
+            cuda.stream_here()._drain(None)
         result = func(*args, **kwargs)
-        cuda = self._cuda
         if cuda.library_bytes and func.overloadpacket in LIBRARIES:
             dtype = next(_tensors(args)).dtype
             cuda.cards[cuda.here.device].libraries.add((LIBRARIES[func.overloadpacket], dtype))
@@ -491,6 +527,7 @@ class _Stream:
         self.device = torch.device("cpu", card.index)
         self._jobs, self.num_put, self._num_done = deque(), 0, 0
         self.num_queued = self.num_awaited = 0  # kernels and copies
+        self.has_launched = False  # kernels of our own, that did not run yet
         self.blocks = {}  # that it has allocated, by address
         self._lock = threading.RLock()
 
@@ -525,6 +562,7 @@ class _Stream:
             while self._num_done < (self.num_put if end is None else end):
                 self._num_done += 1
                 self._jobs.popleft()()
+            self.has_launched &= bool(self._jobs)
 
 
 class _Event:
@@ -604,12 +642,24 @@ class _CudaModule:
         self._cuda.check()
 
     @property
+    def _compile_kernel(self):
+        if self._cuda.kernels == "missing":
+            raise AttributeError
+        return self._compiled
+
+    def _compiled(self, source, name, compute_capability=None, cuda_include_dirs=None, nvcc_options=None):
+        assert nvcc_options == ["--fmad=false", "--ftz=false"]
+        assert not re.findall('#include "', source), "NVRTC would not find it"
+        return partial(self._cuda.launch, partial(launch, compiled(source)))
+
+    @property
     def default_generators(self):
         return tuple(self._cuda.generators) if self._cuda.is_initialised else ()
 
     def get_device_properties(self, which):
         card = self._cuda.cards[self._cuda.index_of(which)]
-        return SimpleNamespace(name="Fake", total_memory=card.total_bytes, uuid=f"fake-{card.index}")
+        name = "Fake" if self._cuda.kernels == "right" else f"Fake with {self._cuda.kernels} kernels"
+        return SimpleNamespace(name=name, total_memory=card.total_bytes, uuid=f"fake-{card.index}")
 
     def current_device(self):
         return self._cuda.here.device

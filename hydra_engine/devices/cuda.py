@@ -4,7 +4,7 @@ A lane of a CUDA device is a thread with a stream of its own. What a job has que
 a blocking event (`finish`), before anybody else may count on it. So no memory is ever freed, overwritten or read while
 a copy or kernel that needs it is on its way, whichever stream it came from, and neither `record_stream` nor any wait
 of one stream for another is needed. The compute lane alone runs ahead: kernels of a unit follow each other on its
-stream, and what it hands to another lane is waited for there (`_queued`). All that kernels work on is memory of its
+stream, and what it hands to another lane is waited for there (`queued`). All that kernels work on is memory of its
 stream: whoever drops a tensor, autograd say while a backward is being queued, gives it to kernels that come later.
 
 `cuda.md` has the places of all memory, and what is relied on. None of it has been run on a GPU yet: see
@@ -13,9 +13,11 @@ benchmarks/gpu_day/README.md.
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
@@ -34,6 +36,7 @@ from hydra_engine.devices.libraries import load_libraries
 from hydra_engine.devices.page_locked import PageLocked
 from hydra_engine.devices.rates import LINK_RATES, MEASURED_NOW, Ceilings, dram_bytes_per_s, matmul_flops, stored
 from hydra_engine.errors import DeviceFailed, DeviceLost, DeviceOutOfMemory
+from hydra_engine.native import kernel as updates
 from hydra_engine.system import host_threads
 from hydra_engine.trace import Trace
 from partitioners import format_bytes, parse_bytes
@@ -83,6 +86,7 @@ class CudaDevice(DeviceSpec):
     """
 
     has_arena = True
+    has_ieee_roots = True
     alignment_bytes = ALIGNMENT_BYTES
     has_room_for_planning = False  # while others train, they lend the device for a rehearsal
 
@@ -207,6 +211,9 @@ class CudaDevice(DeviceSpec):
             **dict(zip(LINK_RATES, (up, down, up, down), strict=True)),  # type: ignore[arg-type]
         )
 
+    def kernel(self) -> UpdateKernel:
+        return _kernel(self.index)
+
     def numa_node(self) -> int | None:
         found = torch.cuda.get_device_properties(self.index)
         try:
@@ -264,6 +271,81 @@ def _forget_workspaces() -> None:
 def _streams(index: int) -> dict[str, torch.cuda.Stream]:
     """Return a device's streams, by lane. torch has 32 and begins again, so they are asked for once."""
     return {lane: torch.cuda.Stream(index) for lane in QUEUES}  # type: ignore[no-untyped-call]
+
+
+class UpdateKernel:
+    """Launches update.cu on one device."""
+
+    def __init__(self, index: int, place: Callable[[int], torch.UntypedStorage]) -> None:
+        """`place`: gives DRAM of so many bytes, page-locked for as long as it is held."""
+        self._index, self._place = index, place
+        self.torch_device = torch.device("cuda", index)
+        self.kind = str(torch.cuda.get_device_properties(index).name)
+        self._function, self.missing_because = _compiled(index)
+        self._under_way: deque[tuple[torch.cuda.Event, Tensor]] = deque()  # tables that may still be copied
+        self._lock = threading.Lock()  # of those
+
+    def launch(self, rows: bytes, sizes: Sequence[int]) -> None:
+        ends = updates.block_ends(sizes)
+        if not ends or not ends[-1]:
+            return
+        assert self._function is not None
+        # The table is what `hydra_update` takes, one after the other: updates, and where their blocks end.
+        table = torch.cat([torch.frombuffer(bytearray(rows), dtype=torch.int64), torch.tensor(ends)])
+        with torch.cuda.device(self._index), self._lock:
+            while self._under_way and self._under_way[0][0].query():  # type: ignore[no-untyped-call]
+                self._under_way.popleft()
+            here = torch.empty(0, dtype=torch.int64).set_(self._place(table.nbytes), 0, table.shape, (1,))
+            here.copy_(table)
+            there = torch.empty(len(table), dtype=torch.int64, device=self.torch_device)
+            there.copy_(here, non_blocking=True)
+            arguments = [there, there[-len(ends) :], len(ends)]
+            self._function(grid=(ends[-1], 1, 1), block=(updates.THREADS, 1, 1), args=arguments)
+            event = _blocking_event()
+            event.record()
+            self._under_way.append((event, here))
+
+    def close(self) -> None:
+        """Wait for what was launched."""
+        while self._under_way:
+            event, _ = self._under_way.popleft()
+            with suppress(RuntimeError):  # lost
+                event.synchronize()
+
+
+@cache
+def _kernel(index: int) -> UpdateKernel:
+    """Return a device's kernel for samples, which are compared before it has memory of its own."""
+    return UpdateKernel(index, torch.UntypedStorage)
+
+
+@cache
+def _compiled(index: int) -> tuple[Callable[..., None] | None, str]:
+    """Compile update.cu, once for each device: a module belongs to one context. None: why it cannot be launched."""
+    # Not public. It is the way to NVRTC, which comes with torch: no compiler has to be installed, nor one for torch's
+    # CUDA. It takes these arguments in torch 2.11 and 2.13 (tests/devices/test_cuda_homes.py).
+    compile_kernel = getattr(torch.cuda, "_compile_kernel", None)
+    if compile_kernel is None:
+        return None, f"torch {torch.__version__} has no torch.cuda._compile_kernel"
+    try:
+        with torch.cuda.device(index), _toolkit_named():
+            torch.cuda.synchronize(index)  # a thread's first call of the runtime gives it the context
+            return compile_kernel(updates.source(), updates.NAME, nvcc_options=[*updates.OPTIONS]), ""
+    except Exception as error:  # of whatever is missing or differs
+        return None, f"torch.cuda._compile_kernel: {(str(error).strip() or repr(error)).splitlines()[0]}"
+
+
+@contextmanager
+def _toolkit_named() -> Iterator[None]:
+    """Let torch name NVRTC a folder of CUDA's headers, which update.cu includes none of: it insists on one."""
+    extensions: Any = importlib.import_module("torch.utils.cpp_extension")
+    before = extensions.CUDA_HOME
+    if before is None:
+        extensions.CUDA_HOME = str(Path(updates.__file__).parent)
+    try:
+        yield
+    finally:
+        extensions.CUDA_HOME = before
 
 
 def _copy_bytes_per_s(target: Tensor, source: Tensor) -> float:
@@ -359,6 +441,7 @@ class OpenCudaDevice(OpenDevice):
             self._is_expandable = _EXPANDABLE.enter()
             lanes = open_lanes(spec.name, num_threads, self._inside)
             super().__init__(spec, spec.name, trace, lanes, storage, arena_bytes)
+            self._kernel: UpdateKernel | None = None
         except BaseException:
             self._places.close()
             self._restore()
@@ -398,10 +481,36 @@ class OpenCudaDevice(OpenDevice):
         event.record()
         event.synchronize()
 
-    def _queued(self) -> Callable[[], None] | None:
+    @property
+    def kernel(self) -> UpdateKernel:  # type: ignore[override]
+        if self._kernel is None:  # it is compiled once there are homes
+            self._kernel = UpdateKernel(self._index, self._places.take)
+        return self._kernel
+
+    def copy_now(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        # Masters and moments are not page-locked: copied by CUDA itself, they would go at a few GB/s.
         try:
-            event = _blocking_event()
-            event.record()
+            with torch.cuda.device(self._index):
+                staged = torch.empty(0, dtype=torch.uint8).set_(self._places.take(PIECE_BYTES))
+                for target, source in pairs:
+                    is_plain = target.dtype == source.dtype and target.stride() == source.stride()
+                    if not is_plain or extent_bytes(source) != source.nbytes:
+                        target.copy_(source)
+                        continue
+                    rows = (torch.split(_bytes_of(each), PIECE_BYTES) for each in (target, source))
+                    for there, here in zip(*rows, strict=True):
+                        place = staged[: len(here)]
+                        for to, of in ((place, here), (there, place)):  # one of them is within DRAM, and at once
+                            to.copy_(of, non_blocking=True)
+                            self.finish()
+        except RuntimeError as error:
+            raise self.explained(error) from error
+
+    def queued(self) -> Callable[[], None] | None:
+        try:
+            with torch.cuda.device(self._index):
+                event = _blocking_event()
+                event.record()
         except RuntimeError:  # lost: whatever the job then does says so
             return None
 
@@ -434,6 +543,8 @@ class OpenCudaDevice(OpenDevice):
     def close(self) -> None:
         try:
             super().close()
+            if self._kernel is not None:
+                self._kernel.close()
             self._places.close()
             with suppress(RuntimeError):  # it is lost, and the process ends for that
                 self.random.restore()
@@ -449,6 +560,11 @@ class OpenCudaDevice(OpenDevice):
         _forget_workspaces()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._index)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's memory, in its own order."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class _ExpandableSegments:

@@ -16,6 +16,7 @@ from hydra_engine.devices.arena import Arena, Slab
 from hydra_engine.devices.budget import Ledger
 from hydra_engine.devices.lanes import COMPUTE, INPUT, LOAD, QUEUES, Lane
 from hydra_engine.devices.rates import Ceilings
+from hydra_engine.native import Kernel
 from hydra_engine.trace import Timing, Trace
 from partitioners.reach import Opaque
 
@@ -79,6 +80,7 @@ class OpenDevice(ABC):
     has_link = True  # copies take longer than in memory, so that it pays to do something else meanwhile
     meter_every_unit = False
     random: DeviceGenerator | None = None  # what kernels draw from, where that is not the CPU's generator
+    kernel: Kernel | None = None  # that makes updates in its memory; None: the host's code does
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class OpenDevice(ABC):
         if at_once:
             self._run(lane, label, job)
             return
-        queued = self._queued() if lane != COMPUTE and self.is_here else None
+        queued = self.queued() if lane != COMPUTE and self.is_here else None
 
         def run() -> None:
             if queued is not None:
@@ -149,9 +151,14 @@ class OpenDevice(ABC):
     def finish(self) -> None:
         """Wait for all that the caller, a job of a lane, has queued. Raises what went wrong there."""
 
-    def _queued(self) -> Callable[[], None] | None:
+    def queued(self) -> Callable[[], None] | None:
         """Return a function that waits for what the calling compute lane has queued; None: nothing stays queued."""
         return None
+
+    def copy_now(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy each (target, source) between the device and any DRAM, in any thread, and wait for it."""
+        for target, source in pairs:
+            target.copy_(source)
 
     def timer(self) -> Timer | None:
         """Begin to time what the compute lane queues. None: launching is computing."""
@@ -164,9 +171,12 @@ class OpenDevice(ABC):
     def take_slab(self, num_bytes: int, make_room: Callable[[], bool] = lambda: False, *, lasts: bool = False) -> Slab:
         """Take a region of the arena, whose bytes are granted; where no piece is large enough, of units' own memory.
 
-        make_room, lasts: as of `Arena.take`.
+        make_room, lasts: as of `Arena.take`; what lasts lies nowhere else.
         """
-        beside = self.ledger.take if self.ledger.is_split else lambda _: True
+
+        def beside(size: int) -> bool:
+            return not lasts and (not self.ledger.is_split or self.ledger.take(size))
+
         return self.arena.take(num_bytes, make_room, beside, lasts=lasts)
 
     def give_slab_back(self, slab: Slab) -> None:
@@ -195,6 +205,7 @@ class DeviceSpec(Opaque, ABC):
     alignment_bytes: int  # that places of parameters are a multiple of, in DRAM and in slabs
     has_arena: bool  # part of its memory is for slabs and nothing else
     has_room_for_planning: bool  # a rehearsal has memory of its own, so tasks can be planned while others train
+    has_ieee_roots = False  # its tasks' updates take IEEE's square roots, wherever they are made (docs/homes.md)
 
     @abstractmethod
     def ceilings(self) -> Ceilings:
@@ -214,6 +225,10 @@ class DeviceSpec(Opaque, ABC):
     def name_at(self, index: int) -> str:
         """Return its name as the device of this number."""
         return f"{self.torch_device.type}:{index}"
+
+    def kernel(self) -> Kernel | None:
+        """Return what makes updates in its memory, or says why nothing can; None: the host's code does."""
+        return None
 
     def numa_node(self) -> int | None:
         """Return the node of the machine's memory that it is attached to, where that is known."""

@@ -2,7 +2,7 @@
 
 from hydra_engine.host.blocked import has_step_hooks, is_moment, part_of, step_natively
 from hydra_engine.host.frozen import FrozenBlocks
-from hydra_engine.host.home import Home, no_home_because
+from hydra_engine.host.home import Home, kernel_refused, no_home_because
 from hydra_engine.host.hooks import has_hooks
 from hydra_engine.host.layout import LayerFault, ModelLayout, Shard, Slot, Structure, writes
 from hydra_engine.host.measured import KnownUnits, Measured, UnitBytes

@@ -27,7 +27,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim import optimizer as base
 
 from hydra_engine.host.split import BLOCK, row_of
-from hydra_engine.native import NarrowUpdate, is_dense, native
+from hydra_engine.native import TORCHS, NarrowUpdate, Rule, is_dense, native
 from hydra_engine.system import HostMemory
 
 # Elements of a block: 4 MiB of widened gradient, of 16 that pass by in an AdamW step, for the last cache; what a block
@@ -60,6 +60,7 @@ def step_narrow(
     step: Callable[[], object] | None = None,
     *,
     narrows_moments: bool = False,
+    rule: Rule = TORCHS,
 ) -> None:
     """Step the parameters of `optimizer`, and no others, by gradients of any dtype; then write their narrow copies.
 
@@ -68,12 +69,13 @@ def step_narrow(
     `optimizer.step()`, `narrow.copy_(p)`. As there, a gradient that is float32 already may be overwritten.
     `step`: instead of the optimizer's own, where that goes over all parameters at once.
     narrows_moments: keep state of a parameter's shape in bfloat16 from one step to the next, which changes bits.
+    rule: that of the host, as far as the native call makes them.
     """
     if not _is_elementwise(optimizer):
         with _moments_widened(optimizer, updates if narrows_moments else ()):
             step_whole(step or optimizer.step, updates, factors)
         return
-    updates = native().step(optimizer, updates, factors, MOMENTS if narrows_moments else torch.float32)
+    updates = native().step(optimizer, updates, factors, MOMENTS if narrows_moments else torch.float32, rule)
     if not updates:
         return
     part = part_of(optimizer, [])
@@ -100,10 +102,14 @@ def step_narrow(
 
 
 def step_natively(
-    optimizer: Optimizer, updates: Sequence[NarrowUpdate], factors: Factors = ()
+    optimizer: Optimizer,
+    updates: Sequence[NarrowUpdate],
+    factors: Factors = (),
+    moments: torch.dtype = torch.float32,
+    rule: Rule = TORCHS,
 ) -> Sequence[NarrowUpdate]:
     """Make the updates that one native call can make, with the bits of `step_narrow`; return the others."""
-    return native().step(optimizer, updates, factors) if _is_elementwise(optimizer) else updates
+    return native().step(optimizer, updates, factors, moments, rule) if _is_elementwise(optimizer) else updates
 
 
 def make_states(

@@ -40,14 +40,14 @@ from hydra_engine.host.blocked import (
     step_natively,
     step_whole,
 )
-from hydra_engine.host.home import Home, home_bytes, home_of, moment_bytes
+from hydra_engine.host.home import Home, home_bytes, home_of, kernel_refused, moment_bytes
 from hydra_engine.host.hooks import call_hooks
 from hydra_engine.host.layout import ModelLayout, Shard, Slot
 from hydra_engine.host.loss_scale import LossScale
 from hydra_engine.host.pool import HostPool
 from hydra_engine.host.split import SplitMaster
 from hydra_engine.host.staging import NONE, StepStaging
-from hydra_engine.native import NarrowUpdate, is_dense, native
+from hydra_engine.native import Kernel, NarrowUpdate, Rule, is_dense, native
 from hydra_engine.system import Freed
 from hydra_engine.tasks import (
     SCHEDULE,
@@ -188,9 +188,14 @@ class Released(NamedTuple):
 class TaskOptimizer:
     """Owns a task's optimizer and scheduler. Shards of one step may be updated side by side."""
 
-    def __init__(self, task: ModelTask, layout: ModelLayout) -> None:
+    def __init__(self, task: ModelTask, layout: ModelLayout, *, has_ieee_roots: bool = False) -> None:
+        """has_ieee_roots: as of the devices that it is trained on."""
         self._task = task
         self._layout = layout
+        self._rule = Rule(is_ieee=has_ieee_roots)
+        self._refused: dict[str, str] = {}  # by kind of GPU
+        if has_ieee_roots:
+            native().wait()  # or torch would make the first updates, with other roots
         self._slots = layout.trainable_slots()
         self.factors: Sequence[float] = ()  # of its learning rates, by group; none: they are as they are
         self.optimizer = make_optimizer(task, {slot.name: slot.parameter for slot in self._slots})
@@ -358,6 +363,7 @@ class TaskOptimizer:
         self._update(rest, pool, home or pool, record, record.loss_scale, without)
         if home is not None:
             home.drop_gradients()
+            home.queued = home.opened.queued()
             return
         if self._is_torchs:
             self._place(new)
@@ -396,12 +402,17 @@ class TaskOptimizer:
         return [] if self._is_torchs else [slot for slot in owned if not record.has_gradient.get(slot.index)]
 
     def before(self, shard: Shard, pool: HostPool, record: StepRecord) -> BeforeUpdate:
-        """Copies of all that `update` would change of a shard; the casts that devices are sent are made anew by it."""
-        owned = pool.owned(shard) if not record.is_skipped else []
+        """Copies of all that `update` would change of a shard; the casts that devices are sent are made anew by it.
+
+        None of a GPU's memory: it is changed by one kernel, or not at all.
+        """
+        home = home_of(pool, shard)
+        is_by_kernel = home is not None and home.opened.kernel is not None
+        owned = pool.owned(shard) if not (record.is_skipped or is_by_kernel) else []
         slots, known = record.received(owned), self._averages.tensors
         tensors = [record.gradient(slot, pool) for slot in slots]
         tensors += [known[slot.index] for slot in owned if slot.index in known]
-        place = home_of(pool, shard) or pool
+        place = home or pool
         stepped = {slot.index: place.parameter(slot) for slot in (*slots, *self._without(owned, record))}
         return BeforeUpdate(self._states_at(place), stepped, tensors, place.masters)
 
@@ -462,13 +473,40 @@ class TaskOptimizer:
             for slot in slots
         ]
         step = part.step
+        if isinstance(place, Home) and (kernel := place.opened.kernel) is not None:
+            self._launch(kernel, part, updates, factors)
+            return
         if casts:
             with pool.shown(without):
-                step_narrow(part, updates, factors, step, narrows_moments=self._moments is not None)
+                step_narrow(part, updates, factors, step, narrows_moments=self._moments is not None, rule=self._rule)
             return
-        updates = step_natively(part, updates, factors)
+        updates = step_natively(part, updates, factors, rule=self._rule)
         if updates or without:  # nothing to widen: one step for all is the fewest calls
             step_whole(step, updates, factors)
+
+    def _launch(
+        self,
+        kernel: Kernel,
+        part: torch.optim.Optimizer,
+        updates: Sequence[NarrowUpdate],
+        factors: Sequence[float | Tensor],
+    ) -> None:
+        """Queue updates on a GPU: all of them, since nothing else has these bits there."""
+        stepped = {id(p) for group in part.param_groups for p in group["params"]}  # its maker may have left some out
+        updates = [each for each in updates if id(each.parameter) in stepped]
+        moments = self._moments or torch.float32
+        if left := step_natively(part, updates, factors, moments, self._rule._replace(kernel=kernel)):
+            raise RuntimeError(
+                f"{len(left)} updates of {type(part).__name__} cannot be made on {kernel.kind}, since its options or "
+                f"states are others than at the beginning; set homes='host', or leave them"
+            )
+
+    def kernel_refused(self, kernel: Kernel, pool: HostPool) -> str:
+        """Return why a GPU's kernel cannot make the updates; nothing, if it can."""
+        if kernel.kind not in self._refused:
+            parameters = {slot.index: slot.parameter for slot in self._slots}
+            self._refused[kernel.kind] = kernel_refused(kernel, self.optimizer, parameters, pool, self._task)
+        return self._refused[kernel.kind]
 
     def _place(self, parameters: Iterable[nn.Parameter]) -> None:
         """Move states that a step of torch's has made, and that lie in the C library's memory, to private memory."""

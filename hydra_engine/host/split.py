@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hydra_engine.native import kernel
 from hydra_engine.system import discard
 from partitioners.boundary import extent
 
@@ -48,13 +49,15 @@ NOTHING_APART = Apart(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=to
 class SplitWeight:
     """A weight of which its halves are in DRAM: both flat, in the order of the weight's memory.
 
-    narrow: bfloat16, as torch rounds to it. rest: int16.
+    narrow: bfloat16, as torch rounds to it. rest: int16. ties: in a GPU's memory, instead of what is apart; there NaN
+    has no payload below (`Halves` of native/kernel.py).
     """
 
-    def __init__(self, narrow: Tensor, rest: Tensor, apart: Apart = NOTHING_APART) -> None:
+    def __init__(self, narrow: Tensor, rest: Tensor, apart: Apart = NOTHING_APART, ties: Tensor | None = None) -> None:
         self.narrow = narrow
         self.rest = rest
         self.apart = apart
+        self.ties = ties
 
     def load(self, out: Tensor) -> Tensor:
         """Fill `out`, float32, flat and as long, with the weight; return it."""
@@ -121,6 +124,23 @@ class SplitWeight:
     def keep_apart(self, places: Tensor, bits: Tensor, *, has_nan: bool) -> None:
         """Take over what halves do not tell that somebody else has written."""
         self.apart = Apart(places, bits, has_nan) if has_nan or len(places) else NOTHING_APART
+
+    def copy_to(self, other: SplitWeight, copy: Callable[..., None]) -> SplitWeight:
+        """Copy the weight to halves in DRAM, or in a GPU's memory, and return those; copy: of (target, source)."""
+        pairs = [(other.narrow, self.narrow), (other.rest, self.rest)]
+        if self.ties is None and other.ties is None:
+            copy(*pairs)
+            other.apart = self.apart
+        elif other.ties is not None:
+            is_tie = ~self.apart.bits.view(torch.float32).isnan()
+            copy(*pairs, (other.ties, kernel.tie_words(self.apart.places[is_tie], len(self.narrow))))
+        elif self.ties is not None:
+            words = torch.empty_like(self.ties, device="cpu")
+            copy(*pairs, (words, self.ties))
+            places = kernel.tie_places(words)
+            bits = other.narrow.view(torch.int16)[places].to(torch.int32) * 2**16 + 0x8000
+            other.keep_apart(places, bits, has_nan=bool(other.narrow.isnan().any()))
+        return other
 
     def _ties(self, bits: Tensor) -> Apart:
         """Return the ties that were rounded down; there is no NaN."""

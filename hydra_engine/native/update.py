@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
 
+from hydra_engine.native.kernel import Halves, Kernel
 from hydra_engine.native.library import Library
 
 SOURCE = Path(__file__).with_name("update.cpp")
@@ -64,6 +65,19 @@ SAMPLE = [*[31] * 48, 2**15 + 13]
 # From 1 to 4 as bits: each mantissa with an even and with an odd exponent, on which alone digits of a root depend.
 ROOTS_OF, ROOTS_AT_ONCE = range(0x3F800000, 0x40800000), 2**20
 SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 1e-38, 1e-30, 1e-20, 1e-10)
+# Those, a tie of bfloat16 that is rounded down, the largest, and what is no number: for each weight each gradient.
+ALL_SPECIAL = torch.cartesian_prod(*[torch.tensor([*SPECIAL, 1.00390625, -3e38, torch.inf, -torch.inf, torch.nan])] * 2)
+ADMISSION_STEPS = 3
+
+
+class Rule(NamedTuple):
+    """The roundings of a task's updates, and what makes them."""
+
+    is_ieee: bool = False  # square roots are IEEE's, also where torch takes a library's that are not
+    kernel: Kernel | None = None  # in a GPU's memory, with those roots; None: the host
+
+
+TORCHS = Rule()  # every bit as torch on the host
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,18 +99,32 @@ class Work(NamedTuple):
     group: Mapping[str, Any]
     moments: Mapping[str, Tensor]  # by name: of the master's shape
     counter: Tensor | None  # of steps, this one not among them
-    halves: Any = None  # a `SplitWeight` (host/split.py)
+    halves: Any = None  # a `SplitWeight` (host/split.py), or `Halves` in a GPU's memory
 
     @property
     def types(self) -> tuple[torch.dtype, torch.dtype | None]:
         """Types of the gradient and of the narrow weight."""
         return self.gradient.dtype, None if self.narrow is None else self.narrow.dtype
 
+    @property
+    def moments_type(self) -> torch.dtype:
+        return next((each.dtype for each in self.moments.values()), torch.float32)  # all have the same
+
     def copied(self) -> Work:
         """Return it with copies of what a step changes."""
         moments = {name: value.clone() for name, value in self.moments.items()}
         counter = None if self.counter is None else self.counter.clone()
         return self._replace(master=self.master.clone(), moments=moments, counter=counter)
+
+    def moved(self, device: torch.device, *, splits: bool) -> Work:
+        """Return a copy on a device; splits: of the weight as halves."""
+        moments = {name: value.to(device, copy=True) for name, value in self.moments.items()}
+        own = self.copied()._replace(gradient=self.gradient.to(device, copy=True), moments=moments)
+        if splits:
+            halves = Halves(*(each.to(device) for each in Halves.of(self.master)))
+            return own._replace(narrow=halves.narrow, halves=halves)
+        narrow = None if self.narrow is None else self.narrow.to(device, copy=True)
+        return own._replace(narrow=narrow, master=self.master.to(device, copy=True))
 
 
 class Native:
@@ -106,6 +134,7 @@ class Native:
         self._library = library
         self._mutex = threading.Lock()
         self._agreed: dict[Hashable, Arithmetic | None] = {}
+        self._admitted: dict[Hashable, bool] = {}
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Begin to build the kernel if this optimizer may use it."""
@@ -127,6 +156,7 @@ class Native:
         updates: Sequence[NarrowUpdate],
         factors: Sequence[float | Tensor],
         moments: torch.dtype = torch.float32,
+        rule: Rule = TORCHS,
     ) -> Sequence[NarrowUpdate]:
         """Make updates, with as many threads as the caller has intra-op ones; return those that it leaves to torch.
 
@@ -137,7 +167,7 @@ class Native:
         """
         kind = type(optimizer)
         library = self._library.load() if kind in RULES and len(factors) <= MOST_FACTORS else None
-        if library is None or TINY * 1.0 == 0:
+        if library is None or (rule.kernel is None and TINY * 1.0 == 0):
             return updates
         values = [float(factor) for factor in factors]
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
@@ -145,32 +175,56 @@ class Native:
         rest, mine = [], []
         for update in updates:
             group = groups.get(id(update.parameter))  # None: the optimizer's maker left it out
-            work = None if group is None else _work(optimizer, group, update, moments)
+            work = None if group is None else _work(optimizer, group, update, moments, rule)
             if group is None or work is None:
                 rest.append(update)
                 continue
-            key = (id(group), *work.types)
+            key = (id(group), *work.types, work.moments_type, work.halves is None)
             if key not in known:
-                known[key] = self._arithmetic(library, kind, work, len(values))
+                known[key] = self._arithmetic(library, kind, work, len(values), rule)
             if arithmetic := known[key]:
                 mine.append((work, arithmetic))
             else:
                 rest.append(update)
-        _call(library, kind, mine, values)
+        if rule.kernel is None:
+            _call(library, kind, mine, values)
+        else:
+            _launch(rule.kernel, kind, mine, values)
         increment_version([tensor for work, _ in mine for tensor in _written(work)])
         return rest
 
+    def refusal(self, kernel: Kernel, kind: type[Optimizer], works: Sequence[Work], num_factors: int) -> str:
+        """Return why a GPU cannot make such updates with the bits that the host has; nothing, if it can."""
+        if kernel.missing_because:
+            return f"no kernel for updates: {kernel.missing_because}"
+        library = self._library.wait()
+        if library is None:
+            return f"no native code to compare updates with: {self.missing_because or 'it is turned off'}"
+        rule = Rule(is_ieee=True, kernel=kernel)
+        if all(self._arithmetic(library, kind, work, num_factors, rule) for work in works):
+            return ""
+        return f"a sample of {kind.__name__}'s updates has other bits on {kernel.kind} than on the host"
+
     def _arithmetic(
-        self, library: ctypes.CDLL, kind: type[Optimizer], work: Work, num_factors: int
+        self, library: ctypes.CDLL, kind: type[Optimizer], work: Work, num_factors: int, rule: Rule
     ) -> Arithmetic | None:
-        """The arithmetic that has torch's bits with settings of this kind; found once."""
+        """The arithmetic that has torch's bits with settings of this kind, but for roots by the rule; found once."""
         options = {name: _stand_in(work.group[name]) for name in OPTIONS[RULES[kind]]}
         key = (kind, *options.values(), *work.types, num_factors, torch.get_num_threads())
+        like = work._replace(group={**options, "lr": 0.01})
         with self._mutex:
             if key not in self._agreed:
-                like = work._replace(group={**options, "lr": 0.01})
                 self._agreed[key] = _agree(library, kind, like, num_factors)
-            return self._agreed[key]
+            found = self._agreed[key]
+            if found is None or not rule.is_ieee:
+                return found
+            found = found._replace(refines_roots=False, roots_at=0)
+            if rule.kernel is None:
+                return found
+            key = (rule.kernel.kind, *key[:-1], work.moments_type, work.halves is None, found)
+            if key not in self._admitted:
+                self._admitted[key] = _admits(rule.kernel, library, kind, like, found, num_factors)
+            return found if self._admitted[key] else None
 
 
 @cache
@@ -193,14 +247,15 @@ def _stand_in(value: Any) -> Any:
 
 
 def _work(
-    optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate, moments_type: torch.dtype
+    optimizer: Optimizer, group: Mapping[str, Any], update: NarrowUpdate, moments_type: torch.dtype, rule: Rule
 ) -> Work | None:
     """Return what the kernel needs; None: it cannot make this update."""
     master, gradient, narrow = update.parameter, update.gradient, update.narrow
     state, counter = optimizer.state.get(master, {}), None
     names: list[str] = []
     if RULES[type(optimizer)] == SGD:
-        if gradient.dtype == torch.float32 and narrow is None and not group["momentum"] and not group["weight_decay"]:
+        is_wide = gradient.dtype == torch.float32 and narrow is None
+        if is_wide and not group["momentum"] and not group["weight_decay"] and rule.kernel is None:
             return None  # torch's step is one operation already
         names += ["momentum_buffer"] if group["momentum"] else []
     else:
@@ -208,8 +263,10 @@ def _work(
         counter = state.get("step")
         if not isinstance(counter, Tensor) or counter.dtype != torch.float32:
             return None
-    if master.dim() == 0 or master.dtype != torch.float32 or not is_dense(master):
+    is_number = master.dim() == 0
+    if (is_number and not rule.is_ieee) or master.dtype != torch.float32 or not is_dense(master):
         return None
+    moments_type = torch.float32 if is_number else moments_type
     moments: dict[str, Tensor] = {}
     for name in names:
         moments[name] = moment = state.get(name)
@@ -228,20 +285,11 @@ def _call(
     """Count the steps, and make the updates without the interpreter's lock."""
     if not works:
         return
-    counters = [work.counter for work, _ in works if work.counter is not None]
-    if counters:
-        torch._foreach_add_(counters, 1)
-    rows, known = [], {}
-    for work, arithmetic in works:
-        step = None if work.counter is None else work.counter.item()
-        key = (id(work.group), *work.types, step)
-        if key not in known:
-            known[key] = _rest(kind, work, step, factors, arithmetic)
-        rows += [_places(work, arithmetic), known[key]]
+    rows = _rows(kind, works, factors)
     set_threads = _of_torch(SET_THREADS) if any(arithmetic.roots_at for _, arithmetic in works) else 0
     found, num_found = ctypes.c_void_p(), ctypes.c_int64()
     library.hydra_update(
-        *(b"".join(rows), ctypes.c_int64(len(works)), ctypes.c_int64(torch.get_num_threads())),
+        *(rows, ctypes.c_int64(len(works)), ctypes.c_int64(torch.get_num_threads())),
         *(ctypes.c_void_p(_of_torch(PARALLEL)), ctypes.c_void_p(set_threads)),
         *(ctypes.byref(found), ctypes.byref(num_found)),
     )
@@ -251,11 +299,44 @@ def _call(
     _keep_apart([work for work, _ in works], elements)
 
 
+def _launch(
+    kernel: Kernel, kind: type[Optimizer], works: Sequence[tuple[Work, Arithmetic]], factors: Sequence[float]
+) -> None:
+    """Count the steps, and queue the updates; where that raises, nothing has changed."""
+    rows = _rows(kind, works, factors)
+    try:
+        kernel.launch(rows, [work.master.numel() for work, _ in works])
+    except BaseException:
+        _count([work for work, _ in works], -1)
+        raise
+
+
+def _count(works: Sequence[Work], number: int) -> None:
+    counters = [work.counter for work in works if work.counter is not None]
+    if counters:
+        torch._foreach_add_(counters, number)
+
+
+def _rows(kind: type[Optimizer], works: Sequence[tuple[Work, Arithmetic]], factors: Sequence[float]) -> bytes:
+    """Count the steps, and pack the updates."""
+    _count([work for work, _ in works], 1)
+    rows, known = [], {}
+    for work, arithmetic in works:
+        step = None if work.counter is None else work.counter.item()
+        key = (id(work.group), *work.types, work.moments_type, step)
+        if key not in known:
+            known[key] = _rest(kind, work, step, factors, arithmetic)
+        rows += [_places(work, arithmetic), known[key]]
+    return b"".join(rows)
+
+
 def _places(work: Work, arithmetic: Arithmetic) -> bytes:
     """Pack what a parameter has of its own."""
     halves = work.halves
     if halves is None:
         weight, num_apart = [work.master, work.gradient, work.narrow, None, None, None], 0
+    elif getattr(halves, "ties", None) is not None:  # in a GPU's memory
+        weight, num_apart = [None, work.gradient, halves.narrow, halves.rest, halves.ties, None], 0
     else:
         apart = halves.apart
         weight = [None, work.gradient, halves.narrow, halves.rest, apart.places, apart.bits]
@@ -282,7 +363,6 @@ def _rest(
 ) -> bytes:
     """Pack what the parameters of a group have in common at a step, this one counted; None: nobody counts."""
     group, (gradient, narrow) = work.group, work.types
-    moments = next((each.dtype for each in work.moments.values()), torch.float32)  # all have the same
     factors = (*factors, -1.0) if group["maximize"] else factors
     lr, decay, keep, eps, nesterov = float(group["lr"]), group["weight_decay"], 1.0, 0.0, False
     if RULES[kind] == SGD:
@@ -297,8 +377,9 @@ def _rest(
         step_size, eps = lr / (1 - beta1**step), group["eps"]
         if group["decoupled_weight_decay"]:
             keep, decay = 1 - lr * decay, 0.0
+    turn = TO_NEAREST if step is None else int(step)
     return REST.pack(
-        *(TYPES[gradient], TYPES[narrow or torch.float32], TYPES[moments], TO_NEAREST if step is None else int(step)),
+        *(TYPES[gradient], TYPES[narrow or torch.float32], TYPES[work.moments_type], turn),
         *(RULES[kind], arithmetic.refines_roots, len(factors)),
         *(*factors, *[1.0] * (MOST_FACTORS + 1 - len(factors))),
         *(decay, keep, *averages, correction, eps, -step_size),
@@ -367,28 +448,69 @@ def _same_roots(library: ctypes.CDLL, arithmetic: Arithmetic) -> bool:
     return True
 
 
-def _sample(like: Work) -> list[Work]:
-    """Return works of many sizes, always the same: digits, magnitudes and zeros of all kinds."""
-    generator = torch.Generator().manual_seed(0)
+def _admits(
+    kernel: Kernel, library: ctypes.CDLL, kind: type[Optimizer], like: Work, arithmetic: Arithmetic, num_factors: int
+) -> bool:
+    """Step a sample on the host and on a GPU; return True if all bits are the same, but for those of NaN."""
+    factors, splits = [0.7, 1.1][:num_factors], like.halves is not None
+    hosts = _sample(like, has_all=True)
+    theirs = [each.moved(kernel.torch_device, splits=splits) for each in hosts]
+    for _ in range(ADMISSION_STEPS):
+        _call(library, kind, [(each, arithmetic) for each in hosts], factors)
+        _launch(kernel, kind, [(each, arithmetic) for each in theirs], factors)
+        for host, gpu in zip(hosts, theirs, strict=True):
+            if splits:
+                gpu = gpu._replace(halves=Halves(*(each.cpu() for each in gpu.halves)))
+                host = host._replace(halves=Halves.of(host.master))
+            pairs = zip(_written(host), _written(gpu), strict=True)
+            if not all(_same_numbers(mine, other.cpu()) for mine, other in pairs):
+                return False
+    return True
 
-    def drawn() -> tuple[Tensor, ...]:
+
+def _sample(like: Work, *, has_all: bool = False) -> list[Work]:
+    """Return works of many sizes, always the same: digits, magnitudes and zeros of all kinds.
+
+    has_all: what is no number, too, and moments of their own type.
+    """
+    generator, start = torch.Generator().manual_seed(0), sum(SAMPLE[:-1])
+
+    def drawn(k: int) -> tuple[Tensor, ...]:
         values, spread = torch.empty(2, sum(SAMPLE)).normal_(generator=generator)
         values.mul_(spread.exp_())
         values[: len(SPECIAL)] = values[-len(SPECIAL) :] = torch.tensor(SPECIAL)
+        if has_all:
+            first = start + max(0, k - 1) * len(ALL_SPECIAL)  # moments of other elements, or all would be NaN
+            values[first : first + len(ALL_SPECIAL)] = ALL_SPECIAL[:, k % 2]
         return torch.split(values, SAMPLE)
 
-    masters, gradients, moments = drawn(), drawn(), {name: drawn() for name in like.moments}
+    masters, gradients = drawn(0), drawn(1)
+    moments = {name: drawn(k) for k, name in enumerate(like.moments, 2)}
     found = []
     for k, (master, gradient) in enumerate(zip(masters, gradients, strict=True)):
         own = {name: values[k].abs_() if name.endswith("_sq") else values[k] for name, values in moments.items()}
+        own = {name: value.to(like.moments_type) if has_all else value for name, value in own.items()}
         narrow = None if like.narrow is None else torch.empty_like(master, dtype=like.narrow.dtype)
         counter = None if like.counter is None else torch.tensor(3.0)
         found.append(Work(master, gradient.to(like.gradient.dtype), narrow, like.group, own, counter))
     return found
 
 
+def _same_numbers(mine: Tensor, other: Tensor) -> bool:
+    """Compare bits, but of NaN no more than that it is NaN."""
+    if not mine.is_floating_point():
+        return torch.equal(mine, other)
+    kind = torch.int32 if mine.itemsize == 4 else torch.int16
+    return torch.equal(*(torch.where(each.isnan(), -1, each.view(kind)) for each in (mine, other)))
+
+
 def _written(work: Work) -> list[Tensor]:
-    return [work.master, *work.moments.values(), *(() if work.narrow is None else (work.narrow,))]
+    """Return all that a step writes; of halves, NaN's remainders without their digits."""
+    weight = [work.master, *(() if work.narrow is None else (work.narrow,))]
+    if isinstance(work.halves, Halves):
+        narrow, rest, ties = work.halves
+        weight = [narrow, rest.masked_fill(narrow.isnan(), 0), ties]
+    return [*weight, *work.moments.values()]
 
 
 def _same_bits(mine: Tensor, plain: Tensor) -> bool:

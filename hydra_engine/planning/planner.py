@@ -34,6 +34,7 @@ from hydra_engine.host import (
     Wanted,
     has_hooks,
     kept_pools,
+    kernel_refused,
     layout_of,
     make_optimizer,
     no_home_because,
@@ -188,7 +189,7 @@ class Estimate:
         """Bytes of a home for each byte of gradients, as `TaskState.home_bytes` has them."""
         layout, pool = self._state.layout, self._state.pool
         link_bytes = layout.link_bytes[True]
-        masters = 0 if layout.narrow is None else link_bytes if pool.splits else layout.num_bytes[True]
+        masters = 0 if layout.narrow is None else link_bytes * 17 / 16 if pool.splits else layout.num_bytes[True]
         return 2 + (masters + sum(self._state.measured.state_bytes.values())) / max(1, link_bytes)
 
     def budget(self, budget: Budget, device: DeviceSpec) -> Budget:
@@ -812,7 +813,7 @@ class Planner:
         Structure(state.layout, torch.device("cpu"))  # raises for layers without replicas, before any is run
         rehearsals = self._planned.rehearsals
         num_samples = self._sample().num_samples
-        state.place = device.torch_device
+        state.place, state.homes.has_ieee_roots = device.torch_device, device.has_ieee_roots
         kind = kind_of(state, self._beside)
         found = rehearsals.get(kind)
         self._planned.adopted = None
@@ -977,15 +978,20 @@ class Planner:
             "batches that adapt": task.adapts,
             "read_ahead=False, whose loader may look at weights,": not task.read_ahead,
             "hooks on parameters": has_hooks(layout),
-            "a GPU, which makes no updates yet": self.state.place.type != "cpu",
         }
         against = next(
             (f"with {option} all layers have their home in DRAM" for option, is_so in options.items() if is_so), ""
         )
         if not against:
-            sample = {slot.name: nn.Parameter(torch.zeros((1,) * len(slot.shape))) for slot in layout.trainable_slots()}
+            slots = layout.trainable_slots()
+            sample = {slot.index: nn.Parameter(torch.zeros((1,) * len(slot.shape))) for slot in slots}
             with installed(Stream(capture())):  # the factory is user code
-                against = no_home_because(make_optimizer(task, sample))
+                optimizer = make_optimizer(task, {slot.name: sample[slot.index] for slot in slots})
+            against = no_home_because(optimizer)
+        kinds = {device.ceilings_name: device for device in self._target.spread_devices}
+        for device in kinds.values():
+            if not against and (kernel := device.kernel()) is not None:
+                against = kernel_refused(kernel, optimizer, sample, self.state.pool, task)
         return against
 
     def _raise_number(self, step_s: float) -> None:

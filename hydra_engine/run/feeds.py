@@ -365,12 +365,16 @@ class Loans:
                 with self._workers.vacated(index) as device:
                     yield device
             except DeviceLost as error:
-                self._common.later(partial(self._saves.device_lost, error))  # a rehearsal has struck it
+                self._common.later(partial(self._lose, error))  # a rehearsal has struck it
                 raise
             finally:
                 self._way.leave()
                 if index is not None:
                     self._common.events.put(DeviceReturned(index))
+
+    def _lose(self, error: DeviceLost) -> None:
+        self._workers.homes.strike(error.device)
+        self._saves.device_lost(error)
 
     def _put(self, loan: _Loan) -> None:
         with self._changing:
@@ -481,7 +485,7 @@ class Joining:
         optimizer = None
         if planned.task.purpose is Purpose.TRAIN:
             with state.pool.shown(planned.layout.trainable_slots()):  # the factory may look at weights
-                optimizer = TaskOptimizer(planned.task, planned.layout)
+                optimizer = TaskOptimizer(planned.task, planned.layout, has_ieee_roots=state.homes.has_ieee_roots)
             if planned.saved is not None:
                 planned.doubts += planned.saved.put_optimizer(optimizer)
             if planned.adaptation is not None:

@@ -536,6 +536,8 @@ def update(task: RunningTask, index: int, released: Released | None, put: Callab
                 pass
     except BaseException as error:  # the shard's turn is over all the same: nothing must wait for it
         task.misses_update = True
+        if (home := state.homes.of.get(index)) is not None:
+            error = home.opened.explained(error)
         step = task.report.steps - 1 if released is None else released.num_steps
         behind = f"its optimizer: shard {index} misses the update of step {step}"
         put(Failed(task.report.name, error, behind))

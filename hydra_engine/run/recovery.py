@@ -40,6 +40,7 @@ class Recovery:
         elif event.unit is not None and self._begins_again(event, event.unit):
             return DidNotFit(event.unit)
         if isinstance(event.error, DeviceLost):
+            self._workers.homes.strike(event.error.device)
             self._saves.device_lost(event.error)
         self.note(event)
         return event

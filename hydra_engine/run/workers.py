@@ -193,7 +193,7 @@ class Workers:
         if index in self.specs:  # else it was counted with its first unit that failed
             name = self.pool.fail(index)
             self.messages.append(f"{name} was taken out: {error}")
-            self.homes.lose(index, error)
+            self.homes.lose(error)
             self._remove(index, None)
         goes_on = self.pool.may_go_on and (self._may_wait or self.specs)
         if not goes_on and self._common.lost is None:
@@ -463,19 +463,26 @@ class HomeMoves:
                 self._common.due.append(MoveWanted(event.task, (index,), leaves=True))
         return event
 
-    def lose(self, device: int, error: DeviceFailed) -> None:
-        """A device has failed: tasks with homes there go back to where they were saved, or fail."""
+    def strike(self, device: str) -> list[tuple[RunningTask, int]]:
+        """Give up the homes on a device that is lost; return the tasks that train, with the number of theirs."""
+        found = []
         for task in self._common.tasks.values():
-            lost = [home for home in list(task.state.homes.of.values()) if home.device == device]
-            if not lost or task.life is not Life.TRAINING:
-                continue
-            task.state.homes.lost_on = error.device
-            for home in list(task.state.homes.of.values()):  # what the others have is not of the step that it goes to
-                home.is_lost = True
+            homes = list(task.state.homes.of.values())
+            number = sum(home.opened.name == device for home in homes)
+            if number and task.life is Life.TRAINING:
+                task.state.homes.lost_on = device
+                for home in homes:  # what those elsewhere have is not of the step that it goes to
+                    home.is_lost = True
+                found.append((task, number))
+        return found
+
+    def lose(self, error: DeviceFailed) -> None:
+        """A device has failed: tasks with homes there go back to where they were saved, or fail."""
+        for task, number in self.strike(error.device):
             if task.end.goes_back:
                 continue
             if task.end.ending is None:
-                task.end.undo(f"{error.device} failed, where {len(lost)} of its shards were at home")
+                task.end.undo(f"{error.device} failed, where {number} of its shards were at home")
             else:  # what it was to end with is gone
                 task.end.fail(home_lost(task, error.device), commits=False)
             self._common.due.append(TaskStopped(task.name))

@@ -196,6 +196,8 @@ class DeviceHomes:
     def open(self, state: TaskState, shard: Shard, optimizer: TaskOptimizer) -> Home | None:
         """Give a shard a home with what DRAM has, between two of its steps; None: there is no room."""
         device, num_bytes = self._device, optimizer.home_bytes(shard, state.pool)
+        if device.kernel is not None and optimizer.kernel_refused(device.kernel, state.pool):
+            return None  # of another kind than was planned for
         if not device.ledger.take(num_bytes, SLABS):
             return None
         try:
@@ -209,7 +211,7 @@ class DeviceHomes:
             self.peak_bytes = max(self.peak_bytes, sum(each for _, each in self._places.values()))
         place = slab.storage, slab.offset
         try:
-            home = Home(shard, self._index, *place, state.pool, optimizer.optimizer, optimizer.moments)
+            home = Home(shard, self._index, device, place, state.pool, optimizer.optimizer, optimizer.moments)
             home.fill(has_gradient=state.staging.has_gradient)
         except BaseException:
             self._free(key)

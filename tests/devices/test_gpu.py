@@ -29,11 +29,13 @@ from torch.nn import functional as F
 from hydra_engine import CudaDevice, ModelOrchestrator, ModelTask
 from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.devices import cuda as device
+from hydra_engine.native import Work, native
 from hydra_engine.tasks.callback import Callback
 from partitioners import Presharded
 from tests import reference, zoo
 from tests.devices.test_device import DeviceContract
 from tests.fake_cuda import MIB, FakeCuda
+from tests.native.test_update import SETTINGS
 from tests.refused import names, refused
 
 # A warning of a driver's or a library's is no failure of what is tested here.
@@ -172,9 +174,9 @@ def ends_of(partition, num_layers):
 
 
 def task_of(name, *, partition=3, label=None, make=None, **options):
-    """A task over a fresh model, and that model; `partition` None: the planner's."""
+    """A task over a fresh model, which is spilled, and that model; `partition` None: the planner's."""
     model, loss_fn, loader = (make or MODELS[name])()
-    options = {"optimizer": torch.optim.AdamW, "seed": SEED} | options
+    options = {"optimizer": torch.optim.AdamW, "seed": SEED, "homes": "host"} | options
     shards = None if partition is None else Presharded(ends_of(partition, len(model)))
     task = ModelTask(model, loss_fn, loader, LR, name=label or name, partitioner=shards, **options)
     return task, model
@@ -296,6 +298,75 @@ class TestSameBits:
         with torch.no_grad():
             for each, output in zip(inputs, outputs, strict=True):
                 assert torch.equal(resident(each.to(gpu())).cpu(), output)
+
+
+TYPES = [  # of a gradient and of the narrow weight; True: a split weight
+    (torch.float32, None, False),
+    (torch.bfloat16, torch.bfloat16, False),
+    (torch.bfloat16, torch.bfloat16, True),
+    (torch.float16, torch.float16, False),
+]
+
+
+class TestHomes:
+    """docs/homes.md: update.cu makes the updates of layers that are at home on a GPU."""
+
+    @pytest.mark.parametrize("setting", [*SETTINGS][:: 5 if IS_FAKE else 1])
+    def test_the_kernel_has_the_bits_of_the_host(self, setting):
+        kind, options = SETTINGS[setting]
+        group = kind([nn.Parameter(torch.ones(1))], lr=LR, **options).param_groups[0]
+        names = ["momentum_buffer"] if options.get("momentum") else []
+        counter = None if kind is torch.optim.SGD else torch.tensor(0.0)
+        if counter is not None:
+            names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+        for moments in (torch.float32, torch.bfloat16):
+            works = [
+                Work(
+                    torch.ones(1),
+                    torch.ones(1, dtype=gradient),
+                    None if narrow is None else torch.ones(1, dtype=narrow),
+                    group,
+                    {name: torch.ones(1, dtype=moments) for name in names},
+                    counter,
+                    is_split or None,
+                )
+                for gradient, narrow, is_split in TYPES
+            ]
+            assert native().refusal(CudaDevice(0).kernel(), kind, works, len(options) % 3) == ""
+
+    @pytest.mark.usefixtures("deterministic")
+    @pytest.mark.parametrize("options", [{}, {"precision": "bfloat16"}, {"split_weights": True, "max_grad_norm": 0.1}])
+    def test_same_bits_as_with_homes_in_dram(self, options):
+        options = {"precision": "bfloat16" if "split_weights" in options else "float32", **options}
+        found = []
+        for homes in ("host", "device", 4):
+            task, model = task_of("gpt_with_dropout", homes=homes, **options)
+            orchestra = orchestra_of([task], budget_bytes=4 * BUDGET_BYTES)
+            report = orchestra.train_models()
+            report.raise_failures()
+            assert (report.devices[0].homed_bytes > 0) == (homes != "host"), orchestra.plan
+            found.append(result_of(report, task.name, model))
+        assert_same(found[1], found[0])
+        assert_same(found[2], found[0])
+
+    @pytest.mark.usefixtures("deterministic")
+    def test_homes_make_room(self):
+        """In the middle of a step, and a device that goes and comes back."""
+
+        class Moves(Callback):
+            def on_step(self, report):
+                if report.steps == 3:
+                    orchestra.remove_device("cuda:0")
+                    orchestra.add_device("cuda:0")
+
+        task, model = task_of("gpt", precision="bfloat16")
+        expected = result_of(trained([task]), "gpt", model)
+        task, model = task_of("gpt", precision="bfloat16", homes="device", callbacks=[Moves()])
+        orchestra = orchestra_of([task])
+        report = orchestra.train_models()
+        report.raise_failures()
+        assert report.devices[0].homed_bytes > 0
+        assert_same(result_of(report, "gpt", model), expected)
 
 
 class OnGpu:
@@ -532,7 +603,8 @@ def lose_the_device():
         options = {"partitioner": Presharded([1, 4]), "records": [] if fake is None else ["0.strike"]}
         struck = ModelTask(bad, F.mse_loss, batches, LR, name="struck", **options)
         model, loss_fn, loader = gpt()
-        other = ModelTask(model, loss_fn, loader, LR, 50, name="other", seed=SEED, partitioner=Presharded([3, 7]))
+        options = {"partitioner": Presharded([3, 7]), "homes": "host"}  # which loses no commit
+        other = ModelTask(model, loss_fn, loader, LR, 50, name="other", seed=SEED, **options)
         orchestra = ModelOrchestrator([struck, other], devices=[capped(BUDGET_BYTES)])
         orchestra.verbose = 0
         try:

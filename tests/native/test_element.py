@@ -4,7 +4,6 @@ import ctypes
 import re
 import shutil
 import subprocess
-from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -12,14 +11,13 @@ import torch
 from torch import nn
 
 from hydra_engine.host.split import SplitWeight
-from hydra_engine.native import NarrowUpdate, native, update
-from hydra_engine.native.library import Library, _compiler
+from hydra_engine.native import NarrowUpdate, kernel, native, update
 from tests.host.updates import SCALED, bits, plain_step
 from tests.native.test_update import SETTINGS
+from tests.update_kernel import compiled
 
-KERNEL = update.SOURCE.with_name("update.cu")
-OPTIONS = ["-arch=sm_90", "--fmad=false", "--ftz=false", "-Werror=all-warnings"]
-BLOCK = 8 * 4 * 256  # elements of a block of threads
+OPTIONS = ["-arch=sm_90", *kernel.OPTIONS, "-Werror=all-warnings"]
+BLOCK = kernel.ELEMENTS_OF_BLOCK
 SIZES = [0, 1, 300, BLOCK, 2 * BLOCK + 37]
 SPLIT = "split"
 TYPES = [  # of the gradient and of the narrow weight
@@ -31,32 +29,15 @@ TYPES = [  # of the gradient and of the narrow weight
 ]
 TIE = 1.00390625  # which is rounded down
 SPECIAL = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1e-38, TIE, -3e38, 3e38, torch.inf, -torch.inf, torch.nan, 1.0])
-# What a GPU has around the kernel.
-AROUND = """
-#define __global__
-#define __launch_bounds__(threads)
-static struct {{ unsigned x; }} blockIdx, threadIdx;
-static unsigned atomicXor(unsigned* at, unsigned bits) {{ return *at ^= bits; }}
-#include "{}"
-extern "C" int64_t elements_of_block() {{ return kElementsOfBlock; }}
-extern "C" void launch(const Update* updates, const int64_t* ends, int32_t num_updates) {{
-    for (blockIdx.x = 0; blockIdx.x < ends[num_updates - 1]; ++blockIdx.x)
-        for (threadIdx.x = 0; threadIdx.x < kThreads; ++threadIdx.x) hydra_update(updates, ends, num_updates);
-}}
-"""
 
 
 @pytest.fixture(scope="module")
-def gpu(tmp_path_factory):
+def gpu():
     """The kernel as the host's compiler understands it, without vectors."""
     if not native().wait():
         pytest.skip(f"no native code: {native().missing_because or 'it is turned off, or another process builds it'}")
-    folder = tmp_path_factory.mktemp("gpu")
-    (folder / "gpu.cpp").write_text(AROUND.format(KERNEL))
-    flags = [*Library(update.SOURCE)._flags(), "-O1", "-fno-tree-vectorize"]
-    subprocess.run([*_compiler(), *flags, folder / "gpu.cpp", "-o", folder / "gpu.so"], check=True)
-    library = ctypes.CDLL(str(folder / "gpu.so"))
-    assert library.elements_of_block() == BLOCK
+    library = compiled(kernel.source())
+    assert (library.elements_of_block(), library.threads()) == (BLOCK, kernel.THREADS)
     return library
 
 
@@ -93,24 +74,35 @@ def works(kind, options, moments=torch.float32):
     return found
 
 
+class Launched:
+    """The kernel here, as what makes updates."""
+
+    def __init__(self, library):
+        self._library = library
+
+    def launch(self, rows, sizes):
+        ends = np.array(kernel.block_ends(sizes))
+        self._library.launch(rows, ctypes.c_void_p(ends.ctypes.data), len(sizes))
+
+
+def copy(*pairs):
+    for target, source in pairs:
+        target.copy_(source)
+
+
 def step_on_gpu(gpu, kind, works, arithmetic, factors):
-    """One launch for all of them, and what its caller does before and after it."""
-    rows, kept = [], []
+    """One launch for all of them; split weights go to halves of a GPU's, and come back."""
+    there = []
     for work in works:
-        step = None if work.counter is None else work.counter.add_(1).item()
-        places = [*update.PLACES.unpack(update._places(work, arithmetic))]
+        halves = work.halves and SplitWeight(work.narrow, torch.empty_like(work.halves.rest))
+        if halves:
+            halves.ties = torch.empty(kernel.tie_bytes(len(work.narrow)) // 4, dtype=torch.int32)
+            work.halves.copy_to(halves, copy)
+        there.append((work._replace(halves=halves), arithmetic))
+    update._launch(Launched(gpu), kind, there, factors)
+    for (launched, _), work in zip(there, works, strict=True):
         if work.halves:
-            is_tie = np.zeros(-(-work.master.numel() // 32) * 32, bool)
-            is_tie[work.halves.apart.places] = True
-            kept.append(np.packbits(is_tie, bitorder="little"))
-            places[4] = kept[-1].ctypes.data
-        rows += [update.PLACES.pack(*places), update._rest(kind, work, step, factors, arithmetic)]
-    ends = np.array([*accumulate(-(-work.master.numel() // BLOCK) for work in works)])
-    gpu.launch(b"".join(rows), ctypes.c_void_p(ends.ctypes.data), len(works))
-    for halves, words in zip((work.halves for work in works if work.halves), kept, strict=True):
-        places = torch.from_numpy(np.flatnonzero(np.unpackbits(words, bitorder="little")))
-        tie_bits = halves.narrow.view(torch.int16)[places].to(torch.int32) * 2**16 + 0x8000
-        halves.keep_apart(places, tie_bits, has_nan=bool(halves.narrow.isnan().any()))
+            launched.halves.copy_to(work.halves, copy)
 
 
 def written(work):
@@ -190,7 +182,7 @@ def test_the_kernel_compiles_for_a_gpu(tmp_path):
     if missing := [name for name in ("nvcc", "ptxas") if not shutil.which(name)]:
         pytest.skip(f"{', '.join(missing)} not found")
     for kind in ("ptx", "cubin"):
-        subprocess.run(["nvcc", *OPTIONS, f"-{kind}", KERNEL, "-o", tmp_path / kind], check=True)
+        subprocess.run(["nvcc", *OPTIONS, f"-{kind}", kernel.SOURCE, "-o", tmp_path / kind], check=True)
     assert (tmp_path / "cubin").read_bytes().startswith(b"\x7fELF")
     text = (tmp_path / "ptx").read_text()
     assert re.search(r"\.visible \.entry hydra_update\(", text)
