@@ -22,6 +22,7 @@ from partitioners import Balanced
 BYTES_PER_PARAMETER = 4 + 8 + 2 + 2
 DRAM_SHARE = 0.9  # of what is available; boundaries, data and what a process takes are in the rest
 MOST_TRACE_BYTES = 10 * 2**20
+UNCAPPED = "64MiB"  # of an emulated device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class Variant:
     is_balanced: bool = False  # into `Scale.num_shards` shards of equal time, and not as the planner likes
     is_compiled: bool = False
     is_many: bool = False  # as many models as `Scale.num_models` and DRAM allow, interleaved
+    homes: str = "host"
 
 
 VARIANTS = {
@@ -38,6 +40,7 @@ VARIANTS = {
     "engine, balanced": Variant(is_balanced=True),
     "engine, compiled": Variant(is_compiled=True),
     "engine, balanced, compiled": Variant(is_balanced=True, is_compiled=True),
+    "homes": Variant(homes="auto"),
 }
 
 
@@ -51,7 +54,7 @@ def engine(scale, group, device, emit, folder, variant):
             row["steps_before"] = num_before  # of rows before this one: losses compare where it is equal
             num_before += scale.num_warm + scale.num_steps
             report = train_streamed(scale, group, key[3], models, variant, row)
-            words = re.findall(r"\w+", f"{key[0]} {key[1]} {key[3]}")
+            words = re.findall(r"\w+", " ".join(map(str, key)))
             report.trace(folder / f"spans-{'-'.join(words)}.json")
 
 
@@ -68,7 +71,9 @@ def num_that_fit(scale, size):
 
 
 def make_tasks(scale, tokens, models, variant, data, **options):
-    """A task for each model, on the same data; a model alone is updated as its gradients arrive."""
+    """A task for each model, on the same data; a model alone without homes is updated as its gradients arrive."""
+    # None is predicted to gain where a model is as small as there.
+    homes = "device" if scale.is_emulated and variant.homes == "auto" else variant.homes
     if variant.is_balanced:
         options["partitioner"] = Balanced(scale.num_shards)
     return [
@@ -81,7 +86,8 @@ def make_tasks(scale, tokens, models, variant, data, **options):
             optimizer=ADAMW,
             precision="bfloat16",
             accumulation_steps=tokens // scale.micro_tokens,
-            early_release=len(models) == 1 and "all",
+            early_release=len(models) == 1 and homes == "host" and "all",
+            homes=homes,
             compile=variant.is_compiled,
             seed=k,
             **options,
@@ -91,8 +97,11 @@ def make_tasks(scale, tokens, models, variant, data, **options):
 
 
 def orchestra_of(scale, group, tasks):
-    """The tasks on one device under the group's cap."""
-    spec = EmulatedDevice(group.memory, scale.bandwidth) if scale.is_emulated else CudaDevice(0, memory=group.memory)
+    """The tasks on one device under the group's cap, if it has one."""
+    if scale.is_emulated:
+        spec = EmulatedDevice(group.memory or UNCAPPED, scale.bandwidth)
+    else:
+        spec = CudaDevice(0, memory=group.memory or None)
     orchestra = ModelOrchestrator(tasks, devices=[spec])
     orchestra.verbose = 0
     return orchestra
@@ -127,6 +136,9 @@ def train_streamed(scale, group, tokens, models, variant, row):
         loaded_bytes=used.loaded_bytes / total,  # of a round: a step of each
         stored_bytes=used.stored_bytes / total,
         device_ledger_peak_bytes=used.peak_bytes,
+        homed_bytes=used.homed_bytes,
+        homed_layers=sum(plan.homed_layers.values()),
+        no_homes_because=plan.no_homes_because,
         revisions=[str(revision) for task in report.tasks.values() for revision in task.revisions],
     )
     filled(row, rounds_s(commits, scale.num_warm), tokens * len(models))

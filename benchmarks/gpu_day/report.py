@@ -24,6 +24,7 @@ def report(folder):
         ("Facts", table(("what", "found"), facts(measured["facts"]))),
         ("Right", table(("check", "goal", "found"), right(measured["right"]))),
         (f"One model of {size} parameters, {GPU.memory}", one(measured)),
+        (f"Homes: one model of {size} parameters", homes(measured)),
         (f"{GPU.num_models} models of {size} parameters interleaved, {GPU.memory}", four(measured)),
         (f"One model of {GPU.larger_size} parameters, {GPU.memory}", three(measured)),
         ("Losses", table(("what", "goal", "found"), losses(measured))),
@@ -163,15 +164,28 @@ def three(measured):
     return speeds(measured, "three", GPU.larger_size, ["engine"], GPU.tokens[:2], goals)
 
 
-def speeds(measured, stage, size, methods, tokens, goals):
-    """A table of methods by tokens per step."""
+def homes(measured):
+    """With layers at home on the device, and beside whom: with no cap, and under one."""
+    said = cell(measured["homes"], ("tests of homes", "", "", 0), lambda row: row["said"])
+    found = [f"The kernel's bits against the host's, and the other tests of homes: {said}", ""]
+    goals = ({"homes": f"of resident at least {LEAST_OF_RESIDENT:.2f}"}, {"homes": "ahead of the engine without"})
+    for memory, goal in zip(("", GPU.memory), goals, strict=True):
+        methods = ["homes", "engine", *([] if memory else [RESIDENT]), "fsdp2"]
+        rows = speeds(measured, "homes", GPU.size, methods, GPU.tokens[:2], goal, memory, f", {memory or 'no cap'}")
+        found += rows[2:] if memory else rows
+    return found
+
+
+# More than seven parameters: a table's rows and columns.
+def speeds(measured, stage, size, methods, tokens, goals, memory=GPU.memory, suffix=""):
+    """A table of methods, shown with a suffix, by tokens per step."""
 
     def speed(method, at):
-        key = (method, size, "" if method == RESIDENT else GPU.memory, at)
+        key = (method, size, "" if method == RESIDENT else memory, at)
         return cell(measured[stage], key, lambda row: stepped(measured, stage, row), last)
 
     last = last_day(measured)
-    rows = [(method, *(speed(method, at) for at in tokens), goals.get(method, "")) for method in methods]
+    rows = [(method + suffix, *(speed(method, at) for at in tokens), goals.get(method, "")) for method in methods]
     return table(("method", *(f"{at:,} tokens per step" for at in tokens), "goal"), rows)
 
 
@@ -191,17 +205,20 @@ def stepped(measured, stage, row):
         parts.append(f"{row['exposed_share']:.0%} exposed to the optimizer")
     if "boundaries" in row:
         parts.append(f"{len(row['boundaries'])} shards")
+    if row.get("homed_layers"):
+        parts.append(f"{row['homed_layers']} layers at home")
     if "device_peak_bytes" in row:
         parts.append(f"{gib(row['device_peak_bytes'])} GiB there, {gib(row['host_peak_bytes'])} here")
     return "; ".join(parts)
 
 
 def least_of(measured, row):
-    """The bound of a row of the engine; None where what it is made of was not measured."""
+    """The bound of a row of the engine; None with homes, or where what it is made of was not measured."""
     stage = "three" if row["size"] == GPU.larger_size else "one"
     rates, stream = (measured["facts"].get(name, "", "", 0) for name in ("ceilings", "stream"))
     kernels = measured[stage].get("kernels", row["size"], "", 0)
-    if "boundaries" not in row or any(
+    is_spilled = "boundaries" in row and not row.get("homed_layers")
+    if not is_spilled or any(
         each is None or each["machine"] != row["machine"] for each in (rates, stream, kernels)
     ):
         return None

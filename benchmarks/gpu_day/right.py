@@ -35,6 +35,7 @@ NUM_MICRO_BATCHES = 4
 STRUCK_STEP, NUM_STEPS = 3, 8
 DEVICE_LOST = 75  # the exit code
 TIMED = "double_buffering or copies_are_hidden"  # the tests that compare times: they have the device to themselves
+HOMES = "TestHomes"  # first of all the kernel's bits
 NUM_SLOWEST = 12  # tests whose seconds a row tells
 NUM_PROCESSES = 8  # that share the device in the others
 
@@ -201,9 +202,8 @@ def sticky_run(scale, folder, *, is_struck, resume=False):
     """Train a task beside one that strikes the device, or alone; a digest of its losses and weights."""
     with device_of(scale) as fake:
         model, loss_fn, loader = test_gpu.gpt()
-        tasks = [
-            ModelTask(model, loss_fn, loader, test_gpu.LR, 6, name="other", seed=1, partitioner=Presharded([3, 7]))
-        ]
+        options = {"partitioner": Presharded([3, 7]), "homes": "host"}  # which loses no commit
+        tasks = [ModelTask(model, loss_fn, loader, test_gpu.LR, 6, name="other", seed=1, **options)]
         if is_struck:
             torch.manual_seed(3)
             batches = [(torch.randn(4, 12), torch.randn(4, 5)) for _ in range(NUM_STEPS)]
@@ -245,7 +245,8 @@ def check(find, scale, group, device, emit, _):
 
 
 METHODS = {
-    "gpu tests": partial(check, partial(gpu_tests, chosen=f"not ({TIMED})", num_processes=NUM_PROCESSES)),
+    "tests of homes": partial(check, partial(gpu_tests, chosen=HOMES, num_processes=0)),
+    "gpu tests": partial(check, partial(gpu_tests, chosen=f"not ({TIMED} or {HOMES})", num_processes=NUM_PROCESSES)),
     "gpu tests, timed": partial(check, partial(gpu_tests, chosen=TIMED, num_processes=0)),
     "races, kept graphs": partial(check, partial(race, True)),
     "races, no room for boundaries": partial(check, partial(race, False)),

@@ -34,6 +34,11 @@ def stages(scale):
         Group(method=name, size=scale.size, memory="" if name == RESIDENT else scale.memory, tokens=scale.tokens)
         for name in PEERS
     ]
+    homed = [Group(method="tests of homes", module="right")]
+    for memory in ("", scale.memory):  # no cap first
+        options = {"size": scale.size, "memory": memory, "tokens": scale.tokens[1::-1]}
+        homed += [own(method=name, **options) for name in ("homes", "engine")]
+        homed += [Group(method=name, **options) for name in (RESIDENT, "fsdp2") if name != RESIDENT or not memory]
     num = 1 if scale.is_emulated else len(scale.tokens)  # compiling for the CPU takes a minute
     variants = [own(method=name, **capped, tokens=scale.tokens[:num]) for name in VARIANTS]
     return {
@@ -49,6 +54,7 @@ def stages(scale):
             ],
             row_s=150,
         ),
+        "homes": Stage(groups=homed, row_s=240),
         # Eight thousand tokens first: the goals are there.
         "four": Stage(groups=[own(method="interleaved", **capped, tokens=scale.tokens[1::-1])], row_s=300),
         "three": Stage(
