@@ -314,9 +314,8 @@ class ModelLayout:
                 if numbers is not None and index not in numbers:
                     continue
                 module, own, value = layer.get_submodule(path), before[index], values[index]
-                if own.shape == value.shape and own.dtype == value.dtype:
-                    # Expanded ones cannot be written to.
-                    if not identical(own, value) and (own.stride() == value.stride() or not torch.equal(own, value)):
+                if (own.shape, own.stride(), own.dtype) == (value.shape, value.stride(), value.dtype):
+                    if not identical(own, value):  # expanded ones cannot be written to
                         own.copy_(value)
                 else:  # a forward bound a tensor of another kind
                     module._buffers[name] = self.buffers[index] = value

@@ -90,6 +90,7 @@ class UsersModel:
         if changed:
             self._state.layout.put_buffers(values, changed)
             self._shown[:] = values
+        self._watch.take_buffers()
 
     def _take_over(self, touched: _Touched | None, weights: LentWeights) -> None:
         if self.is_over:

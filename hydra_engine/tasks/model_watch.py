@@ -92,6 +92,14 @@ class ModelWatch:
         """What each module has of modules, parameters and buffers, by kind and name."""
         return [(module, {kind: dict(vars(module)[kind]) for kind in IN_MODULES}) for module in self._named]
 
+    def take_buffers(self) -> None:
+        """Take buffers that are not a call's, since a forward bound them, for what modules had before it."""
+        for module, held in self._holds:
+            now, before = vars(module)["_buffers"], held["_buffers"]
+            if any(now.get(name) is not each for name, each in before.items()):
+                held["_buffers"] = dict(now)
+                self._then[next(k for k, each in enumerate(self._now) if each is now)] = dict(now)
+
     def has_changed(self) -> bool:
         """Return True, once, if anything is not as it was. Raises ValueError for what cannot be taken, by name."""
         try:

@@ -427,6 +427,35 @@ def test_buffers_and_weights_in_a_callback_are_those_of_its_step():
         assert all(torch.equal(value, expected[name]) for name, value in mine.items())
 
 
+class Binds(nn.Module):
+    """Binds tensors of other shapes and strides to its buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(0, 8))
+        self.register_buffer("table", torch.ones(8, 8))
+
+    def forward(self, x):
+        self.bank = torch.cat([self.bank, x.detach()])
+        scale = 1.0 if self.table.is_contiguous() else 1.5
+        self.table = self.table.T
+        return (x - self.bank.mean(0)) * scale
+
+
+def binding():
+    model = model_of()
+    return nn.Sequential(*model[:2], Binds(), model[3])
+
+
+@pytest.mark.parametrize("options", [{}, {"read_ahead": False}], ids=str)
+@pytest.mark.parametrize("change", [CHANGES["nothing"], lambda m: m[2].bank.mul_(0.5)], ids=["nothing", "in place"])
+def test_what_a_forward_binds_to_a_buffer_is_no_change_of_a_callbacks(change, options):
+    model = binding()
+    reports = train(task_of(model, on_step(lambda: change(model)), **options))
+    assert_as_plain(reports["a"], model, change, binding)
+    assert model[2].bank.shape == (5 * STEPS * EPOCHS, 8)
+
+
 def test_a_callback_may_call_what_it_has_compiled():
     model, seen = model_of(), []
     compiled = torch.compile(model, fullgraph=True, backend="eager")
