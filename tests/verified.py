@@ -218,6 +218,8 @@ def _apart(function, *args):
         try:
             with open(writer, "wb") as file:
                 pickle.dump(function(*args), file)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     os.close(writer)
@@ -273,7 +275,8 @@ def main(argv=None):
     print(f"\n{len(unseen)} unseen")
     for row in unseen:
         case = CASES[row.name]
-        print(f"  {row.name} ({case.likely}, rule {case.rule}): {case.family}")
+        told = "; its report says so" if row.text else ""
+        print(f"  {row.name} ({case.likely}, rule {case.rule}): {case.family}{told}")
     print(f"\n{len(rows)} programs, {time.perf_counter() - began_s:.0f} s")
     bad = [
         row for row in rows if row.kind in ("hung", "crashed") or (row.kind == "unseen" and CASES[row.name].rule == "-")
