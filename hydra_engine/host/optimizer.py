@@ -351,11 +351,10 @@ class TaskOptimizer:
         home = home_of(pool, shard)
         part = self._part(home or pool, record, slots)
         new = [p for group in part.param_groups for p in group["params"] if not part.state.get(p)]
-        ahead = None
         if new:
             ahead = self._take_ahead(shard) if home is None else home.moments(new)
-        make_states(part, new, self._moments, ahead)
-        new = [parameter for parameter in new if not part.state.get(parameter)]
+            make_states(part, new, self._moments, ahead)
+            new = [parameter for parameter in new if not part.state.get(parameter)]
         if home is not None:
             home.is_shown = False
         self._update([slot for slot in slots if slot.index in record.hooked], pool, home or pool, record, None)
