@@ -1,7 +1,6 @@
 """The live display on the screen of a terminal emulator: `python -m tests.screens` makes the pictures in docs/screens/.
 
-Each picture is what a terminal showed while a process of its own trained, 0.6 of the way through. The notebook is run
-by Jupyter's own kernel.
+Each picture is what a terminal showed while a process of its own trained, 0.6 of the way through.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ from hydra_engine import Callback, EmulatedDevice, Model, ModelOrchestrator, Mod
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "screens"
-SIZES = (80, 160)
-NUMBERS = (2, 6, 30)
-LINES = 24
+NUMBERS, COLUMNS, LINES = (6, 30), 80, 24
 
 NOTEBOOK = """from tests.screens import train
 
@@ -157,18 +154,18 @@ def command(num_tasks: int, num_steps: int, *, prints: bool = False) -> list[str
     return [sys.executable, "-c", f"from tests.screens import train; train({num_tasks}, {num_steps}, prints={prints})"]
 
 
-def take(num_tasks: int, columns: int) -> None:
+def take(num_tasks: int) -> None:
     """Keep the screen as it is at 60 % of the first task."""
-    child = Child(command(num_tasks, 240 if num_tasks < 30 else 40), columns)
+    child = Child(command(num_tasks, 240 if num_tasks < 30 else 40), COLUMNS)
     found = None
     while child.read(0.02):
         rows = child.emulator.rows
         percent = [int(each) for each in re.findall(r"^[a-z].* (\d+)% +\d\.", "\n".join(rows), re.MULTILINE)]
         if found is None and child.is_quiet and percent and max(percent) >= 60:  # not in the middle of a picture
-            found = child.emulator.svg(f"{num_tasks} tasks, {columns} columns")
+            found = child.emulator.svg(f"{num_tasks} tasks, {COLUMNS} columns")
     assert child.finish() == 0, child.emulator.rows
     assert found is not None
-    (FOLDER / f"live-{num_tasks}-tasks-{columns}-columns.svg").write_text(found, encoding="utf-8")
+    (FOLDER / f"live-{num_tasks}-tasks-{COLUMNS}-columns.svg").write_text(found, encoding="utf-8")
 
 
 def run_notebook() -> list[dict]:
@@ -183,13 +180,8 @@ def run_notebook() -> list[dict]:
 
 def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for columns in SIZES:
-        for number in NUMBERS:
-            take(number, columns)
-            print(f"{number} tasks, {columns} columns")
-    [output] = [each for each in run_notebook() if each.output_type == "display_data"]
-    page = f'<!doctype html><meta charset="utf-8"><title>A cell</title><body>{output.data["text/html"]}\n'
-    (FOLDER / "notebook.html").write_text(page, encoding="utf-8")
+    for number in NUMBERS:
+        take(number)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ ROOMS = (
     "adaptive",
     "capture",
     "schedule",
-    "pictures",
     "tasks",
     "data",
     "devices",
@@ -27,9 +26,11 @@ ROOMS = (
     "worker",
     "checkpoints",
     "planning",
-    "display",
+    "progress",
     "loggers",
     "run",
+    "display",
+    "pictures",
     "sweep",
     "integrations",
     "verify",
@@ -42,14 +43,15 @@ MOST_MODULES = 12  # of a room
 WITHOUT = {
     "schedule": ("concurrent", "queue", "random", "signal", "threading", "time", "torch"),
     "tasks": ("concurrent", "queue", "threading", "time"),
-    "display": ("concurrent", "queue", "torch"),
+    "display": ("concurrent", "queue", "threading", "time", "torch"),
+    "progress": ("concurrent", "queue", "torch"),
     "pictures": ("concurrent", "queue", "threading", "time", "torch"),
 }
 # Modules of planning that predict runs, from numbers alone.
 SIMULATOR = ("costs", "simulate", "world")
 # May be imported inside a function, so that the package works without them.
 OPTIONAL = (
-    *("IPython", "matplotlib", "optuna", "pandas", "peft", "pynvml", "ray", "rich", "shtab"),
+    *("IPython", "matplotlib", "optuna", "peft", "pynvml", "ray", "rich", "shtab"),
     *("sklearn", "tensorboard", "wandb"),
 )
 # Importing torch's symbols takes a second, and most runs do without.

@@ -1,6 +1,6 @@
 """Timelines of runs that are trained now: `python -m tests.timelines` makes those in docs/screens/.
 
-timeline-2.html, .png: four tasks on 2 emulated devices, one of which is stopped early.
+timeline-2.png: four tasks on 2 emulated devices, one of which is stopped early.
 timeline-64.png: 72 tasks on 64 emulated devices, which share this machine's cores.
 """
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, Report, StopTask
+from hydra_engine.pictures import timeline
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "screens"
 
@@ -83,11 +84,11 @@ def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     report = two_devices()
     print(report.summary())
-    report.plot(FOLDER / "timeline-2.html")
-    report.plot(FOLDER / "timeline-2.png")
+    timeline(report, FOLDER / "timeline-2.png")
     report = many_devices()
     print(report.summary())
-    report.plot(FOLDER / "timeline-64.png")
+    begun_s = min(span.start_s for span in report.spans)  # after 72 tasks were set up
+    timeline(report, FOLDER / "timeline-64.png", start_s=begun_s)
 
 
 if __name__ == "__main__":

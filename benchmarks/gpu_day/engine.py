@@ -13,7 +13,7 @@ from peers import PEERS
 from row import filled, measured
 from torch.profiler import ProfilerActivity, profile
 
-from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import CudaDevice, EmulatedDevice, ModelOrchestrator, ModelTask, pictures
 from hydra_engine.system.dram import available_dram_bytes
 from hydra_engine.tasks.callback import Callback
 from partitioners import Balanced
@@ -55,7 +55,7 @@ def engine(scale, group, device, emit, folder, variant):
             num_before += scale.num_warm + scale.num_steps
             report = train_streamed(scale, group, key[3], models, variant, row)
             words = re.findall(r"\w+", " ".join(map(str, key)))
-            report.trace(folder / f"spans-{'-'.join(words)}.json")
+            pictures.trace(report, folder / f"spans-{'-'.join(words)}.json")
 
 
 def num_that_fit(scale, size):

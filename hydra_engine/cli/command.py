@@ -229,7 +229,7 @@ def _add_verify(add: _Add) -> None:
 
 def _add_report(add: _Add) -> None:
     add("file", metavar="FILE", help="a saved report")
-    add("--plot", metavar="FILE", help="draw the timeline: .png, .svg or .html")
+    add("--plot", metavar="FILE", help="draw the timeline: .png, .svg or .pdf")
     add("--trace", metavar="FILE", help="write a trace for https://ui.perfetto.dev: .json")
 
 
@@ -393,7 +393,7 @@ _VERBS = {
         _add_report,
         "prints and draws a report that a run saved",
         "Prints what a run's report says, and draws it. Runs save it: `report.save(FILE)`, `train --report`.",
-        ("hydra-engine report run.json", "hydra-engine report run.json --plot timeline.html --trace trace.json"),
+        ("hydra-engine report run.json", "hydra-engine report run.json --plot timeline.png --trace trace.json"),
     ),
     "simulate": _Verb(
         _add_simulate,

@@ -18,8 +18,8 @@ from hydra_engine.cli.command import Failure, Mistake, count, mistakes
 from hydra_engine.cli.sweep import devices_of
 from hydra_engine.devices import CudaDevice, DeviceSpec, EmulatedDevice
 from hydra_engine.errors import ShardDoesNotFit
-from hydra_engine.pictures import plural
 from hydra_engine.run import ModelOrchestrator
+from hydra_engine.system import plural
 from hydra_engine.tasks import FAILED, ModelTask, TaskReport, table
 
 VOCABULARY = 256  # bytes

@@ -9,8 +9,8 @@ from typing import Any
 
 from hydra_engine.cli.command import Mistake, count, mistakes
 from hydra_engine.cli.sample import called, here_importable, planned, unpacked, without_values
-from hydra_engine.pictures import plural
 from hydra_engine.planning import AheadPlan, Machine, PredictedCut, ShardEstimate, plan_ahead
+from hydra_engine.system import plural
 from hydra_engine.tasks import duration, table
 from partitioners import GPU, STATED_RATES, Partitioner, format_bytes, make_partitioner, parse_bytes
 from partitioners.profile import spanned

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from hydra_engine.cli.command import Mistake, mistakes
+from hydra_engine.pictures import timeline, trace
 from hydra_engine.tasks import Report
 
 
@@ -21,11 +22,11 @@ def run(options: argparse.Namespace) -> None:
         if path is not None and Path(path).exists() and Path(path).samefile(options.file):
             raise Mistake(f"{field}: {path!r} is the report itself, which this would replace; name another file")
     print(report.summary())
-    for field, path, write in (("--plot", options.plot, report.plot), ("--trace", options.trace, report.trace)):
+    for field, path, write in (("--plot", options.plot, timeline), ("--trace", options.trace, trace)):
         if path is not None:
             before, after = f"{field}: {path!r}: ", "; name another file, or mend this"
             with mistakes(ImportError, OSError, ValueError, before=before, after=after):
-                write(path)
+                write(report, path)
             print(f"written: {path}")
 
 

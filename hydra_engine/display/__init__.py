@@ -1,7 +1,5 @@
-"""Pictures of schedules, and the live display of a run: made from reports, spans and what a run tells; never asked."""
+"""The live display of a run, drawn by rich on a terminal or in a notebook; the engine does without it."""
 
-from hydra_engine.display.drawing import draw_svg, draw_text
-from hydra_engine.display.live import LiveDisplay
-from hydra_engine.display.progress import AtWork, DeviceProgress, Doing, RunProgress, TaskProgress
+from hydra_engine.display.live import NotebookDisplay, TerminalDisplay, observer_of
 
-__all__ = ["AtWork", "DeviceProgress", "Doing", "LiveDisplay", "RunProgress", "TaskProgress", "draw_svg", "draw_text"]
+__all__ = ["NotebookDisplay", "TerminalDisplay", "observer_of"]

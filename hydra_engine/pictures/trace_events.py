@@ -15,26 +15,35 @@ overlaps in a lane gets threads of its own. Numbers of threads differ in all pro
 
 from __future__ import annotations
 
+import json
+import os
 from itertools import count
+from pathlib import Path
 from typing import Any
 
-from hydra_engine.pictures.lanes import AGAIN, DEVICE_LANES, HOST, HOST_LANES, lane_rows, ordered_devices, task_of
-from hydra_engine.pictures.timeline import RunFigures
+from hydra_engine.pictures.lanes import DEVICE_LANES, HOST, HOST_LANES, devices_of, lane_rows, task_of
+from hydra_engine.tasks import AGAIN, Report
 
 _ORDER = {lane: k for k, lane in enumerate((*DEVICE_LANES, *HOST_LANES))}  # others come last
 
 
-def trace_events(figures: RunFigures) -> dict[str, Any]:
-    """Return a run's trace, for JSON."""
-    known = [*(device.name for device in figures.devices), *(used.device for used in figures.memory)]
-    devices = [*ordered_devices(known, figures.spans), HOST]
-    processes = {name: pid for pid, name in enumerate(devices, 1)}
+def trace(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write a run's spans as trace events, in JSON, which https://ui.perfetto.dev and chrome://tracing open.
+
+    A process for each device and the host, a thread for each lane, and a counter of the memory in use.
+    """
+    Path(path).write_text(json.dumps(trace_events(report), allow_nan=False, separators=(",", ":")), encoding="utf-8")
+
+
+def trace_events(report: Report) -> dict[str, Any]:
+    """Return the same for JSON."""
+    processes = {name: pid for pid, name in enumerate([*devices_of(report), HOST], 1)}
     events: list[dict[str, Any]] = []
     for name, pid in processes.items():
         events.append(_meta("process_name", pid, pid, name=name))
         events.append(_meta("process_sort_index", pid, pid, sort_index=pid))
     tids = count(len(processes) + 1)
-    lanes = lane_rows(span for span in figures.spans if span.lane != AGAIN)
+    lanes = lane_rows(report.spans)
     for (device, lane), rows in sorted(lanes.items(), key=lambda item: _ORDER.get(item[0][1], len(_ORDER))):
         pid = processes[device]
         for k, row in enumerate(rows, 1):
@@ -47,16 +56,16 @@ def trace_events(figures: RunFigures) -> dict[str, Any]:
                 where = {"pid": pid, "tid": tid, "args": {"lane": lane}}
                 events.append({"name": span.label, "cat": task_of(span) or lane, "ph": "X", **when, **where})
     host = processes[HOST]
-    for span in figures.spans:
+    for span in report.spans:
         if span.lane == AGAIN:
             at = {"ph": "i", "ts": _ns(span.start_s) / 1e3, "pid": host, "tid": host, "s": "p"}
             events.append({"name": f"begun again: {span.label}", "cat": AGAIN, **at})
-    for used in figures.memory:
+    for used in report.memory:
         pid = processes[used.device]
         at = {"ph": "C", "ts": _ns(used.at_s) / 1e3, "pid": pid, "tid": pid}
         events.append({"name": "memory in use", "cat": "memory", **at, "args": {"bytes": used.used_bytes}})
     # Perfetto wants to know the unit before the first event.
-    return {"displayTimeUnit": "ms", "otherData": {"makespan_s": figures.makespan_s}, "traceEvents": events}
+    return {"displayTimeUnit": "ms", "otherData": {"makespan_s": report.makespan_s}, "traceEvents": events}
 
 
 def _ns(seconds: float) -> int:

@@ -14,7 +14,7 @@ then the scheduler, and gives each instruction to the department that carries it
 scheduler to know first it puts into `Common.due`. So all state of departments, and everything the scheduler knows, is
 touched by one thread at a time: the one that has the turn. Of units that are through, a lane decides by itself, at the
 end of its job and where nobody else has the turn: what it would wait for otherwise is to wake the caller's thread and
-to be woken by it. Beside the threads drawn above, one draws the display.
+to be woken by it. Beside the threads drawn above, one shows the run to its observer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any
 
 from hydra_engine.checkpoints import Saver
 from hydra_engine.devices import DeviceSpec
-from hydra_engine.display import AtWork, Doing, LiveDisplay, RunProgress
 from hydra_engine.elastic import DevicePool, Quotas
 from hydra_engine.loggers import RunLoggers
 from hydra_engine.planning import PlannedTask
+from hydra_engine.progress import AtWork, Doing, Observer, RunProgress, Watch
 from hydra_engine.run.feeds import Arrived, Feeds, Joining
 from hydra_engine.run.host_work import HostWork
 from hydra_engine.run.recovery import Recovery
@@ -72,7 +72,7 @@ class EngineRun:
         pool: DevicePool[DeviceSpec],
         quotas: Quotas | None,
         policy: Policy,
-        verbose: int,
+        observer: Observer | None,
         signals: Signals,
         saver: Saver | None,
         rescue: Callable[[], Saver] | None,
@@ -87,7 +87,7 @@ class EngineRun:
         self.messages: list[str] = []  # of its loggers, once it is over
         self.site = site
         self._common = common = Common(site.host, loggers)
-        self._display = LiveDisplay(verbose, self._look, common.later)
+        self._watch = Watch(observer, self._look, common.later)
         # Not a method of this run, which would then be freed, with every arena, only by the garbage collector.
         self.workers = Workers(common, pool, site.devices, common.events.help, trains=quotas is not None)
         self._saves = Saves(common, saver, rescue)
@@ -144,7 +144,7 @@ class EngineRun:
         """
         try:
             self._signals.tell(self._common.events)
-            self._display.open()
+            self._watch.open()
             self.workers.open(self._planned)
             self._common.events.let_help(self._handle_here, THROUGH)
             with self._common.events.turn:
@@ -333,7 +333,7 @@ class EngineRun:
                 _note_left(task, f"its callback {callback}", task.notifier.thread_name)
             task.state.close()
         self._makespan_s = self._common.trace.now_s()
-        self._display.close()
+        self._watch.close()
         self.messages += self._common.loggers.close()
         # They refer back to this run: without them it is freed, with every arena, when its caller lets go of it.
         self._common.go_back = lambda _: None

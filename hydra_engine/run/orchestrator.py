@@ -26,6 +26,7 @@ from hydra_engine.elastic import DevicePool, FreeGpus, PoolLimits, Quota, Quotas
 from hydra_engine.errors import DeviceLost
 from hydra_engine.loggers import Logger, RunLoggers, checked_loggers
 from hydra_engine.planning import DramLimit, PlannedTask, check_nothing_shared, check_sharing
+from hydra_engine.progress import Observer, usual_observer
 from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.signals import Signals
 from hydra_engine.run.task_list import Site, Station, TaskList, one_line
@@ -103,6 +104,7 @@ class _Settings(NamedTuple):
 
 
 # Past 300 lines: half of them say what its methods promise.
+# More than 15 attributes: its user sets half of them, one by one.
 class ModelOrchestrator(Opaque):
     """Trains several tasks together on the devices of this machine, and evaluates models there.
 
@@ -136,7 +138,9 @@ class ModelOrchestrator(Opaque):
             all tasks. Training waits for none of them (docs/logging.md).
 
     Attributes:
-        verbose: 0 silent, 1 plan and live progress.
+        verbose: 0 silent, 1 plan and progress: on a terminal or in a notebook, with rich, the live display; else lines
+            (docs/progress.md).
+        observer: a `hydra_engine.progress.Observer` that is shown each run of `train_models`, instead of these.
         tracebacks: print those of tasks that failed while others finished; False: one line for each.
         buffer: bytes that partitioning keeps free for the next shard: None for as much as the shard itself, or an int,
             or a string ("512MiB").
@@ -187,6 +191,7 @@ class ModelOrchestrator(Opaque):
         self._printed = ""  # the last plan that was
         self._running: EngineRun | None = None
         self.verbose = 1
+        self.observer: Observer | None = None
         self.tracebacks = True
         self.buffer: int | str | None = None
         self.optimizer_threads: int | None = None
@@ -613,16 +618,17 @@ class ModelOrchestrator(Opaque):
         self, planned: Sequence[PlannedTask], site: Site, signals: Signals, *, trains: bool = False
     ) -> Iterator[EngineRun]:
         """A run of these tasks, which signals do not cut off; then the number of intra-op threads is the caller's."""
-        verbose, saver, rescue, quotas, loggers = 0, None, None, None, RunLoggers()
+        observer, saver, rescue, quotas, loggers = None, None, None, None, RunLoggers()
         if trains:
             quotas, loggers = self._quotas, RunLoggers(self._loggers)
-            verbose, saver = self.verbose, self._settings.store.saver(self._about)
+            observer = self.observer or (usual_observer() if self.verbose else None)
+            saver = self._settings.store.saver(self._about)
             rescue = partial(self._settings.store.rescue, self._about)
         pool, policy = self._devices.pool, self._settings.policy
         pool.begin()
         with signals.deferred():
             try:
-                yield EngineRun(planned, site, pool, quotas, policy, verbose, signals, saver, rescue, loggers=loggers)
+                yield EngineRun(planned, site, pool, quotas, policy, observer, signals, saver, rescue, loggers=loggers)
             finally:
                 loggers.close()  # where the run was never begun
                 left = {id(each) for each in loggers.left_behind}

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from functools import partial
 
 from hydra_engine.devices import COMPUTE, LOAD, SLABS, STORE, DeviceSpec, OpenDevice
-from hydra_engine.display import AtWork, DeviceProgress
 from hydra_engine.elastic import DevicePool
 from hydra_engine.errors import DeviceFailed, ShardDoesNotFit
 from hydra_engine.host import TaskState, Wanted, share_out
 from hydra_engine.planning import PlannedTask, Room, arena_bytes
+from hydra_engine.progress import AtWork, DeviceProgress
 from hydra_engine.run.running_task import Common, Life, RunningTask
 from hydra_engine.schedule import (
     DeviceAdded,

@@ -26,5 +26,5 @@ from hydra_engine.system.files import (
     fingerprint,
 )
 from hydra_engine.system.locks import FolderLock
-from hydra_engine.system.messages import LINE, say, say_progress, warn
+from hydra_engine.system.messages import LINE, plural, printable, say, say_progress, warn
 from hydra_engine.system.process import is_interactive

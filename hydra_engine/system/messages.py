@@ -25,6 +25,16 @@ def say_progress(text: str, rest: str = "") -> None:
     say("\n".join([*lines, last]))
 
 
+def printable(text: str) -> str:
+    """Return a text without what XML cannot hold, a font cannot show or a terminal obeys."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
+
+
+def plural(number: int, noun: str, ending: str = "s") -> str:
+    """Return "1 task" or "2 tasks"; ending: that of several."""
+    return f"{number} {noun}{'' if number == 1 else ending}"
+
+
 def warn(text: str) -> None:
     """Print to stderr, likewise."""
     _print(sys.stderr, text)

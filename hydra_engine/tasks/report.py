@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from hydra_engine.adaptive import StepChoice
 from hydra_engine.errors import SavedError
-from hydra_engine.pictures import (
-    Curve,
-    DeviceBudget,
-    RunFigures,
-    draw_timeline,
-    html_page,
-    html_table,
-    printable,
-    trace_events,
-    write_png,
-)
 from hydra_engine.schedule import EVALUATE, Placed, Unit
-from hydra_engine.system import HostThreads
+from hydra_engine.system import HostThreads, printable
 from hydra_engine.tasks.best import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS, best_index
-from hydra_engine.tasks.report_file import load, save, write_text
+from hydra_engine.tasks.report_file import load, save
 from hydra_engine.tasks.step_report import StepReport, ValidationReport
-from hydra_engine.trace import MAX_SPANS, MemoryUse, Span
+from hydra_engine.trace import MemoryUse, Span
 from partitioners import format_bytes
 from partitioners.profile import noted
 
@@ -41,8 +28,6 @@ AGAIN = "again"
 
 FINISHED, FAILED, STOPPED, PAUSED = "finished", "failed", "stopped", "paused"
 
-# Of a report's picture, by the end of its name.
-PICTURES = (".html", ".png", ".svg")
 # Devices that a report's summary names one by one.
 FEW_DEVICES = 4
 
@@ -117,10 +102,6 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join([self._title, *table(self._rows()), *self._remarks()])
-
-    def _repr_html_(self) -> str:
-        """Return the table for a notebook."""
-        return html_table([(self._title,)]) + html_table(self._rows()) + html_lines(self._remarks())
 
     @property
     def _title(self) -> str:
@@ -350,12 +331,10 @@ class CheckpointReport:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Report:
-    """The outcome of a run; prints as two tables.
+    """The outcome of a run; prints as two tables. `hydra_engine.pictures` draws it.
 
         print(report.summary())         # a few lines
         report.save("run.json")         # Report.load("run.json") brings it back
-        report.plot("timeline.html")    # or .svg, or .png
-        report.trace("trace.json")      # for https://ui.perfetto.dev
 
     Attributes:
         spans: what each lane did and when, in the order of ends, and the host's commits ("commit", labelled with the
@@ -377,7 +356,7 @@ class Report:
 
     @property
     def schedule(self) -> list[Placed]:
-        """Units with their devices and times, for `hydra_engine.display` and `hydra_engine.schedule`.
+        """Units with their devices and times, for `hydra_engine.pictures` and `hydra_engine.schedule`.
 
         Of a step that began again, what was computed then.
         """
@@ -432,29 +411,6 @@ class Report:
         head = ("task", f"best {by}", "at step", "last", "status", "steps", *names)
         return "\n".join(table([head, *(row for _, row in ranked)]))
 
-    def frame(self) -> Any:
-        """A pandas DataFrame of the tasks by name, one row each, in their order.
-
-        Columns: status, steps, seed, stopped_early; loss and validation_loss, the last ones; metrics_NAME, likewise;
-        best_step and best_value, with `keep_best`; hparams_NAME. Raises ImportError without pandas.
-        """
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError(
-                "Report.frame: pandas is not installed; install it (pip install 'hydra_engine[frame]'), or print "
-                "Report.compare()"
-            ) from error
-        rows = []
-        for task in self.tasks.values():
-            figures = {name: _last(task.values(name)[1]) for name in (TRAINING_LOSS, VALIDATION_LOSS)}
-            figures |= {f"metrics_{name}": _last(values) for name, values in task.validation_metrics.items()}
-            told = {name: getattr(task, name) for name in ("status", "steps", "seed", "stopped_early")}
-            best = {"best_step": task.best_step, "best_value": task.best_value}
-            hparams = {f"hparams_{name}": value for name, value in task.hparams.items()}
-            rows.append({**told, **figures, **best, **hparams})
-        return pandas.DataFrame(rows, index=pandas.Index(list(self.tasks), name="task"))
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report to a file, as JSON, for `Report.load`. A file that is there is replaced, as a whole.
 
@@ -497,63 +453,11 @@ class Report:
                 lines.append(f"{ended}: {task.reason}" if task.reason else ended)
         return "\n".join([*lines, *self.messages])
 
-    def plot(self, path: str | os.PathLike[str], *, start_s: float | None = None, end_s: float | None = None) -> None:
-        """Draw the run to a file: .html, .svg, or .png, which needs matplotlib (the extra `plot`).
-
-        A row for each device and lane, coloured by task, and the host's commits and updates; memory against budget
-        under it; losses. In HTML and SVG a box tells its unit and times under the mouse; both refer to no other file,
-        nor to a network. A percentage beside a device is the share of the time shown in which it computed.
-
-        start_s, end_s: draw the seconds from one to the other alone; None: from the run's beginning, to its end. Of a
-        run whose first spans are gone, by itself those from which they are all there.
-
-        Raises ValueError for another ending and an empty window, ImportError without matplotlib.
-        """
-        if (ending := Path(path).suffix.lower()) not in PICTURES:
-            raise ValueError(f"path: {os.fspath(path)!r}, known endings: {', '.join(PICTURES)}; give one of these")
-        picture = draw_timeline(self._figures(), start_s=start_s, end_s=end_s)
-        if ending == ".png":
-            write_png(picture, path)
-        elif ending == ".svg":
-            write_text(path, picture.svg())
-        else:
-            head = html_lines(self.summary().splitlines())
-            title = f"Timeline of {', '.join(self.tasks)}"
-            write_text(path, html_page(title, head, f"<div>{picture.svg()}</div>", self._repr_html_()))
-
-    def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the spans as trace events, in JSON, which https://ui.perfetto.dev and chrome://tracing open.
-
-        A process for each device and the host, a thread for each lane, and a counter of the memory in use.
-        """
-        write_text(path, json.dumps(trace_events(self._figures()), allow_nan=False, separators=(",", ":")))
-
-    def _figures(self) -> RunFigures:
-        curves = []
-        for task in self.tasks.values():
-            curves.append(Curve(task.name, *task.values(TRAINING_LOSS)))
-            curves.append(Curve(task.name, *task.values(VALIDATION_LOSS), is_validation=True))
-        return RunFigures(
-            makespan_s=self.makespan_s,
-            devices=[DeviceBudget(device.name, device.memory_bytes, device.peak_bytes) for device in self.devices],
-            tasks=list(self.tasks),
-            spans=self.spans,
-            memory=self.memory,
-            curves=curves,
-            is_cut=len(self.spans) >= MAX_SPANS,
-            is_memory_cut=len(self.memory) >= MAX_SPANS,
-        )
-
     def _busy_share(self, device: DeviceReport) -> float:
         return device.busy_s / max(self.makespan_s, 1e-9)
 
     def __repr__(self) -> str:
         return f"<Report: {self.summary().splitlines()[0]}>"
-
-    def _repr_html_(self) -> str:
-        """Return the tables for a notebook."""
-        remarks = html_lines([*self._told(), *self._end()])
-        return html_table(self._task_rows()) + html_table(self._device_rows()) + remarks
 
     def __str__(self) -> str:
         told = self._told()
@@ -605,21 +509,12 @@ def duration(seconds: float) -> str:
     return "0 s"  # also what is left of a difference between equal sums
 
 
-def html_lines(lines: Sequence[str]) -> str:
-    """Lines of text as a table of one column; no lines are nothing."""
-    return html_table([(line,) for line in lines], has_head=False) if lines else ""
-
-
 def _short(sizes: list[int]) -> str:
     return " ".join(map(str, sizes)) if len(sizes) <= 8 else f"{min(sizes)} to {max(sizes)}"
 
 
 def _short_value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _last(values: list[float]) -> float | None:
-    return values[-1] if values else None
 
 
 def _ends(values: list[float]) -> str:

@@ -9,9 +9,15 @@ from itertools import pairwise
 from numbers import Real
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
-from hydra_engine.pictures import DeviceBudget, RunFigures, trace_events
+from hydra_engine import DeviceReport, EmulatedDevice, ModelTask, Report, TaskReport
+from hydra_engine.pictures import trace
+from hydra_engine.pictures.trace_events import trace_events
 from hydra_engine.trace import MemoryUse, Span
+from tests import exact
 
 METADATA = {  # by name: the argument that it must have, and of what type
     "process_name": ("name", str),
@@ -63,17 +69,17 @@ SPANS = [
     Span("host", "update", "b.c.3", 2.25, 2.5),
     Span("host", "update", "a.0", 2.25, 3.0),
 ]
-FIGURES = RunFigures(
+REPORT = Report(
     makespan_s=3.0,
-    devices=[DeviceBudget("cpu:0", 100, 60)],
-    tasks=["a", "b.c"],
+    devices=[DeviceReport(name="cpu:0", busy_s=1.0, loaded_bytes=0, stored_bytes=0, peak_bytes=60, memory_bytes=100)],
+    tasks={name: TaskReport(name=name, seed=0) for name in ("a", "b.c")},
     spans=SPANS,
     memory=[MemoryUse("cpu:0", 0.0, 40), MemoryUse("cpu:0", 1.0, 60)],
 )
 
 
 def test_trace_is_as_the_format_says():
-    state = trace_events(FIGURES)
+    state = trace_events(REPORT)
     check(state)
     assert json.loads(json.dumps(state, allow_nan=False)) == state
 
@@ -82,7 +88,7 @@ def test_trace_is_as_the_format_says():
     "broken", [{"ph": "Z"}, {"ts": -1}, {"dur": -1}, {"pid": "1"}, {"name": 3}, {"dur": 2e6}, {"args": []}], ids=str
 )
 def test_check_finds_what_the_format_refuses(broken):
-    state = trace_events(FIGURES)
+    state = trace_events(REPORT)
     next(event for event in state["traceEvents"] if event["ph"] == "X").update(broken, tid=5)
     state["traceEvents"].append({"name": "next", "ph": "X", "ts": 1e6, "dur": 1, "pid": 1, "tid": 5})
     with pytest.raises((AssertionError, TypeError)):
@@ -90,7 +96,7 @@ def test_check_finds_what_the_format_refuses(broken):
 
 
 def test_spans_stand_in_a_thread_of_their_lane_and_overlapping_ones_apart():
-    events = trace_events(FIGURES)["traceEvents"]
+    events = trace_events(REPORT)["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = [e for e in events if e["ph"] == "X"]
@@ -104,3 +110,22 @@ def test_spans_stand_in_a_thread_of_their_lane_and_overlapping_ones_apart():
     ]
     assert [(e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C"] == [(0.0, 40), (1e6, 60)]
     assert [(e["name"], e["ts"]) for e in events if e["ph"] == "i"] == [("begun again: a.f0@0", 2e6)]
+
+
+def test_trace_has_every_span_of_a_run_and_the_seconds_of_its_report(tmp_path):
+    names, data = ["a\nb", "\x1b[31mc", "d.f0@3"], [(torch.rand(2, 4), torch.rand(2, 4))] * 2
+    tasks = [ModelTask([nn.Linear(4, 4), nn.Linear(4, 4)], F.mse_loss, data, name=name) for name in names]
+    report = exact.silent(tasks, devices=[EmulatedDevice("1MiB", bandwidth="50MB")] * 2).train_models()
+    trace(report, tmp_path / "trace.json")
+    state = json.loads((tmp_path / "trace.json").read_text())
+    check(state)
+    events = state["traceEvents"]
+    processes = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
+    complete = [each for each in events if each["ph"] == "X"]
+    assert len(complete) == len(report.spans)
+    assert {each["cat"] for each in complete} == set(names)
+    for device in report.devices:
+        mine = [each for each in complete if processes[each["pid"]] == device.name]
+        compute_us = sum(each["dur"] for each in mine if each["args"]["lane"] == "compute")
+        assert compute_us / 1e6 == pytest.approx(device.busy_s, abs=1e-9 * len(mine))
+    assert sum(each["ph"] == "C" for each in events) == len(report.memory)

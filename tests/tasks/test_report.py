@@ -1,9 +1,7 @@
 """Plans and reports print as tables, and a failure in them is raised as it was."""
 
-import sys
 import traceback
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,38 +194,3 @@ def test_an_unknown_figure_is_refused():
         compared().compare(by="f1")
     with refused(says="best: most max"):
         compared().compare(best="most")
-
-
-def test_a_frame_has_a_row_for_each_task(monkeypatch):
-    """Of what a DataFrame is made from: pandas itself may not be there."""
-    fake = SimpleNamespace(DataFrame=lambda rows, index: (rows, index), Index=lambda names, name: (names, name))
-    monkeypatch.setitem(sys.modules, "pandas", fake)
-    rows, index = compared().frame()
-    assert index == (["a", "b", "c", "d"], "task")
-    assert rows[2] == {
-        "status": "finished",
-        "steps": 6,
-        "seed": 0,
-        "stopped_early": True,
-        "loss": None,
-        "validation_loss": 0.5,
-        "best_step": 4,
-        "best_value": 0.25,
-        "hparams_lr": 0.001,
-    }
-    assert (rows[1]["loss"], rows[1]["metrics_accuracy"]) == (1.0, 0.75)
-
-
-def test_a_frame_of_pandas_has_names_and_columns():
-    pandas = pytest.importorskip("pandas")
-    frame = compared().frame()
-    assert isinstance(frame, pandas.DataFrame)
-    assert list(frame.index) == ["a", "b", "c", "d"]
-    assert frame.loc["c", "best_value"] == 0.25
-    assert frame.loc["a", "hparams_depth"] == 12
-
-
-def test_without_pandas_a_frame_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with refused(ImportError, says="pandas hydra_engine[frame] compare"):
-        compared().frame()

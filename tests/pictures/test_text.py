@@ -1,11 +1,8 @@
-"""Drawings of schedules: each device's line, each unit's box."""
-
-import xml.etree.ElementTree as ET
-
-import pytest
+"""A schedule as text: a line for each device."""
 
 from hydra_engine import TaskCost, simulate
-from hydra_engine.display.drawing import LETTERS, draw_svg, draw_text
+from hydra_engine.pictures import draw_text
+from hydra_engine.pictures.text import LETTERS
 from hydra_engine.schedule.units import Placed, Unit
 from tests.refused import refused
 
@@ -30,16 +27,12 @@ def test_text_is_a_line_for_each_device_and_a_legend():
         "a long",
         "b short",
     ]
+    assert draw_text([]) == "nothing was computed\n"
 
 
 def test_character_is_the_task_that_computes_most_of_its_time():
     schedule = [placed("a.f0@0", 0, 0.0, 0.7), placed("b.f0@0", 0, 0.7, 1.0), placed("b.fb1@0", 0, 1.6, 2.0)]
     assert draw_text(schedule, 2).splitlines()[0] == "device 0   |a.|"
-
-
-def test_nothing_is_drawn_of_nothing():
-    assert draw_text([]) == "nothing was computed\n"
-    ET.fromstring(draw_svg([]))
 
 
 def test_every_task_has_a_letter():
@@ -49,31 +42,11 @@ def test_every_task_has_a_letter():
     assert lines[-1] == f"c {len(LETTERS) + 2}"
 
 
-def test_svg_has_a_box_for_each_unit_where_and_when_it_ran():
-    root = ET.fromstring(draw_svg(SCHEDULE, 800))
-    boxes = [each for each in root if each.tag.endswith("rect")]
-    left = min(float(box.get("x")) for box in boxes)
-    found = [((float(b.get("x")) - left) / 100, float(b.get("width")) / 100, float(b.get("y"))) for b in boxes]
-    rows = sorted({y for _, _, y in found})
-    assert [(x, x + width, rows.index(y)) for x, width, y in found] == [
-        (start_s, end_s, device) for _, device, start_s, end_s in SCHEDULE
-    ]
-    titles = [box[0].text for box in boxes]
-    assert titles[0] == "long.f0@0: 0 to 2 s"
-    colours = [box.get("fill") for box in boxes]
-    assert colours[0].split()[0] == colours[2].split()[0] != colours[1].split()[0]
-
-
-def test_svg_escapes_names():
-    ET.fromstring(draw_svg([placed("<a & b>.fb0@0", 0, 0.0, 1.0)]))
-
-
 def test_simulated_schedule_is_drawn_without_gaps():
     found = simulate([TaskCost(name="a", unit_s=(1.0, 2.0, 3.0), num_steps=2)], 1, record=True)
     assert draw_text(found.schedule, 40).splitlines()[0] == f"device 0   |{'a' * 40}|"
 
 
-@pytest.mark.parametrize("draw", [draw_text, draw_svg])
-def test_width_is_positive(draw):
+def test_width_is_positive():
     with refused(says="width: 0"):
-        draw(SCHEDULE, 0)
+        draw_text(SCHEDULE, 0)

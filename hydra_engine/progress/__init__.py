@@ -1,0 +1,21 @@
+"""The progress of a run: what an observer is shown of it, and the thread that shows it."""
+
+from hydra_engine.progress.lines import PlainLines, clock, counted, number, rate
+from hydra_engine.progress.state import AtWork, DeviceProgress, Doing, Observer, RunProgress, TaskProgress
+from hydra_engine.progress.watch import Watch, usual_observer
+
+__all__ = [
+    "AtWork",
+    "DeviceProgress",
+    "Doing",
+    "Observer",
+    "PlainLines",
+    "RunProgress",
+    "TaskProgress",
+    "Watch",
+    "clock",
+    "counted",
+    "number",
+    "rate",
+    "usual_observer",
+]
