@@ -25,7 +25,7 @@ class Rows(JupyterMixin):  # type: ignore[misc]
 
     def __init__(self, run: RunProgress, lines: int | None = None) -> None:
         self.run = run
-        self.lines = 2 * (len(run.tasks) + len(run.devices)) + 9 if lines is None else lines
+        self.lines = 3 * (len(run.tasks) + len(run.devices)) + 9 if lines is None else lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         run, lines = self.run, self.lines

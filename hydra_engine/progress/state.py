@@ -69,8 +69,9 @@ class TaskProgress(NamedTuple):
     @property
     def left_s(self) -> float | None:
         """Seconds that its training steps will take as things stand; None: unknown, or it is over."""
-        known = self.steps_per_s and self.num_steps is not None
-        return max(0, self.num_steps - self.steps) / self.steps_per_s if known else None  # type: ignore[operator]
+        if not self.steps_per_s or self.num_steps is None:
+            return None
+        return max(0, self.num_steps - self.steps) / self.steps_per_s
 
 
 class DeviceProgress(NamedTuple):

@@ -70,7 +70,7 @@ def test_sixty_four_devices_leave_room_for_tasks():
     assert len(found) == 23
     assert found[-1] == "and 57 more: 57 at work"
     assert sum("computing" in row or "callbacks" in row for row in found[1:]) == 12
-    assert len(shown(80, None, 30, num_devices=64)) == 1 + 31 + 65
+    assert len(shown(80, None, 3, num_devices=64)) == 1 + 4 + 65
 
 
 @covering(
