@@ -11,7 +11,7 @@ from hydra_engine._version import __version__
 
 if TYPE_CHECKING:
     from hydra_engine.data import stream_seed
-    from hydra_engine.devices import CudaDevice, EmulatedDevice
+    from hydra_engine.devices import CudaDevice, EmulatedDevice, FreeGpus
     from hydra_engine.errors import (
         CallbackTimeout,
         CheckpointError,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         simulate,
     )
     from hydra_engine.run import ModelOrchestrator
+    from hydra_engine.schedule import Quota
     from hydra_engine.system import HostThreads
     from hydra_engine.tasks import (
         Callback,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         TaskReport,
         ValidationReport,
         split,
+        split_batch,
     )
     from partitioners import Skips
 
@@ -68,6 +70,7 @@ __all__ = [
     "DeviceReport",
     "EmulatedDevice",
     "Evaluation",
+    "FreeGpus",
     "HostCost",
     "HostOutOfMemory",
     "HostThreads",
@@ -78,6 +81,7 @@ __all__ = [
     "NonFiniteLoss",
     "PauseTask",
     "Plan",
+    "Quota",
     "Report",
     "Retry",
     "Revision",
@@ -95,11 +99,12 @@ __all__ = [
     "predict_training",
     "simulate",
     "split",
+    "split_batch",
     "stream_seed",
 ]
 
 # They define the public names, from the one that imports least to those that import it.
-_HOMES = ("errors", "system", "tasks", "data", "devices", "planning", "run")
+_HOMES = ("errors", "system", "schedule", "tasks", "data", "devices", "planning", "run")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Rooms import downwards and through faces only, one file knows CUDA, and the package names what is public."""
+"""Rooms import downwards and through faces only, clients public names only, and one file knows CUDA."""
 
 import ast
 import importlib
@@ -11,11 +11,10 @@ import pytest
 import hydra_engine
 import partitioners
 
-# Bottom to top: a room imports from the rooms before it, and of each only what its `__init__` names.
+# Bottom to top: a room imports from the rooms before it, and of each only what its `__init__` names; of no client.
 ROOMS = (
     "system",
     "native",
-    "elastic",
     "adaptive",
     "capture",
     "schedule",
@@ -36,6 +35,8 @@ ROOMS = (
     "verify",
     "cli",
 )
+# They import public names of the engine alone, as programs of its users do.
+CLIENTS = ("elastic",)
 # Modules beside the rooms, which import none of them and which all may import.
 GROUND = ("_started_in", "_version", "control", "errors", "trace")
 MOST_MODULES = 12  # of a room
@@ -68,7 +69,11 @@ CUDA_STRING = re.compile(r"\bcuda\b")
 
 ENGINE = Path(hydra_engine.__file__).parent
 PARTITIONERS = Path(partitioners.__file__).parent
-PACKAGES = (hydra_engine, partitioners, *(importlib.import_module(f"hydra_engine.{room}") for room in ROOMS[:-2]))
+PACKAGES = (
+    hydra_engine,
+    partitioners,
+    *(importlib.import_module(f"hydra_engine.{room}") for room in (*ROOMS[:-2], *CLIENTS)),
+)
 # Rooms whose face is what it imports; the others say themselves what they show.
 INNER = [each.__name__.rpartition(".")[2] for each in PACKAGES if not hasattr(each, "__all__")]
 
@@ -140,16 +145,16 @@ def in_functions(path):
 
 
 def test_every_module_is_in_a_room_or_on_the_ground():
-    assert {room_of(name) for name in inner_modules()} == {*ROOMS, *GROUND}
+    assert {room_of(name) for name in inner_modules()} == {*ROOMS, *CLIENTS, *GROUND}
 
 
 def test_a_room_can_be_read_in_an_afternoon():
-    sizes = {room: sum(name.startswith(f"{room}.") for name in ENGINE_MODULES) for room in ROOMS}
+    sizes = {room: sum(name.startswith(f"{room}.") for name in ENGINE_MODULES) for room in (*ROOMS, *CLIENTS)}
     assert {room: size for room, size in sizes.items() if size > MOST_MODULES} == {}
 
 
 def test_imports_point_down_and_enter_rooms_by_their_faces():
-    for name in inner_modules():
+    for name in (name for name in inner_modules() if room_of(name) not in CLIENTS):
         mine = room_of(name)
         for imported, names, line in own_imports(name):
             where = f"{name}:{line}: imports {imported or names}"
@@ -165,6 +170,14 @@ def test_imports_point_down_and_enter_rooms_by_their_faces():
             assert set(names) <= face_of(room), f"{where}, which the face of {room} does not name"
 
 
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_client_imports_public_names_alone(client):
+    for name in (name for name in ENGINE_MODULES if room_of(name) == client):
+        for imported, names, line in own_imports(name):
+            is_public = imported == "" and set(names) <= set(hydra_engine.__all__)
+            assert is_public or room_of(imported) == client, f"{name}:{line}: imports {imported} {names}"
+
+
 def test_a_face_names_what_others_use():
     imports = [(at, each) for name in ENGINE_MODULES for at, names, _ in own_imports(name) for each in names]
     for room in INNER:
@@ -172,7 +185,7 @@ def test_a_face_names_what_others_use():
 
 
 def test_no_modules_of_a_room_import_each_other_in_a_circle():
-    for room in ROOMS:
+    for room in (*ROOMS, *CLIENTS):
         imported = {}
         for name in (name for name in ENGINE_MODULES if name.startswith(f"{room}.")):
             found = set()
@@ -235,7 +248,8 @@ def test_public_names_exist():
 
 # Tests of integrations import these at their head; the library behind them takes seconds.
 IMPORTED = [
-    pytest.param(room, marks=pytest.mark.rest) if room == "integrations" else room for room in (*ROOMS, *GROUND)
+    pytest.param(room, marks=pytest.mark.rest) if room == "integrations" else room
+    for room in (*ROOMS, *CLIENTS, *GROUND)
 ]
 
 

@@ -7,7 +7,7 @@ through next, or fails; `walk` draws that at random. (In `hydra_engine.planning.
 import random
 from collections import Counter
 
-from hydra_engine.elastic import Quota
+from hydra_engine import Quota
 from hydra_engine.schedule.events import (
     BatchReady,
     CaptureWanted,

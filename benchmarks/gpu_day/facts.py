@@ -14,7 +14,7 @@ import torch
 from row import measured
 
 from hydra_engine import CudaDevice, EmulatedDevice
-from hydra_engine.devices.choose import host_memory
+from hydra_engine.devices.pool import host_memory
 from hydra_engine.devices.probe import probe
 from hydra_engine.system.cores import host_threads
 from hydra_engine.system.dram import available_dram_bytes

@@ -17,8 +17,7 @@ import psutil
 import together as cuts
 from search import at_random, best_s, in_proportion
 
-from hydra_engine import TaskCost, simulate
-from hydra_engine.elastic import Quota
+from hydra_engine import Quota, TaskCost, simulate
 from hydra_engine.schedule import TaskAdded
 from hydra_engine.schedule.policies import POLICIES, resolve_policy
 from hydra_engine.schedule.scheduler import Scheduler

@@ -15,8 +15,7 @@ from hydra_engine.data.memory import copy_in_dram, copy_of_array
 from hydra_engine.data.position import TaskPosition
 from hydra_engine.data.signature import Signature
 from hydra_engine.data.streams import RandomState, Stream, seeded, stream_seed
-from hydra_engine.elastic import split_batch
-from hydra_engine.tasks import MicroBatch, ModelTask, batch_size
+from hydra_engine.tasks import MicroBatch, ModelTask, batch_size, split_batch
 from partitioners.boundary import Boundary
 from partitioners.plain_numbers import plain
 from partitioners.precision import DTYPES, cast

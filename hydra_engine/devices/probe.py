@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hydra_engine.devices.choose import host_memory
 from hydra_engine.devices.device import DeviceSpec, OpenDevice
 from hydra_engine.devices.lanes import COMPUTE, LOAD, STORE, Promise
+from hydra_engine.devices.pool import host_memory
 from hydra_engine.devices.rates import (
     LINK_RATES,
     SMALLEST_MATRIX,

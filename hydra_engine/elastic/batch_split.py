@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hydra_engine.elastic.split import at_least_one, split_batch
+from hydra_engine import split_batch
+from partitioners.plain_numbers import whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +36,9 @@ def init(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = Non
     """
     if gpus is None:
         gpus = int(os.environ.get("WORLD_SIZE", 0)) or max(1, torch.accelerator.device_count())
-    max_gpu_batch_size = at_least_one("max_gpu_batch_size", max_gpu_batch_size)
-    gpus = at_least_one("gpus", gpus)
-    global_batch_size = at_least_one("global_batch_size", global_batch_size)
+    max_gpu_batch_size = whole_number("max_gpu_batch_size", max_gpu_batch_size)
+    gpus = whole_number("gpus", gpus)
+    global_batch_size = whole_number("global_batch_size", global_batch_size)
     sizes = split_batch(global_batch_size, max_gpu_batch_size, gpus)
     return BatchSplit(
         steps=-(-len(sizes) // gpus),

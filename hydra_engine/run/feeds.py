@@ -11,8 +11,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from hydra_engine.adaptive import Adaptation, AdaScale, rule_for
-from hydra_engine.devices import DeviceSpec, OpenDevice, Promise, host_memory
-from hydra_engine.elastic import Quotas
+from hydra_engine.devices import DeviceSpec, OpenDevice, Promise, Quotas, host_memory
 from hydra_engine.errors import DeviceLost, LoaderTimeout
 from hydra_engine.host import BestWeights, NormGroups, TaskOptimizer
 from hydra_engine.planning import PlannedTask, has_to_fit, largest_micro_batch

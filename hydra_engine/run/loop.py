@@ -24,8 +24,7 @@ from functools import partial
 from typing import Any
 
 from hydra_engine.checkpoints import Saver
-from hydra_engine.devices import DeviceSpec
-from hydra_engine.elastic import DevicePool, Quotas
+from hydra_engine.devices import DevicePool, Quotas
 from hydra_engine.loggers import RunLoggers
 from hydra_engine.planning import PlannedTask
 from hydra_engine.progress import AtWork, Doing, Observer, RunProgress, Watch
@@ -69,7 +68,7 @@ class EngineRun:
         self,
         planned: Sequence[PlannedTask],
         site: Site,
-        pool: DevicePool[DeviceSpec],
+        pool: DevicePool,
         quotas: Quotas | None,
         policy: Policy,
         observer: Observer | None,

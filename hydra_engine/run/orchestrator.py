@@ -21,8 +21,17 @@ from hydra_engine.capture import saved_hooks
 from hydra_engine.checkpoints import CheckpointStore, load_newest
 from hydra_engine.control import steered
 from hydra_engine.data import drawing_as_usual
-from hydra_engine.devices import DeviceSpec, GpuWatcher, active_autocast, resolve_device, resolve_devices
-from hydra_engine.elastic import DevicePool, FreeGpus, PoolLimits, Quota, Quotas
+from hydra_engine.devices import (
+    DevicePool,
+    DeviceSpec,
+    FreeGpus,
+    GpuWatcher,
+    PoolLimits,
+    Quotas,
+    active_autocast,
+    resolve_device,
+    resolve_devices,
+)
 from hydra_engine.errors import DeviceLost
 from hydra_engine.loggers import Logger, RunLoggers, checked_loggers
 from hydra_engine.planning import DramLimit, PlannedTask, check_nothing_shared, check_sharing
@@ -31,7 +40,7 @@ from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.signals import Signals
 from hydra_engine.run.task_list import Site, Station, TaskList, one_line
 from hydra_engine.run.workers import RunOver
-from hydra_engine.schedule import Policy, checked_fairness, resolve_policy
+from hydra_engine.schedule import Policy, Quota, checked_fairness, resolve_policy
 from hydra_engine.system import bound, host_threads, return_free_memory, say, warn
 from hydra_engine.system import dram as host_dram
 from hydra_engine.system import process as restart
@@ -53,7 +62,7 @@ class _Devices:
         wanted = devices if self.watcher is None else self.watcher.take()
         specs = resolve_devices(wanted, max(1, host_dram.available_dram_bytes() // 2))
         limits = PoolLimits.checked(*limits, len(specs))
-        self.pool: DevicePool[DeviceSpec] = DevicePool(specs, lambda spec, index: spec.name_at(index), limits)
+        self.pool = DevicePool(specs, limits)
         self.most = limits.max_devices or len(specs)  # that batches are split for
         self.changing = threading.Lock()
 
@@ -111,7 +120,7 @@ class ModelOrchestrator(Opaque):
     Args:
         tasks: at least one `ModelTask`, of different names, sharing no trainable parameter.
         devices: a list of devices; None: every CUDA device, or else one emulated device of half the free DRAM. "auto"
-            or `hydra_engine.elastic.FreeGpus(...)`: the GPUs that are free, at any time.
+            or `hydra_engine.FreeGpus(...)`: the GPUs that are free, at any time.
         policy: one of `hydra_engine.schedule.POLICIES` ("sharded-lrtf", "fifo", "round-robin", "random",
             "shortest-remaining", "fair-share", "in-step", "locality"), or an object with `key` (see `Policy` there).
         double_buffer: load the next unit's shard while one computes.
@@ -123,7 +132,7 @@ class ModelOrchestrator(Opaque):
         keep: so many checkpoints stay of all tasks that trained, and the newest one, where a task has ended since.
         min_devices: where fewer are in, a run stands still until one is added.
         max_devices: that may be in at the same time; None: any number.
-        quotas: devices of each `ModelTask(group=)`, an int or a `hydra_engine.elastic.Quota`: {"a": 2, "b": 2}. A group
+        quotas: devices of each `ModelTask(group=)`, an int or a `hydra_engine.Quota`: {"a": 2, "b": 2}. A group
             has them whenever it asks, and borrows what others leave idle (docs/elastic.md). None: no groups.
         max_failures: of devices in one run, that it survives; with one more it ends, saved, with `DeviceFailed`.
         dram: the most DRAM that all tasks take together for weights, gradients, optimizer states and steps, as planned,

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from hydra_engine.devices import COMPUTE, LOAD, SLABS, STORE, DeviceSpec, OpenDevice
-from hydra_engine.elastic import DevicePool
+from hydra_engine.devices import COMPUTE, LOAD, SLABS, STORE, DevicePool, DeviceSpec, OpenDevice
 from hydra_engine.errors import DeviceFailed, ShardDoesNotFit
 from hydra_engine.host import TaskState, Wanted, share_out
 from hydra_engine.planning import PlannedTask, Room, arena_bytes
@@ -51,7 +50,7 @@ class Workers:
     def __init__(
         self,
         common: Common,
-        pool: DevicePool[DeviceSpec],
+        pool: DevicePool,
         planned_for: Sequence[DeviceSpec],
         decide: Callable[[], None],
         *,

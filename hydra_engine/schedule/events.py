@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from hydra_engine.elastic import Quota
+from hydra_engine.schedule.groups import Quota
 from hydra_engine.schedule.units import Unit
 
 

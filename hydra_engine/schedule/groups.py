@@ -20,9 +20,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from hydra_engine.elastic import Quota
+from partitioners.plain_numbers import make_plain
 
 BORROWS, NEVER = 3.0, math.inf
+
+
+@dataclass(frozen=True)
+class Quota:
+    """Devices of a group of tasks.
+
+    Args:
+        devices: that it gets whenever it asks for them. What it does not use, others borrow, and give back at the end
+            of the unit that runs there.
+        minimum: of these, those that it gets before other groups get theirs, where fewer devices are in than all quotas
+            together; with fewer than this in, its tasks wait. At most `devices`.
+        maximum: devices that it never uses more of, though others be idle; None: it borrows what is idle.
+    """
+
+    devices: int
+    minimum: int = 0
+    maximum: int | None = None
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        for field, value in vars(self).items():
+            is_left_out = field == "maximum" and value is None
+            if not is_left_out and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise ValueError(f"{field}: {value!r}, limit: a whole number of devices, at least 0")
+        if self.minimum > self.devices:
+            raise ValueError(
+                f"minimum: {self.minimum}, limit: at most devices={self.devices}, which are guaranteed; lower it"
+            )
+        if self.maximum is not None and self.maximum < max(1, self.devices):
+            raise ValueError(
+                f"maximum: {self.maximum}, limit: at least devices={self.devices}, and at least 1; raise it"
+            )
 
 
 @dataclass(eq=False)

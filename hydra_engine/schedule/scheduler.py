@@ -34,7 +34,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from hydra_engine.elastic import Quota
 from hydra_engine.schedule.dispatch import Dispatch
 from hydra_engine.schedule.events import (
     BatchReady,
@@ -71,7 +70,7 @@ from hydra_engine.schedule.events import (
     UnitLost,
     Update,
 )
-from hydra_engine.schedule.groups import Group, shared_out
+from hydra_engine.schedule.groups import Group, Quota, shared_out
 from hydra_engine.schedule.policies import Policy
 from hydra_engine.schedule.state import Activity, OnHost, Part, Phase, ScheduledTask, allocate, checked_fairness
 from hydra_engine.schedule.units import BACKWARD, FUSED, Unit, part_ranges

@@ -25,6 +25,6 @@ from hydra_engine.tasks.report import (
     table,
 )
 from hydra_engine.tasks.settings import SCHEDULE, Difference, differences, settings_of
-from hydra_engine.tasks.splitting import MicroBatch, batch_size, split
+from hydra_engine.tasks.splitting import MicroBatch, batch_size, split, split_batch
 from hydra_engine.tasks.step_report import StepReport, ValidationReport
 from hydra_engine.tasks.task import ModelTask, Purpose

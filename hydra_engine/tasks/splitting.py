@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from partitioners.plain_numbers import plain
+from partitioners.plain_numbers import plain, whole_number
 
 LossReduction: TypeAlias = "str | Callable[[Any], float]"
 MicroBatch: TypeAlias = "tuple[Any, Any, float]"
@@ -72,3 +72,20 @@ def _pieces(value: Any, size: int, num: int) -> list[Any]:
 
     columns = [list(cut(leaf)) for leaf in leaves]
     return [pytree.tree_unflatten([column[m] for column in columns], spec) for m in range(num)]
+
+
+def split_batch(global_batch: int, max_device_batch: int, num_devices: int) -> list[int]:
+    """Return the sizes, in samples, of the micro-batches that a global batch is split into.
+
+    There are min(global_batch, num_devices * ceil(global_batch / (max_device_batch * num_devices))): each device has as
+    many as the others, and no micro-batch is larger than `max_device_batch`. Sizes differ by at most 1, larger ones
+    come first. A batch of fewer samples than devices leaves devices idle.
+
+    Raises TypeError for what is no int, ValueError for what is below 1.
+    """
+    global_batch = whole_number("global_batch", global_batch)
+    max_device_batch = whole_number("max_device_batch", max_device_batch)
+    num_devices = whole_number("num_devices", num_devices)
+    number = min(global_batch, num_devices * -(-global_batch // (max_device_batch * num_devices)))
+    size, num_larger = divmod(global_batch, number)
+    return [size + 1] * num_larger + [size] * (number - num_larger)

@@ -97,7 +97,7 @@ class ModelTask(Opaque):
             default: `AdamScale` for Adam and its variants, else `AdaScale`.
         replay*: choices of another run's `TaskReport.adaptive`, which are made again instead of new ones.
         max_device_batch*: the loader's batch is split into micro-batches of at most so many samples, as
-            `hydra_engine.elastic.split_batch` says for the most devices that the orchestrator may have. Instead of
+            `hydra_engine.split_batch` says for the most devices that the orchestrator may have. Instead of
             `accumulation_steps`.
         loss_reduction: how micro-batch losses make the batch's: "mean", "sum", or a function (target) -> number whose
             shares are the weights (a count of unmasked tokens, say).

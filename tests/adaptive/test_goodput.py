@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from hydra_engine import split_batch
 from hydra_engine.adaptive import Choice, Goodput, GradientNoiseScale, NoiseLevel, ThroughputModel, ThroughputParameters
-from hydra_engine.elastic import split_batch
 from tests.refused import refused
 
 RESIDENT = ThroughputParameters(a_c=0.121, b_c=0.00568, a_n=0.0236, b_n=0.00634, a_r=0.0118, b_r=0.00317, gamma=1.14)

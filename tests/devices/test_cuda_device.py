@@ -20,8 +20,8 @@ from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.data import memory
 from hydra_engine.data.streams import TaskGenerator
 from hydra_engine.devices import Residents, rates
-from hydra_engine.devices.choose import host_memory
 from hydra_engine.devices.lanes import COMPUTE, INPUT, LOAD, QUEUES, STORE
+from hydra_engine.devices.pool import host_memory
 from hydra_engine.errors import DeviceLost
 from hydra_engine.system.files import Disk
 from hydra_engine.tasks.callback import Callback

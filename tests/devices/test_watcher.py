@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hydra_engine import FreeGpus
 from hydra_engine.devices import watcher
 from hydra_engine.devices.watcher import GpuWatcher
-from hydra_engine.elastic import FreeGpus
 from tests.fake_cuda import MIB, FakeCuda
 from tests.refused import names, refused
 
@@ -174,7 +174,7 @@ def test_memory_that_is_asked_for_is_the_budget_and_others_may_have_the_rest(cud
 
 @pytest.mark.parametrize("told", ["Not Supported", "Insufficient Permissions"])
 def test_where_processes_are_not_told_memory_tells(cuda, nvml, told, monkeypatch):
-    monkeypatch.setattr("hydra_engine.elastic.free_gpus.UNSEEN_BYTES", 2 * MIB)
+    monkeypatch.setattr("hydra_engine.devices.watcher.UNSEEN_BYTES", 2 * MIB)
     nvml.no_processes = told
     nvml.used_bytes["GPU-fake-1"] = 3 * MIB
     made, _, pool = started(nvml)

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
-from hydra_engine.elastic import GradientAccumulation, split_batch
+from hydra_engine import split_batch
+from hydra_engine.elastic import GradientAccumulation
 from tests.covering import covering
 from tests.refused import refused
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import ModelTask, ShardDoesNotFit, split
-from hydra_engine.elastic import split_batch
+from hydra_engine import ModelTask, ShardDoesNotFit, split, split_batch
 from hydra_engine.run.task_list import TaskList
 from partitioners import Balanced, Presharded
 from tests import exact, reference, zoo

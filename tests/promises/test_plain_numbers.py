@@ -10,9 +10,20 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_engine import DeviceCost, EmulatedDevice, HostCost, ModelTask, TaskCost, simulate, split
+from hydra_engine import (
+    DeviceCost,
+    EmulatedDevice,
+    FreeGpus,
+    HostCost,
+    ModelTask,
+    Quota,
+    TaskCost,
+    simulate,
+    split,
+    split_batch,
+)
 from hydra_engine.adaptive import AdaptiveDataLoader, GradientNoiseScale, LEGWScale, NoiseLevel, ThroughputParameters
-from hydra_engine.elastic import FreeGpus, GradientAccumulation, Quota, init, split_batch
+from hydra_engine.elastic import GradientAccumulation, init
 from hydra_engine.schedule import checked_fairness
 from hydra_engine.sweep import Population, Rungs, Sweep
 from hydra_engine.system.cores import host_threads

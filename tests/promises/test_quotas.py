@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import Callback, ModelTask
+from hydra_engine import Callback, ModelTask, Quota
 from hydra_engine.devices import COMPUTE
-from hydra_engine.elastic import Quota
 from hydra_engine.schedule import Unit
 from hydra_engine.schedule.policies import NOT_YET, ShardedLRTF
 from partitioners import Presharded

@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_engine import Callback, CudaDevice, EmulatedDevice, Model, ModelOrchestrator, ModelTask
+from hydra_engine import Callback, CudaDevice, EmulatedDevice, Model, ModelOrchestrator, ModelTask, Quota
 from hydra_engine.adaptive import AdaptiveDataLoader, AdaScale
-from hydra_engine.elastic import Quota
 from hydra_engine.errors import ShardDoesNotFit
 from partitioners import Presharded
 from tests import exact, zoo

@@ -6,7 +6,7 @@ from itertools import count, groupby
 
 import pytest
 
-from hydra_engine.elastic import Quota
+from hydra_engine import Quota
 from hydra_engine.schedule.events import Begin, Run, Spread, StopRequested
 from hydra_engine.schedule.groups import Group, shared_out
 from hydra_engine.schedule.policies import POLICIES

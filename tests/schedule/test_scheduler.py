@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from hydra_engine.elastic import Quota
+from hydra_engine import Quota
 from hydra_engine.schedule.dispatch import MOST_PASSED
 from hydra_engine.schedule.events import (
     BatchReady,

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 
-from hydra_engine.elastic import FreeGpus, GiveUp, SeenGpu, Watch
-from hydra_engine.elastic.free_gpus import UNSEEN_BYTES, Take
+from hydra_engine import FreeGpus
+from hydra_engine.devices.watcher import UNSEEN_BYTES, GiveUp, SeenGpu, Take, Watch
 from tests.refused import refused
 
 OWN, GIB = 77, 2**30

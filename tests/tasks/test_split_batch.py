@@ -2,7 +2,7 @@
 
 import random
 
-from hydra_engine.elastic import split_batch
+from hydra_engine import split_batch
 from tests.covering import covering
 from tests.refused import refused
 

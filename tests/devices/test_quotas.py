@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hydra_engine.elastic import Quotas
+from hydra_engine.devices import Quotas
 from tests.refused import refused
 
 

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import EmulatedDevice, FreeGpus, ModelOrchestrator, ModelTask
 from hydra_engine.control import ask
 from hydra_engine.devices import watcher
-from hydra_engine.elastic import FreeGpus
 from hydra_engine.tasks import Callback
 from tests.devices.test_watcher import FakeNvml
 from tests.fake_cuda import FakeCuda
