@@ -26,7 +26,6 @@ ROOMS = (
     "checkpoints",
     "planning",
     "progress",
-    "loggers",
     "run",
     "display",
     "pictures",
@@ -36,7 +35,7 @@ ROOMS = (
     "cli",
 )
 # They import public names of the engine alone, as programs of its users do.
-CLIENTS = ("elastic",)
+CLIENTS = ("elastic", "loggers")
 # Modules beside the rooms, which import none of them and which all may import.
 GROUND = ("_started_in", "_version", "control", "errors", "trace")
 MOST_MODULES = 12  # of a room

@@ -10,7 +10,7 @@ from tests.test_imports import CLIENTS
 ROOT = Path(__file__).resolve().parents[1]
 # Nothing of the engine imports these either, which still know its rooms.
 ABOVE = ("sweep", "integrations", "cli")
-TESTS = ("schedule/test_scheduler.py", "data/test_reader.py", "run/test_notifier.py", "promises/test_overlap.py")
+TESTS = ("schedule/test_scheduler.py", "data/test_reader.py", "run/test_loggers.py", "promises/test_overlap.py")
 AWAY = f"""
 import importlib.util
 

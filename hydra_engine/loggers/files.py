@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hydra_engine.loggers.logger import Logger, TaskStart, file_name, set_aside
-from hydra_engine.tasks import StepReport, ValidationReport
+from hydra_engine import Logger, StepReport, TaskStart, ValidationReport
+from hydra_engine.loggers.folders import file_name, set_aside
 
 VALIDATION = "validation_loss"  # a row that has one is a validation's
 ESCAPED = "backslashreplace"  # a name may come from a file's, which may be no Unicode

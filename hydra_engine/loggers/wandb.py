@@ -7,8 +7,7 @@ import uuid
 from types import ModuleType
 from typing import Any
 
-from hydra_engine.loggers.logger import Logger, TaskStart
-from hydra_engine.tasks import FAILED, StepReport, ValidationReport
+from hydra_engine import Logger, StepReport, TaskStart, ValidationReport
 
 
 class WandbLogger(Logger):
@@ -58,7 +57,7 @@ class WandbLogger(Logger):
 
     def end_task(self, task: str, status: str) -> None:
         if task in self._runs:
-            self._runs.pop(task).finish(exit_code=int(status == FAILED))
+            self._runs.pop(task).finish(exit_code=int(status == "failed"))
 
     def close(self) -> None:
         while self._runs:

@@ -33,9 +33,9 @@ from hydra_engine.devices import (
     resolve_devices,
 )
 from hydra_engine.errors import DeviceLost
-from hydra_engine.loggers import Logger, RunLoggers, checked_loggers
 from hydra_engine.planning import DramLimit, PlannedTask, check_nothing_shared, check_sharing
 from hydra_engine.progress import Observer, usual_observer
+from hydra_engine.run.loggers import RunLoggers
 from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.signals import Signals
 from hydra_engine.run.task_list import Site, Station, TaskList, one_line
@@ -44,7 +44,7 @@ from hydra_engine.schedule import Policy, Quota, checked_fairness, resolve_polic
 from hydra_engine.system import bound, host_threads, return_free_memory, say, warn
 from hydra_engine.system import dram as host_dram
 from hydra_engine.system import process as restart
-from hydra_engine.tasks import FAILED, Evaluation, EvaluationTask, ModelTask, Plan, Report
+from hydra_engine.tasks import FAILED, Evaluation, EvaluationTask, Logger, ModelTask, Plan, Report, checked_loggers
 from partitioners import Partitioner, parse_bytes
 from partitioners.plain_numbers import plain
 from partitioners.reach import Opaque
@@ -143,7 +143,7 @@ class ModelOrchestrator(Opaque):
             geometric mean for 0, the harmonic mean for -1, and the lower, the nearer to the slowest task's speedup.
         homes: where layers are at home of tasks that leave it open (`ModelTask(homes="auto")`). "auto": where steps are
             predicted to take least time (docs/homes.md). "host": in DRAM.
-        loggers: `hydra_engine.loggers.Logger`s, such as `CsvLogger("logs")`, that `train_models` gives the values of
+        loggers: `hydra_engine.Logger`s, such as `CsvLogger("logs")`, that `train_models` gives the values of
             all tasks. Training waits for none of them (docs/logging.md).
 
     Attributes:

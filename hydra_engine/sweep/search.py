@@ -27,7 +27,6 @@ from hydra_engine.checkpoints import SavedTask, furthest, load_newest
 from hydra_engine.data import drawing_apart, stream_seed
 from hydra_engine.devices import DeviceSpec, resolve_devices
 from hydra_engine.errors import CheckpointError, HostOutOfMemory
-from hydra_engine.loggers import Logger
 from hydra_engine.run import ModelOrchestrator
 from hydra_engine.schedule import Policy
 from hydra_engine.sweep.folder import SweepFolder
@@ -37,7 +36,7 @@ from hydra_engine.sweep.policy import SweepPolicy, frozen
 from hydra_engine.sweep.population import Population
 from hydra_engine.sweep.study import Trials, fixed_trial, is_of_space, load_optuna
 from hydra_engine.system import dram, say_progress
-from hydra_engine.tasks import FAILED, FINISHED, PAUSED, ModelTask, Report, TaskReport
+from hydra_engine.tasks import FAILED, FINISHED, PAUSED, Logger, ModelTask, Report, TaskReport
 
 # After an interrupt, a trial that is being built or planned is waited for no longer; its thread is left behind.
 INTERRUPTED_S = 10.0

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from hydra_engine.checkpoints import CheckpointStore, furthest, load_newest
 from hydra_engine.devices import DeviceSpec, resolve_devices
-from hydra_engine.loggers import Logger, checked_loggers
 from hydra_engine.run import ModelOrchestrator
 from hydra_engine.schedule import Policy, resolve_policy
 from hydra_engine.sweep.cluster import ClusterSearch, load_ray
@@ -25,7 +24,7 @@ from hydra_engine.sweep.study import Trials, directions_of, fixed_trial, load_op
 from hydra_engine.system import dram as host_dram
 from hydra_engine.system import process as restart
 from hydra_engine.system import warn
-from hydra_engine.tasks import FINISHED, STOPPED, Model, ModelTask
+from hydra_engine.tasks import FINISHED, STOPPED, Logger, Model, ModelTask, checked_loggers
 from partitioners import parse_bytes
 from partitioners.plain_numbers import plain
 

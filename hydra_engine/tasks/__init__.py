@@ -3,6 +3,7 @@
 from hydra_engine.tasks.best import TRAINING_LOSS, VALIDATION_LOSS, Best
 from hydra_engine.tasks.callback import Callback, is_called
 from hydra_engine.tasks.evaluation import EvaluationMeans, EvaluationTask, joined, joined_outputs, uneven
+from hydra_engine.tasks.logger import Logger, StepReport, TaskStart, ValidationReport, checked_loggers
 from hydra_engine.tasks.model import Model, OneLayer, switch_off_checkpointing, uncompiled
 from hydra_engine.tasks.model_watch import ModelWatch, plain_attributes, restore_attributes
 from hydra_engine.tasks.options import EMPTY_VALIDATION, check_optimizer_needs_no_closure, is_adaptive
@@ -26,5 +27,4 @@ from hydra_engine.tasks.report import (
 )
 from hydra_engine.tasks.settings import SCHEDULE, Difference, differences, settings_of
 from hydra_engine.tasks.splitting import MicroBatch, batch_size, split, split_batch
-from hydra_engine.tasks.step_report import StepReport, ValidationReport
 from hydra_engine.tasks.task import ModelTask, Purpose

@@ -17,8 +17,8 @@ from hydra_engine.errors import SavedError
 from hydra_engine.schedule import EVALUATE, Placed, Unit
 from hydra_engine.system import HostThreads, printable
 from hydra_engine.tasks.best import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS, best_index
+from hydra_engine.tasks.logger import StepReport, ValidationReport
 from hydra_engine.tasks.report_file import load, save
-from hydra_engine.tasks.step_report import StepReport, ValidationReport
 from hydra_engine.trace import MemoryUse, Span
 from partitioners import format_bytes
 from partitioners.profile import noted

@@ -6,9 +6,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask, StepReport
 from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader, Autoscale
 from hydra_engine.tasks import split
+from tests.run.test_loggers import Recorder
 
 FEATURES, CLASSES = 6, 3
 
@@ -149,3 +150,16 @@ def test_min_devices_hold_from_the_first_step():
     steps.verbose = 0
     steps.train_models().raise_failures()
     assert {each.devices for each in steps.report.tasks["t"].adaptive[1:]} == {2}
+
+
+@pytest.mark.parametrize("bounds", [None, (4, 16)])
+def test_steps_have_the_norm_that_is_measured(bounds):
+    found = []
+    for limit in (None, 1e6):  # which clips nothing, and computes the norm
+        data, recorder = loader(batch_size=10, most=None), Recorder()
+        if bounds:
+            data.autoscale_batch_size(20, local_bsz_bounds=bounds)
+        trained(task(data, max_grad_norm=limit), loggers=[recorder])
+        found.append(recorder.of(StepReport)[0].grad_norm)
+    measured, computed = found
+    assert measured == (pytest.approx(computed, rel=1e-5) if bounds else None)

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from hydra_engine import Callback, ModelTask, stream_seed
+from hydra_engine import Callback, Logger, ModelTask, stream_seed
 from hydra_engine.data.draws import UserDraws
 from hydra_engine.data.streams import Stream, capture, install, installed
-from hydra_engine.loggers import Logger
 from tests import exact, reference
 from tests.covering import covering
 from tests.data.test_streams import DRAWS, draws_in_turns, draws_of, in_threads, state_of

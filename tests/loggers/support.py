@@ -4,32 +4,9 @@ import csv
 import json
 import math
 
-from hydra_engine.loggers import CsvLogger, JsonLinesLogger, Logger, TaskStart, TensorBoardLogger
-from hydra_engine.tasks import StepReport, ValidationReport
+from hydra_engine.loggers import CsvLogger, JsonLinesLogger, TensorBoardLogger
 
 DATES = {"task", "epoch", "time", "samples_per_s"}  # of a row, that tell when and not what
-
-
-class Recorder(Logger):
-    """Keeps every call."""
-
-    def __init__(self):
-        self.calls, self.is_closed = [], 0
-
-    def begin_task(self, told):
-        self.calls.append(told)
-
-    log_step = log_validation = begin_task
-
-    def end_task(self, task, status):
-        self.calls.append((task, status))
-
-    def close(self):
-        self.is_closed += 1
-
-    def of(self, kind, task=None):
-        """The calls with a value of this type."""
-        return [each for each in self.calls if isinstance(each, kind) and (task is None or each.task == task)]
 
 
 class FakeWandb:
@@ -110,26 +87,3 @@ def tear(path):
         torn = path.read_bytes().splitlines()[-1][:-3]
     with path.open("ab") as file:
         file.write(torn)
-
-
-def start_of(task="a", steps=0, validated_at=None, *, is_new=None):
-    is_new = steps == 0 if is_new is None else is_new
-    return TaskStart(task=task, seed=0, hparams={}, steps=steps, validated_at=validated_at, is_new=is_new)
-
-
-def step_of(step, task="a", *, loss=None, rates=(0.5,), norm=None):
-    return StepReport(
-        task=task,
-        step=step,
-        epoch=0,
-        loss=1 / step if loss is None else loss,
-        learning_rates=rates,
-        grad_norm=norm,
-        num_samples=8,
-        samples_per_s=4.0,
-        time_s=1e9 + step,
-    )
-
-
-def validation_of(step, task="a", **metrics):
-    return ValidationReport(task=task, step=step, epoch=0, loss=2 / step, metrics=metrics, time_s=1e9 + step)

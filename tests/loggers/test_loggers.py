@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from hydra_engine.loggers import CsvLogger, JsonLinesLogger, TensorBoardLogger, WandbLogger
-from tests.loggers.support import KINDS, FakeWandb, read_events, start_of, step_of, tear, validation_of
+from tests.loggers.support import KINDS, FakeWandb, read_events, tear
 from tests.refused import refused
+from tests.run.test_loggers import start_of, step_of, validation_of
 
 
 @pytest.fixture(params=KINDS)

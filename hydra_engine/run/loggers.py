@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from hydra_engine.loggers.logger import Logger, TaskStart
 from hydra_engine.system import warn
-from hydra_engine.tasks import StepReport, ValidationReport
+from hydra_engine.tasks import Logger, StepReport, TaskStart, ValidationReport
 
 MOST_WAITING = 10_000  # calls of a logger; each takes a few hundred bytes
 MOST_FAILURES = 3

@@ -1,19 +1,75 @@
-"""The protocol of loggers: what one is told of the tasks of a run, and where its files go on."""
+"""Loggers, and the values of steps and of validations that they are given; callbacks find these in the report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from hydra_engine.tasks import StepReport, ValidationReport
 
-# Of a file's name, which most file systems limit to 255; with room for an ending and a number. What is longer is cut,
-# and ends in this many signs of its digest.
-MOST_SIGNS, DIGEST_SIGNS = 200, 16
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """The values of one committed training step.
+
+    Attributes:
+        step: training steps committed, this one included.
+        epoch: of the step's batch, from 0.
+        loss: over all micro-batches; may be NaN or infinite.
+        learning_rates: that the step was made with, one per parameter group; none of an optimizer without "lr".
+        grad_norm: norm of all gradients before clipping. None: nothing has computed it, so that it costs nothing here.
+            `max_grad_norm` and batches that adapt compute it.
+        num_samples: of the step's batch.
+        samples_per_s: these, over the seconds since the task's last commit of a training step or evaluation batch.
+        time_s: of the commit, in seconds since 1970.
+    """
+
+    task: str
+    step: int
+    epoch: int
+    loss: float
+    learning_rates: tuple[float, ...]
+    grad_norm: float | None
+    num_samples: int
+    samples_per_s: float
+    time_s: float
+
+    def values(self) -> dict[str, float]:
+        """Return the values by the names that files have: "loss", "lr", "grad_norm", "samples_per_s".
+
+        "lr_0", "lr_1" and so on where there are several parameter groups; without those that there are not.
+        """
+        values = {"loss": self.loss}
+        if len(self.learning_rates) == 1:
+            values["lr"] = self.learning_rates[0]
+        else:
+            values |= {f"lr_{k}": lr for k, lr in enumerate(self.learning_rates)}
+        if self.grad_norm is not None:
+            values["grad_norm"] = self.grad_norm
+        values["samples_per_s"] = self.samples_per_s
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationReport:
+    """The figures of one validation.
+
+    Attributes:
+        step: training steps committed before it.
+        epoch: in which it was made, from 0.
+        metrics: by name.
+        time_s: of its end, in seconds since 1970.
+    """
+
+    task: str
+    step: int
+    epoch: int
+    loss: float
+    metrics: dict[str, float]
+    time_s: float
+
+    def values(self) -> dict[str, float]:
+        """Return the figures by the names that files have: "validation_loss", and "metrics_NAME" of each metric."""
+        return {"validation_loss": self.loss, **{f"metrics_{name}": value for name, value in self.metrics.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,26 +132,8 @@ def checked_loggers(loggers: Sequence[Logger]) -> list[Logger]:
         if not isinstance(each, Logger):
             raise TypeError(
                 f"loggers: {each!r} is a {type(each).__name__}, not a Logger; give an instance of a class "
-                f"derived from hydra_engine.loggers.Logger"
+                f"derived from hydra_engine.Logger"
             )
     if len({id(each) for each in loggers}) < len(loggers):
         raise ValueError("loggers: one is given twice, limit: once; make one of its own for each place to log to")
     return list(loggers)
-
-
-def file_name(task: str) -> str:
-    """Return a task's name as a file's: without slashes, with no dot in front, and not too long for a file system."""
-    name = quote(task, safe=" =+,@()[]", errors="surrogatepass")
-    name = f"%2E{name[1:]}" if name.startswith(".") else name
-    if len(name) <= MOST_SIGNS:
-        return name
-    return f"{name[: MOST_SIGNS - DIGEST_SIGNS - 1]}-{sha256(name.encode()).hexdigest()[:DIGEST_SIGNS]}"
-
-
-def set_aside(path: Path) -> None:
-    """Rename what is there: "task-0.csv" to "task-0.1.csv", or the next number that is free."""
-    if path.exists():
-        number = 1
-        while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-            number += 1
-        path.rename(other)
