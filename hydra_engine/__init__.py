@@ -10,6 +10,7 @@ from hydra_engine import _started_in as _started_in
 from hydra_engine._version import __version__
 
 if TYPE_CHECKING:
+    from hydra_engine.checkpoints import Checkpoint, load_newest
     from hydra_engine.data import stream_seed
     from hydra_engine.devices import CudaDevice, EmulatedDevice, FreeGpus
     from hydra_engine.errors import (
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         ShardDoesNotFit,
         StopTask,
     )
+    from hydra_engine.host import square_norms
     from hydra_engine.planning import (
         AheadPlan,
         DeviceChange,
@@ -35,13 +37,16 @@ if TYPE_CHECKING:
         simulate,
     )
     from hydra_engine.run import ModelOrchestrator
-    from hydra_engine.schedule import Quota
+    from hydra_engine.schedule import Candidate, Policy, Quota
     from hydra_engine.system import HostThreads
     from hydra_engine.tasks import (
+        BatchChooser,
         Callback,
         CheckpointReport,
         DeviceReport,
         Evaluation,
+        GuidedLoader,
+        LaneSeconds,
         Logger,
         Model,
         ModelTask,
@@ -49,6 +54,8 @@ if TYPE_CHECKING:
         Report,
         Retry,
         Revision,
+        StepChoice,
+        StepMeasures,
         StepReport,
         TaskPlan,
         TaskReport,
@@ -61,8 +68,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AheadPlan",
+    "BatchChooser",
     "Callback",
     "CallbackTimeout",
+    "Candidate",
+    "Checkpoint",
     "CheckpointError",
     "CheckpointReport",
     "CudaDevice",
@@ -73,9 +83,11 @@ __all__ = [
     "EmulatedDevice",
     "Evaluation",
     "FreeGpus",
+    "GuidedLoader",
     "HostCost",
     "HostOutOfMemory",
     "HostThreads",
+    "LaneSeconds",
     "LoaderTimeout",
     "Logger",
     "Model",
@@ -84,6 +96,7 @@ __all__ = [
     "NonFiniteLoss",
     "PauseTask",
     "Plan",
+    "Policy",
     "Quota",
     "Report",
     "Retry",
@@ -92,6 +105,8 @@ __all__ = [
     "ShardDoesNotFit",
     "Simulation",
     "Skips",
+    "StepChoice",
+    "StepMeasures",
     "StepReport",
     "StopTask",
     "TaskCost",
@@ -100,15 +115,17 @@ __all__ = [
     "TaskStart",
     "ValidationReport",
     "__version__",
+    "load_newest",
     "predict_training",
     "simulate",
     "split",
     "split_batch",
+    "square_norms",
     "stream_seed",
 ]
 
 # They define the public names, from the one that imports least to those that import it.
-_HOMES = ("errors", "system", "schedule", "tasks", "data", "devices", "planning", "run")
+_HOMES = ("errors", "system", "schedule", "tasks", "data", "devices", "host", "checkpoints", "planning", "run")
 
 
 def __getattr__(name: str) -> Any:

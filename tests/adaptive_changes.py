@@ -28,9 +28,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from hydra_engine import Callback, EmulatedDevice, ModelTask, stream_seed
+from hydra_engine import Callback, EmulatedDevice, ModelTask, StepChoice, stream_seed
 from hydra_engine import split as evenly
-from hydra_engine.adaptive import AdaptiveDataLoader, StepChoice
+from hydra_engine.adaptive import AdaptiveDataLoader
 from tests import exact, processes, reference
 
 ROUNDING = 1e-6  # of a sum of gains
@@ -343,11 +343,9 @@ def adaptive_task(seed, epochs, *, replay=(), **options):
     """A task that adapts; one seed has the same bits everywhere. `options`: that make no other bits."""
     # BatchNorm takes no micro-batch of one sample.
     loader = AdaptiveDataLoader(samples_of(seed), INITIAL, shuffle=True, drop_last=True)
-    loader.autoscale_batch_size(MOST, local_bsz_bounds=(2, MOST))
+    loader.autoscale_batch_size(MOST, local_bsz_bounds=(2, MOST), replay=replay)
     settings = {**OPTIONS[seed % len(OPTIONS)], **options}
-    return ModelTask(
-        network(seed), F.cross_entropy, loader, epochs=epochs, seed=seed, name="adaptive", replay=replay, **settings
-    )
+    return ModelTask(network(seed), F.cross_entropy, loader, epochs=epochs, seed=seed, name="adaptive", **settings)
 
 
 def plain_task(seed, num_steps, **options):
@@ -406,7 +404,7 @@ def _train(folder, seed, epochs, num_devices, connection):
     report = orchestra.train_models(resume=True)
     report.raise_failures()
     found = report.tasks["adaptive"]
-    result = {"choices": [each.to_state() for each in found.adaptive], "losses": found.losses}
+    result = {"choices": found.adaptive, "losses": found.losses}
     torch.save({**result, "state": task.model.state_dict()}, folder / "new")
     os.replace(folder / "new", folder / "result")
 
@@ -432,8 +430,7 @@ def run_kills(num_kills, seed, *, epochs=3, most_kills=8):
                 left, kills = left - is_killed, kills + is_killed
                 assert is_killed or process.exitcode == 0, f"a run ended with {process.exitcode}"
             found = torch.load(folder / "result", weights_only=False)
-        choices = [StepChoice.from_state(each) for each in found["choices"]]
-        check_replayed(seed + num_runs, epochs, choices, found["losses"], found["state"])
+        check_replayed(seed + num_runs, epochs, found["choices"], found["losses"], found["state"])
         num_runs += 1
     return num_runs
 

@@ -15,7 +15,6 @@ import partitioners
 ROOMS = (
     "system",
     "native",
-    "adaptive",
     "capture",
     "schedule",
     "tasks",
@@ -35,7 +34,7 @@ ROOMS = (
     "cli",
 )
 # They import public names of the engine alone, as programs of its users do.
-CLIENTS = ("elastic", "loggers")
+CLIENTS = ("adaptive", "elastic", "loggers")
 # Modules beside the rooms, which import none of them and which all may import.
 GROUND = ("_started_in", "_version", "control", "errors", "trace")
 MOST_MODULES = 12  # of a room

@@ -1,16 +1,20 @@
-"""The engine without its clients: its own tests pass where their folders are not there."""
+"""What the engine offers is public and written down; without the folders of its clients, its own tests pass."""
 
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.test_imports import CLIENTS
+import pytest
+
+import hydra_engine
+from tests.test_imports import CLIENTS, ENGINE_MODULES, own_imports, room_of
 
 ROOT = Path(__file__).resolve().parents[1]
 # Nothing of the engine imports these either, which still know its rooms.
 ABOVE = ("sweep", "integrations", "cli")
-TESTS = ("schedule/test_scheduler.py", "data/test_reader.py", "run/test_loggers.py", "promises/test_overlap.py")
+QUICK, REST = ("schedule/test_scheduler.py", "run/test_chooser.py"), ("schedule", "data", "run")
 AWAY = f"""
 import importlib.util
 
@@ -19,13 +23,25 @@ def test_clients_are_away():
 """
 
 
-def test_the_engine_trains_without_its_clients(tmp_path):
+def test_what_clients_use_is_offered_and_what_is_offered_is_public():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| `(tests/[^`]+)` \|$", page, flags=re.MULTILINE)
+    assert len(rows) == 10
+    offered = {name for names, _ in rows for name in re.findall(r"`(\w+)`", names)}
+    assert offered <= set(hydra_engine.__all__)
+    clients = [name for name in ENGINE_MODULES if room_of(name) in CLIENTS]
+    used = {each for name in clients for module, names, _ in own_imports(name) if module == "" for each in names}
+    assert used <= offered
+
+
+@pytest.mark.parametrize("tests", [QUICK, pytest.param(REST, marks=pytest.mark.rest)], ids=["quick", "rest"])
+def test_the_engine_trains_without_its_clients(tmp_path, tests):
     for folder in ("hydra_engine", "partitioners", "tests"):
         away = shutil.ignore_patterns("__pycache__", *CLIENTS, *ABOVE) if folder == "hydra_engine" else None
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=away)
     shutil.copy(ROOT / "setup.cfg", tmp_path)
     (tmp_path / "tests" / "test_away.py").write_text(AWAY)
-    tests = [f"tests/{each}" for each in ("test_away.py", *TESTS)]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not rest or net", "-p", "no:cacheprovider", *tests]
+    paths = [f"tests/{each}" for each in ("test_away.py", *tests)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not rest or net", "-p", "no:cacheprovider", *paths]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout

@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, StopTask
-from hydra_engine.adaptive import AdaptiveDataLoader, StepChoice, StepTimes
+from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, StepChoice, StopTask
+from hydra_engine.adaptive import AdaptiveDataLoader, StepTimes
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
@@ -102,7 +102,7 @@ def timed(workload, splits, steps):
     """Seconds of steps by split: (batch, micro-batches) -> medians of whole steps and of lanes."""
     choices = record(splits, steps)
     loader = AdaptiveDataLoader(workload.samples, choices[0].batch_size)
-    loader.autoscale_batch_size(max(batch for batch, _ in splits))
+    loader.autoscale_batch_size(max(batch for batch, _ in splits), replay=choices)
     task = ModelTask(
         workload.layers(),
         workload.loss_fn,
@@ -110,7 +110,6 @@ def timed(workload, splits, steps):
         lr=1e-4,
         epochs=10**6,
         name="task",
-        replay=choices,
         callbacks=[Stamps(len(choices))],
     )
     orchestra = ModelOrchestrator([task], devices=[EmulatedDevice(**workload.device)])

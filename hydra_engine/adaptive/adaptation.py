@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hydra_engine import BatchChooser, LaneSeconds, StepChoice, StepMeasures
 from hydra_engine.adaptive.goodput import Choice, Goodput
-from hydra_engine.adaptive.loader import AdaptiveDataLoader, Autoscale
 from hydra_engine.adaptive.noise import GradientNoiseScale
-from hydra_engine.adaptive.rules import ScalingRule
-from hydra_engine.adaptive.step_times import LaneSeconds, StepTimes
+from hydra_engine.adaptive.rules import AdaScale, ScalingRule, rule_for
+from hydra_engine.adaptive.step_times import StepTimes
 from hydra_engine.adaptive.throughput import ThroughputModel
 
 # One micro-batch alone says nothing of the gradient's noise.
@@ -32,111 +33,14 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepChoice:
-    """A step of an adaptive task: what was chosen, and the figures that it was chosen by.
+class Autoscale:
+    """How batches adapt: limits, in samples, within which a batch may change its size, and what goes with that."""
 
-    Attributes:
-        step: index of the step.
-        batch_size: samples of the step.
-        micro_batches: that they are split into; sizes differ by at most 1.
-        devices: that the step could be spread over as its batch was read.
-        desired_devices: the number of devices that would be worth having.
-        noise: the gradient noise scale in samples; None: not known yet.
-        gain: steps of the initial batch that this step is worth, as predicted.
-        progress: sum of the gains before this step.
-        goodput: predicted, in samples of the initial batch per second; None: not known yet.
-        factors: of the learning rate, by parameter group; empty until the step begins.
-        seconds: of the step, as measured, with those of its devices' lanes; None: it is not over.
-    """
-
-    step: int
-    batch_size: int
-    micro_batches: int
-    devices: int = 1
-    desired_devices: int = 1
-    noise: float | None = None
-    gain: float = 1.0
-    progress: float = 0.0
-    goodput: float | None = None
-    factors: tuple[float, ...] = ()
-    seconds: LaneSeconds | None = field(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        numbers = (self.gain, self.progress, *self.factors)
-        is_split = 1 <= self.micro_batches <= self.batch_size
-        if not is_split or self.gain <= 0 or self.progress < 0 or not all(map(math.isfinite, numbers)):
-            raise ValueError(
-                f"StepChoice: {self}, limit: at least one sample in each micro-batch, a gain above 0, finite progress "
-                f"and factors; give a choice as TaskReport.adaptive has it"
-            )
-
-    @property
-    def micro_batch(self) -> int:
-        """Samples of the largest micro-batch."""
-        return -(-self.batch_size // self.micro_batches)
-
-    @property
-    def short(self) -> str:
-        """The batch and the first factor, for a line of progress."""
-        return f"batch {self.batch_size}" + (f" lr x{self.factors[0]:.3g}" if self.factors else "")
-
-    def __str__(self) -> str:
-        factors = " ".join(f"{factor:.3g}" for factor in self.factors) or "-"
-        noise = "-" if self.noise is None else f"{self.noise:.3g}"
-        goodput = "-" if self.goodput is None else f"{self.goodput:.3g} samples/s"
-        return (
-            f"batch {self.batch_size} in {self.micro_batches} micro-batches on {self.devices} devices "
-            f"({self.desired_devices} desired), lr x {factors}, noise scale {noise}, gain {self.gain:.3g}, progress "
-            f"{self.progress:.1f}, goodput {goodput}"
-        )
-
-    def to_state(self) -> dict[str, Any]:
-        """Return it as plain values, which JSON and a checkpoint take."""
-        seconds = None if self.seconds is None else list(self.seconds)
-        return {**vars(self), "factors": list(self.factors), "seconds": seconds}
-
-    @classmethod
-    def from_state(cls, saved: Mapping[str, Any]) -> StepChoice:
-        """Return what `to_state` was called on."""
-        seconds = None if saved["seconds"] is None else LaneSeconds(*saved["seconds"])
-        return cls(**{**saved, "factors": tuple(saved["factors"]), "seconds": seconds})
-
-
-def choices_to_state(choices: Sequence[StepChoice]) -> dict[str, Tensor]:
-    """Return choices as columns in float64, which hold every figure as it is: a run of days has millions of steps."""
-    columns: dict[str, list[Any]] = {
-        name: [math.nan if (value := getattr(each, name)) is None else value for each in choices] for name in _COLUMNS
-    }
-    factors = [each.factors for each in choices]
-    columns |= {"factors": factors, "seconds": [each.seconds or [math.nan] * 3 for each in choices]}
-    return {name: torch.tensor(each, dtype=torch.float64) for name, each in columns.items()}
-
-
-def choices_from_state(saved: Mapping[str, Tensor]) -> list[StepChoice]:
-    """Return what `choices_to_state` was given."""
-    columns: dict[str, Any] = {name: saved[name].tolist() for name in (*_COLUMNS, "factors", "seconds")}
-    columns |= {name: map(int, columns[name]) for name in _WHOLE}
-    columns |= {name: [None if math.isnan(each) else each for each in columns[name]] for name in _MAY_BE_NONE}
-    columns["factors"] = map(tuple, columns["factors"])
-    columns["seconds"] = [None if math.isnan(each[0]) else LaneSeconds(*each) for each in columns["seconds"]]
-    return [StepChoice(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
-
-
-_WHOLE = ("step", "batch_size", "micro_batches", "devices", "desired_devices")
-_MAY_BE_NONE = ("noise", "goodput")
-_COLUMNS = (*_WHOLE, *_MAY_BE_NONE, "gain", "progress")
-
-
-class StepMeasures(NamedTuple):
-    """Squared norms of one step's gradients.
-
-    sizes: samples by micro-batch, which weigh its mean gradient. micro: of each micro-batch's mean gradient, by
-    parameter group. total: of the step's.
-    """
-
-    sizes: tuple[float, ...]
-    micro: tuple[tuple[float, ...], ...]
-    total: tuple[float, ...]
+    max_batch_size: int
+    local_bsz_bounds: tuple[int, int] | None = None  # of a micro-batch
+    gradient_accumulation: bool = True
+    scaling_rule: ScalingRule | None = None  # of learning rates; None: the one that is usual for the optimizer
+    replay: tuple[StepChoice, ...] = ()  # of another run, whose choices are made again
 
 
 class _Held(NamedTuple):
@@ -228,7 +132,7 @@ class _Bounds:
         return 1
 
 
-class Adaptation:
+class Adaptation(BatchChooser):
     """Chooses a task's batches for goodput, from what was measured of its steps. From any thread.
 
     `choose` depends on nothing but measurements and the choice before it: whoever reads batches knows that one, and
@@ -241,34 +145,27 @@ class Adaptation:
         initial_batch_size: int,
         *,
         steps_per_epoch: float | None = None,
-        replay: Sequence[StepChoice] = (),
     ) -> None:
         """Begin without measurements.
 
         steps_per_epoch: of the initial batch, that a pass over the data takes; None: not known.
-        replay: choices of another run, which are made again, step by step.
 
         Raises ValueError for a record of another task.
         """
         self._limits = _Bounds(settings, initial_batch_size)
+        self.most = self._limits.most
         self._initial = initial_batch_size
         self._steps_per_epoch = steps_per_epoch
-        self._replay = tuple(replay)
+        self._replay = settings.replay
         self._check_replay()
         self._lock = threading.RLock()
         self._noise = GradientNoiseScale(initial_batch_size)
-        self._rule: ScalingRule | None = None
+        self._rule = settings.scaling_rule
         self._gradients_grow = False
         self._times = StepTimes()
         self._num_timed = self._num_measured = 0  # steps whose seconds, and norms, were taken in
         self._model: ThroughputModel | None = None  # fitted; None: to be fitted anew
         self._held: _Held | None = None
-
-    @classmethod
-    def of(cls, loader: AdaptiveDataLoader, replay: Sequence[StepChoice] = ()) -> Adaptation:
-        """Make one for a loader whose batch size adapts."""
-        assert loader.autoscale is not None
-        return cls(loader.autoscale, loader.batch_size, steps_per_epoch=loader.steps_per_pass, replay=replay)
 
     def _check_replay(self) -> None:
         if not self._replay:
@@ -287,13 +184,18 @@ class Adaptation:
                 f"maximum to the one of the run that was recorded"
             )
 
-    def begin(self, rule: ScalingRule, num_groups: int, *, gradients_grow: bool = False) -> None:
-        """Scale the learning rates of so many parameter groups from now on.
+    def begin(self, optimizer: torch.optim.Optimizer, *, sums_losses: bool = False) -> None:
+        """Scale the optimizer's learning rates from now on, by the rule that was given or the usual one.
 
-        gradients_grow: a step grows with its batch by itself, as SGD's does with a loss that is a sum over samples.
-
-        Raises ValueError where a record to be replayed has another number of groups.
+        Raises ValueError for an optimizer without them, and where a record to be replayed has another number of groups.
         """
+        num_groups, usual = len(optimizer.param_groups), rule_for(optimizer)
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        if any(isinstance(each, bool) or not isinstance(each, (Real, Tensor)) for each in rates):
+            raise ValueError(
+                f"optimizer: the parameter groups of {type(optimizer).__name__} have {rates} as 'lr', limit: numbers, "
+                f"which are scaled; choose another optimizer, or leave autoscale_batch_size out"
+            )
         for each in self._replay:
             if each.factors and len(each.factors) != num_groups:
                 raise ValueError(
@@ -301,7 +203,9 @@ class Adaptation:
                     f"optimizer's {num_groups}; give the record of a run with the same groups"
                 )
         with self._lock:
-            self._rule, self._gradients_grow = rule, gradients_grow
+            self._rule = self._rule or usual
+            # A step of SGD grows with its batch by itself, where the loss is a sum over samples.
+            self._gradients_grow = sums_losses and isinstance(usual, AdaScale)
             if not self._noise.is_known:
                 self._noise = GradientNoiseScale(self._initial, num_groups=num_groups)
             elif self._noise.num_groups != num_groups:
@@ -318,21 +222,15 @@ class Adaptation:
         with self._lock:
             return self._limits.low, self._limits.high
 
-    @property
-    def most(self) -> int:
-        """The most samples of a micro-batch that the user allows."""
-        return self._limits.most
+    def fixed_because(self, step: int) -> str | None:
+        return "replay= fixes the number of micro-batches" if step < len(self._replay) else None
 
-    def limit(self, micro_batch: int) -> None:
-        """Make no micro-batch larger than this from now on, within the user's bounds: there is no room for more."""
+    def limit(self, micro_batch: int, batch: int | None = None) -> None:
+        """Keep to these from now on, within the user's bounds; the initial batch stays."""
         with self._lock:
             self._limits.room, self._held = micro_batch, None
-
-    def limit_batch(self, batch_size: int) -> None:
-        """Make no batch larger than this, for which DRAM has room, nor than the maximum; the initial one stays."""
-        with self._lock:
-            self._limits.most_batch = max(self._initial, min(self._limits.max_batch_size, batch_size))
-            self._held = None
+            if batch is not None:
+                self._limits.most_batch = max(self._initial, min(self._limits.max_batch_size, batch))
 
     def steps_left(self, choice: StepChoice, epochs: int) -> int | None:
         """Predict how many steps there are from this one on, if all are worth as much; None: only the data says so."""
@@ -464,6 +362,12 @@ class Adaptation:
         """The gradient noise scale in samples; None: not known yet."""
         with self._lock:
             return self._noise.noise_scale if self._noise.is_known else None
+
+    def learn(self, choice: StepChoice, seconds: LaneSeconds, devices: int, measures: StepMeasures | None) -> bool:
+        if measures is not None:
+            self.measured(measures)
+        self.timed(choice, seconds, devices)
+        return choice.step % STEPS_BETWEEN == 0
 
     def measured(self, measures: StepMeasures) -> bool:
         """Take in the norms of a committed step. Return False where they say nothing: not finite, or one alone."""

@@ -11,8 +11,7 @@ here. So workers that read ahead need not know the sizes, and a sample is given 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
@@ -22,20 +21,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from hydra_engine.system import begin_workers
+from hydra_engine import GuidedLoader, StepChoice
+from hydra_engine.adaptive.adaptation import Adaptation, Autoscale
+from hydra_engine.adaptive.rules import ScalingRule
 from partitioners.plain_numbers import plain, whole_number
 
 _END = object()  # of a pass
 _KEYS = ("epoch", "generators", "given", "num_samples", "order", "passes")  # of a saved position
-
-
-@dataclass(frozen=True, kw_only=True)
-class Autoscale:
-    """Limits within which a batch may change its size, all in samples."""
-
-    max_batch_size: int
-    local_bsz_bounds: tuple[int, int] | None = None  # of a micro-batch
-    gradient_accumulation: bool = True
 
 
 def _of_plain(name: str) -> Any:
@@ -44,7 +36,7 @@ def _of_plain(name: str) -> Any:
 
 
 # More than 15 attributes: seven are those of torch's DataLoader.
-class AdaptiveDataLoader:
+class AdaptiveDataLoader(GuidedLoader):
     """A DataLoader whose batches have the size that is asked for when they are read.
 
     Until somebody asks for other sizes it gives the batches of torch's DataLoader under the same seed. Keyword
@@ -90,8 +82,7 @@ class AdaptiveDataLoader:
                 "batch_size="
             )
         batch_size = whole_number("batch_size", batch_size)
-        # Torch's loader of the same data, in batches of the initial size, which keeps no place. It checks the arguments
-        # as torch does and fills in its defaults; never iterated here.
+        # Torch's loader of the same data, which keeps no place. It checks the arguments, and fills in the defaults.
         self.plain: DataLoader[Any] = DataLoader(
             dataset, batch_size, shuffle=shuffle, sampler=sampler, num_workers=plain(num_workers), **kwargs
         )
@@ -107,16 +98,12 @@ class AdaptiveDataLoader:
         self._chunks = self._chunk_loader(kwargs)
         self._flow: Iterator[Any] | None = None  # the next samples of the pass in progress
         self._given = 0  # samples of the pass in progress
-        self.last_size = 0  # samples of the batch that was given last
-        self.num_passes = 0  # that are over
         self.epoch = 0  # iterations that ran to their end
         self.autoscale: Autoscale | None = None
-        self.guide: Callable[[], int | None] | None = None  # asked for the size of each batch by `iter()`
         # Asked how a batch of so many samples is given: in micro-batches of these sizes, in samples. None: whole.
         self.cut: Callable[[int], Iterator[int]] | None = None
 
     def begin_anew(self) -> None:
-        """Leave the pass in progress: the next iteration begins another one."""
         self._flow, self._given = None, 0
         if self._indices is not None:
             self._indices.order = None
@@ -140,12 +127,21 @@ class AdaptiveDataLoader:
         return len(self.plain)
 
     def autoscale_batch_size(
-        self, max_batch_size: int, local_bsz_bounds: tuple[int, int] | None = None, gradient_accumulation: bool = True
+        self,
+        max_batch_size: int,
+        local_bsz_bounds: tuple[int, int] | None = None,
+        gradient_accumulation: bool = True,
+        *,
+        scaling_rule: ScalingRule | None = None,
+        replay: Sequence[StepChoice] = (),
     ) -> None:
         """Let batches grow to `max_batch_size` samples, in micro-batches of a size within the bounds, both included.
 
-        gradient_accumulation: a step may have several micro-batches for a device, and then has two at least. Raises
-        ValueError for limits that the initial size is not within.
+        gradient_accumulation: a step may have several micro-batches for a device, and then has two at least.
+        scaling_rule: of the learning rate; default: `AdamScale` for Adam and its variants, else `AdaScale`.
+        replay: choices of another run, `TaskReport.adaptive`, which are made again instead of new ones.
+
+        Raises ValueError for limits that the initial size is not within.
         """
         max_batch_size = whole_number("max_batch_size", max_batch_size)
         if not isinstance(gradient_accumulation, bool):
@@ -161,7 +157,18 @@ class AdaptiveDataLoader:
             max_batch_size=max_batch_size,
             local_bsz_bounds=local_bsz_bounds,
             gradient_accumulation=gradient_accumulation,
+            scaling_rule=checked_rule(scaling_rule),
+            replay=_checked_record(replay),
         )
+
+    @property
+    def adapts(self) -> bool:
+        return self.autoscale is not None
+
+    def chooser(self) -> Adaptation:
+        assert self.autoscale is not None
+        _check_for_tasks(self, self.autoscale)
+        return Adaptation(self.autoscale, self.batch_size, steps_per_epoch=self.steps_per_pass)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate as `guide` says; without one, give a pass in batches of the initial size, or the rest of a pass."""
@@ -230,8 +237,7 @@ class AdaptiveDataLoader:
             # The pass drew its seed when it began; that torch draws one here must not move the user's generators.
             self._chunks.generator = (self.generator or torch.default_generator).clone_state()
         try:
-            with begin_workers(self.num_workers):
-                chunks = iter(self._chunks)
+            chunks = self.opened(self._chunks)
         finally:
             self._chunks.generator = self.generator
         if self._indices is not None:
@@ -462,6 +468,37 @@ def _length(data: Any) -> int | None:
         return len(data)
     except (TypeError, NotImplementedError):
         return None
+
+
+def _check_for_tasks(loader: AdaptiveDataLoader, settings: Autoscale) -> None:
+    """Raise ValueError for a loader that a loop may have, and no task."""
+    if loader.cut is not None:
+        raise ValueError(
+            "an AdaptiveDataParallel leads it, limit: nobody, since the engine chooses batches; give the task a "
+            "loader of its own, or call close() of the other first"
+        )
+    low, most = (settings.local_bsz_bounds or (1, 0))[0], loader.batch_size // 2
+    if low > most:
+        raise ValueError(
+            f"micro-batches of at least {low} samples, limit: {most}, half of its batch_size, since noise shows in "
+            f"how two micro-batches differ; lower the bound, or raise batch_size"
+        )
+
+
+def checked_rule(rule: ScalingRule | None) -> ScalingRule | None:
+    """Raise TypeError for what is no rule."""
+    if rule is not None and not isinstance(rule, ScalingRule):
+        raise TypeError(
+            f"scaling_rule: {rule!r} is not a ScalingRule; give AdaScale(), AdamScale(), LinearScale(), SqrtScale() or "
+            f"LEGWScale(...)"
+        )
+    return rule
+
+
+def _checked_record(choices: Sequence[StepChoice]) -> tuple[StepChoice, ...]:
+    if not isinstance(choices, Sequence) or not all(isinstance(each, StepChoice) for each in choices):
+        raise TypeError(f"replay: {choices!r} is not a list of StepChoice; give another run's TaskReport.adaptive")
+    return tuple(choices)
 
 
 def _checked_bounds(bounds: Any, batch_size: int, accumulates: bool) -> tuple[int, int]:

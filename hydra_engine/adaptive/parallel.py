@@ -14,18 +14,16 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from numbers import Real
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.adaptive.adaptation import Adaptation, StepChoice, StepMeasures, choices_from_state, choices_to_state
-from hydra_engine.adaptive.loader import AdaptiveDataLoader, Autoscale
-from hydra_engine.adaptive.norms import square_norms
-from hydra_engine.adaptive.rules import ScalingRule, rule_for
-from hydra_engine.adaptive.step_times import LaneSeconds
+from hydra_engine import LaneSeconds, StepChoice, StepMeasures, square_norms
+from hydra_engine.adaptive.adaptation import Adaptation, Autoscale
+from hydra_engine.adaptive.loader import AdaptiveDataLoader, checked_rule
+from hydra_engine.adaptive.rules import ScalingRule
 
 _KEYS = ("adaptation", "before", "loader", "lr_scheduler", "model", "optimizer", "scaler", "steps")  # of a checkpoint
 
@@ -72,7 +70,6 @@ class AdaptiveDataParallel(nn.Module):
         *,
         loader: AdaptiveDataLoader | None = None,
         scaling_rule: ScalingRule | None = None,
-        replay: Sequence[StepChoice] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Take the lead of the loader and of `step()`, until `close()`.
@@ -80,8 +77,7 @@ class AdaptiveDataParallel(nn.Module):
         optimizer, lr_scheduler, scaler: of the loop; scaler: a GradScaler. Other schedules are not known here, and are
         to be stepped once per epoch.
         loader: on which `autoscale_batch_size` was called, if batches are to adapt.
-        scaling_rule: of learning rates; left out, it is `rule_for(optimizer)`.
-        replay: the `steps` of another run, which are made again.
+        scaling_rule: of learning rates; left out, it is the loader's, or `rule_for(optimizer)`.
         clock: seconds, by which steps are timed.
 
         Raises TypeError and ValueError for what does not belong together.
@@ -89,17 +85,13 @@ class AdaptiveDataParallel(nn.Module):
         super().__init__()
         _check_model(model, optimizer)
         _check_helpers(optimizer, lr_scheduler, scaler)
-        adapts = _check_loader(loader, replay)
-        if scaling_rule is not None and not isinstance(scaling_rule, ScalingRule):
-            raise TypeError(
-                f"scaling_rule: {type(scaling_rule).__name__} is not a ScalingRule; give one, as AdaScale()"
-            )
-        if loader is None or not adapts:
-            initial = 1 if loader is None else loader.batch_size
-            adaptation = Adaptation(Autoscale(max_batch_size=initial), initial)
-        else:
-            adaptation = Adaptation.of(loader, replay)
-        adaptation.begin(scaling_rule or rule_for(optimizer), len(optimizer.param_groups))
+        _check_loader(loader)
+        initial = 1 if loader is None else loader.batch_size
+        settings = (None if loader is None else loader.autoscale) or Autoscale(max_batch_size=initial)
+        if checked_rule(scaling_rule) is not None:
+            settings = replace(settings, scaling_rule=scaling_rule)
+        adaptation = Adaptation(settings, initial, steps_per_epoch=None if loader is None else loader.steps_per_pass)
+        adaptation.begin(optimizer)
         self.module = model
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -125,7 +117,7 @@ class AdaptiveDataParallel(nn.Module):
 
     @property
     def steps(self) -> list[StepChoice]:
-        """The record: a choice for each step that is over, skipped ones too. Another run's `replay` takes it."""
+        """The record: a choice for each step that is over, skipped ones too. `replay` of another loader takes it."""
         return self._loop.record
 
     @property
@@ -176,7 +168,7 @@ class AdaptiveDataParallel(nn.Module):
             "model": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "steps": choices_to_state(self.steps),
+            "steps": StepChoice.to_columns(self.steps),
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -198,7 +190,7 @@ class AdaptiveDataParallel(nn.Module):
                 f"optimizer: {len(self.optimizer.param_groups)} parameter groups, limit: {num_groups}, those of the "
                 f"one that was saved; give one with the same groups"
             )
-        steps = choices_from_state(saved["steps"])
+        steps = StepChoice.from_columns(saved["steps"])
         self._loop.adaptation.load_state_dict(saved["adaptation"])
         self.module.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
@@ -652,13 +644,6 @@ def _check_model(model: Any, optimizer: Any) -> None:
         raise ValueError(
             "optimizer: another AdaptiveDataParallel has it, limit: one; close() that one, or make a new one"
         )
-    for k, group in enumerate(optimizer.param_groups):
-        rate = group.get("lr")
-        if isinstance(rate, bool) or not isinstance(rate, (Real, Tensor)):
-            raise ValueError(
-                f"optimizer: parameter group {k} has lr {rate!r}, limit: a number, which is scaled; give an optimizer "
-                f"with lr"
-            )
     own = set(model.parameters())
     num_others = sum(each not in own for each in _parameters(optimizer))
     if num_others:
@@ -678,16 +663,8 @@ def _check_helpers(optimizer: torch.optim.Optimizer, lr_scheduler: Any, scaler: 
             raise TypeError(f"{name}: {type(each).__name__} has no {method}(), limit: a {name} of torch; give one")
 
 
-def _check_loader(loader: Any, replay: Sequence[StepChoice]) -> bool:
-    """Return True if the loader's batches adapt."""
+def _check_loader(loader: Any) -> None:
     if loader is not None and not isinstance(loader, AdaptiveDataLoader):
         raise TypeError(f"loader: {type(loader).__name__} is not an AdaptiveDataLoader; give one, or None")
     if loader is not None and (loader.guide is not None or loader.cut is not None):
         raise ValueError("loader: another training leads it, limit: one; close() that one, or make a new loader")
-    adapts = loader is not None and loader.autoscale is not None
-    if replay and not adapts:
-        raise ValueError(
-            f"replay: {len(replay)} steps, limit: 0 where batches do not adapt; give a loader on which "
-            f"autoscale_batch_size() was called"
-        )
-    return adapts

@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, NamedTuple, TypeAlias
 
+from hydra_engine import LaneSeconds
 from hydra_engine.adaptive.throughput import StepTime, ThroughputModel, ThroughputParameters
 
 # The share that older measurements of a configuration keep as one more comes.
@@ -16,14 +17,6 @@ MOST_KNOWN = 64
 
 # Devices, samples of a micro-batch, micro-batches of a device.
 Configuration: TypeAlias = "tuple[int, int, int]"
-
-
-class LaneSeconds(NamedTuple):
-    """Seconds of one step, or of one step on the average: all in all, and how long lanes of its devices worked."""
-
-    step_s: float
-    compute_s: float
-    link_s: float = 0.0
 
 
 class _Sums(NamedTuple):

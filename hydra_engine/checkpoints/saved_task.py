@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydra_engine.adaptive import Adaptation, choices_from_state
 from hydra_engine.checkpoints.checkpoint import Checkpoint
 from hydra_engine.checkpoints.snapshot import BEST, FROZEN, OPTIMIZER, STATE, WEIGHTS
 from hydra_engine.data import TaskPosition, copy_of, identical, seeded
@@ -17,11 +16,13 @@ from hydra_engine.host import BestWeights, ModelLayout, TaskOptimizer, with_aver
 from hydra_engine.tasks import (
     FAILED,
     FINISHED,
+    BatchChooser,
     Best,
     Callback,
     ModelTask,
     Retry,
     Revision,
+    StepChoice,
     TaskReport,
     is_called,
     restore_attributes,
@@ -148,9 +149,9 @@ class SavedTask:
                 f"that was saved, of which autoscale_batch_size() was {'not ' if task.adapts else ''}called"
             )
 
-    def put_adaptation(self, adaptation: Adaptation) -> None:
-        """Let a task's choices follow from what was measured before."""
-        adaptation.load_state_dict(self._state["adaptive"]["measured"])
+    def put_chooser(self, chooser: BatchChooser) -> None:
+        """Let a task's choices follow from what was learned before."""
+        chooser.load_state_dict(self._state["adaptive"]["measured"])
 
     @property
     def is_changed(self) -> bool:
@@ -227,7 +228,7 @@ class SavedTask:
         if best is not None and task.keep_best is not None:
             report.best_step, report.best_value = best["step"], best["value"]
         adaptive = state.get("adaptive")
-        report.adaptive = [] if adaptive is None else choices_from_state(adaptive["choices"])
+        report.adaptive = [] if adaptive is None else StepChoice.from_columns(adaptive["choices"])
         report.revisions = [Revision(**each) for each in state["revisions"]]
         report.retries = [Retry(**each) for each in state["retries"]]
         if not goes_on and self.over is not None:

@@ -20,13 +20,12 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from hydra_engine.adaptive import Adaptation, choices_to_state
 from hydra_engine.checkpoints.nested import losses_to_state, nested_files
 from hydra_engine.checkpoints.tensors import MovingTensor
 from hydra_engine.data import TaskPosition
 from hydra_engine.host import BestWeights, TaskOptimizer, TaskState
 from hydra_engine.system import dram
-from hydra_engine.tasks import TaskReport
+from hydra_engine.tasks import BatchChooser, StepChoice, TaskReport
 
 WEIGHTS = "weights.safetensors"
 BEST = "best.safetensors"  # those of the best step, of parameters by name
@@ -61,7 +60,7 @@ class Snapshot:
         *,
         over: str | None = None,
         best: BestWeights | None = None,
-        adaptation: Adaptation | None = None,
+        chooser: BatchChooser | None = None,
         called: Callable[[], dict[str, Any]] | None = None,
         frozen_version: int = 0,
     ) -> None:
@@ -80,7 +79,7 @@ class Snapshot:
         self._best_buffers: list[Tensor] = []
         if best is not None and best.best.step is not None:
             self._best_weights, self._best_buffers = best.tensors(), list(best.buffers)
-        self._adaptation = adaptation
+        self._chooser = chooser
         self._called = called
         self.frozen_version = frozen_version
         self._captured = threading.Event()
@@ -161,9 +160,9 @@ class Snapshot:
 
     def _rest(self, loss_parameters: dict[str, Tensor]) -> dict[str, Any]:
         report, num, adaptive = self._report, self._num_validations, None
-        if self._adaptation is not None:  # the choices so far, and what the next ones follow from
-            choices = choices_to_state(report.adaptive[: self.steps])
-            adaptive = {"choices": choices, "measured": self._adaptation.state_dict()}
+        if self._chooser is not None:  # the choices so far, and what the next ones follow from
+            choices = StepChoice.to_columns(report.adaptive[: self.steps])
+            adaptive = {"choices": choices, "measured": self._chooser.state_dict()}
         return {
             "steps": self.steps,
             "over": self.over,

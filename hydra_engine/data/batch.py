@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hydra_engine.adaptive import StepChoice
 from hydra_engine.data.draws import UserDraws
 from hydra_engine.data.memory import copy_in_dram, copy_of_array
 from hydra_engine.data.position import TaskPosition
 from hydra_engine.data.signature import Signature
 from hydra_engine.data.streams import RandomState, Stream, seeded, stream_seed
-from hydra_engine.tasks import MicroBatch, ModelTask, batch_size, split_batch
+from hydra_engine.tasks import MicroBatch, ModelTask, StepChoice, batch_size, split_batch
 from partitioners.boundary import Boundary
 from partitioners.plain_numbers import plain
 from partitioners.precision import DTYPES, cast

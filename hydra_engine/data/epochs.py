@@ -7,7 +7,6 @@ from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
-from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader, StepChoice
 from hydra_engine.data.batch import Item
 from hydra_engine.data.calls import UserCalls
 from hydra_engine.data.draws import UserDraws
@@ -25,7 +24,7 @@ from hydra_engine.data.position import (
 from hydra_engine.data.streams import RandomState, Stream
 from hydra_engine.schedule import EpochAhead, EvaluationOver
 from hydra_engine.system import begin_workers
-from hydra_engine.tasks import EMPTY_VALIDATION, ModelTask, Purpose
+from hydra_engine.tasks import EMPTY_VALIDATION, BatchChooser, GuidedLoader, ModelTask, Purpose, StepChoice
 
 _END = object()
 _WORKER_DIED = (
@@ -81,44 +80,46 @@ class _Loader:
 
 
 class Lead:
-    """Leads the loader of a task whose batches adapt: says how large each batch is to be, and when an epoch is over.
+    """Leads the loader of a task whose batches are chosen: says how large each is to be, and when an epoch is over.
 
     choice: that of the last batch; None: there was none. devices: that the next step is spread over, and the most that
     there may ever be.
     """
 
-    def __init__(self, loader: AdaptiveDataLoader, adaptation: Adaptation) -> None:
-        self._loader, self._adaptation = loader, adaptation
+    def __init__(self, loader: GuidedLoader, chooser: BatchChooser) -> None:
+        self._loader, self._chooser = loader, chooser
         self.choice: StepChoice | None = None
         self.devices = (1, 1)
         self._asked: StepChoice | None = None  # for the batch that is read
 
     @contextmanager
-    def over(self, epoch: int, passes: int | None = None) -> Iterator[None]:
-        """Have the iterator that the body opens ask here. `passes`: before the epoch began; None: it begins now."""
-        self._loader.guide = partial(self._next_size, epoch, self._loader.num_passes if passes is None else passes)
+    def over(self, epoch: int) -> Iterator[None]:
+        """Have the iterator that the body opens ask here."""
+        self._loader.guide = partial(next, self._sizes(epoch), None)
         try:
             yield
         finally:
             self._loader.guide = None
 
-    def _next_size(self, epoch: int, passes_before: int) -> int | None:
-        """Choose the size of the batch that is about to be read; None: the epoch is over."""
-        is_over = self._adaptation.is_over(self.choice, epoch)
-        if is_over is None:  # the loader has no length: an epoch is a pass
-            is_over = self._loader.num_passes > passes_before
-        self._asked = None if is_over else self._adaptation.choose(self.choice, *self.devices)
-        return None if self._asked is None else self._asked.batch_size
+    def _sizes(self, epoch: int) -> Iterator[int]:
+        """Choose the size of each batch of an epoch as it is about to be read."""
+        num_passes = self._loader.num_passes
+        while True:
+            is_over = self._chooser.is_over(self.choice, epoch)
+            if self._loader.num_passes > num_passes if is_over is None else is_over:
+                return
+            self._asked = self._chooser.choose(self.choice, *self.devices)
+            yield self._asked.batch_size
 
     def given(self) -> StepChoice:
         """Return the choice as the batch has come out: at the end of the data it may be smaller."""
         assert self._asked is not None
-        self.choice = self._adaptation.given(self._asked, self._loader.last_size)
+        self.choice = self._chooser.given(self._asked, self._loader.last_size)
         return self.choice
 
     def apart(self) -> StepChoice:
         """Return a choice for a batch that was read for a plan."""
-        return self._adaptation.sized(self._adaptation.choose(self.choice, *self.devices), self._loader.last_size)
+        return self._chooser.sized(self._chooser.choose(self.choice, *self.devices), self._loader.last_size)
 
 
 # More than 15 attributes: five say where the task stands, which each item may move together.
@@ -136,13 +137,14 @@ class Epochs:
         calls: UserCalls,
         stream: Stream,
         start: TaskPosition | None,
-        adaptation: Adaptation | None,
+        chooser: BatchChooser | None,
         *,
         keeps: bool,
     ) -> None:
-        """`start`: it goes on from there. keeps: items say where the task stands. adaptation: chooses batch sizes."""
+        """`start`: it goes on from there. keeps: items say where the task stands. chooser: of batch sizes."""
         self._task = task
-        self.lead = None if adaptation is None else Lead(task.adaptive_loader, adaptation)
+        loader = task.dataloader
+        self.lead = Lead(loader, chooser) if chooser is not None and isinstance(loader, GuidedLoader) else None
         if self.lead is not None and start is not None:
             self.lead.choice = start.choice
         self._name = name
@@ -183,7 +185,7 @@ class Epochs:
         """Give (inputs, target) of an epoch for a plan, read on a copy of the stream: training reads the same."""
         stream = Stream(self.stream.state)
         loader = self._training.loader
-        put_back, place = putting_back(loader), loader.state_dict() if isinstance(loader, AdaptiveDataLoader) else None
+        put_back, place = putting_back(loader), loader.state_dict() if isinstance(loader, GuidedLoader) else None
         if place is not None:
             loader.begin_anew()
         try:
@@ -279,7 +281,7 @@ class Epochs:
 
     def _epoch_start(self, num_steps: int) -> EpochStart | None:
         """Return the states that an epoch is about to begin with, if positions are kept."""
-        if num_steps == 0 and isinstance(self._task.dataloader, AdaptiveDataLoader):
+        if num_steps == 0 and isinstance(self._task.dataloader, GuidedLoader):
             self._task.dataloader.begin_anew()  # wherever another task, or a plan, has left it
         if not self._keeps_positions:
             return None
@@ -298,7 +300,7 @@ class Epochs:
             message = restore_between(validation, self.stream, start.validation, was_open=was_open)
             told += [] if message is None else [message]
         self._unread = numbers_of(self._training.loader)
-        with nullcontext() if self.lead is None else self.lead.over(start.epoch, start.loader.own["passes"]):
+        with nullcontext() if self.lead is None else self.lead.over(start.epoch):
             iterator, messages = restore(self._training.loader, self.stream, start.loader)
         self._held = kept_iterators(self._training.loader) if start.loader.keeps_iterator else []
         self._training.draws.resumed(start.loader.start.random, self.stream.state)

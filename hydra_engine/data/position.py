@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # what loaders keep has no public class
 
-from hydra_engine.adaptive import AdaptiveDataLoader, StepChoice
 from hydra_engine.data.generators import contents, held_by, num_workers_of, same_states, set_states, states_of
 from hydra_engine.data.streams import RandomState, Stream, capture, copied, install, installed, random_from_state
 from hydra_engine.system import begin_workers
+from hydra_engine.tasks import GuidedLoader, StepChoice, from_json, to_json
 
 _MISSING = object()
 _NUMBERS = (bool, int, float)
@@ -101,7 +101,7 @@ def position_of(
     unread: `numbers_of` before the first batch of all.
     """
     own = None
-    if isinstance(loader, AdaptiveDataLoader):  # whose states hold nothing that changes
+    if isinstance(loader, GuidedLoader):  # whose states hold nothing that changes
         own = loader.state_dict()
     elif _is_stateful(loader):
         own = copied(loader.state_dict())
@@ -236,7 +236,7 @@ def _traits(loader: Any) -> dict[str, Any]:
     inner = next((each for each in (loader, *held_by(loader)) if isinstance(each, DataLoader)), None)
     if isinstance(loader, (list, tuple)):
         found["length"] = len(loader)
-    if inner is None or isinstance(inner, AdaptiveDataLoader):  # whose batch size is a choice
+    if inner is None:
         return found
     batches = inner.sampler if inner.batch_sampler is None else inner.batch_sampler
     found |= {"batch_size": getattr(batches, "batch_size", inner.batch_size)}
@@ -469,14 +469,12 @@ class TaskPosition:
 
     def to_state(self) -> dict[str, Any]:
         """Return it as a nested state, which a checkpoint takes."""
-        choice = None if self.choice is None else self.choice.to_state()
-        return {**vars(self), "loader": self.loader.to_state(), "choice": choice}
+        return {**vars(self), "loader": self.loader.to_state(), "choice": to_json(self.choice)}
 
     @classmethod
     def from_state(cls, saved: Mapping[str, Any]) -> TaskPosition:
-        choice = saved.get("choice")
-        loader = LoaderPosition.from_state(saved["loader"])
-        return cls(**{**saved, "loader": loader, "choice": None if choice is None else StepChoice.from_state(choice)})
+        loader, choice = LoaderPosition.from_state(saved["loader"]), from_json(StepChoice | None, saved.get("choice"))
+        return cls(**{**saved, "loader": loader, "choice": choice})
 
 
 class Beginning(NamedTuple):

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hydra_engine.adaptive import Adaptation
 from hydra_engine.data.batch import Batch, Item, Splitter, pair_bytes
 from hydra_engine.data.calls import LeftBehind, UserCalls
 from hydra_engine.data.draws import drawing_apart
@@ -24,7 +23,7 @@ from hydra_engine.data.position import TaskPosition
 from hydra_engine.data.streams import RandomState, Stream, seeded
 from hydra_engine.errors import LoaderTimeout
 from hydra_engine.schedule import BatchReady, DataEnded, DataFailed, EpochAhead, EvaluationOver, Event
-from hydra_engine.tasks import ModelTask, Purpose
+from hydra_engine.tasks import BatchChooser, ModelTask, Purpose
 
 # A user's loader that does not return is left behind: its thread is a daemon.
 JOIN_S = 10.0
@@ -45,23 +44,23 @@ class Reader:
         start: TaskPosition | None = None,
         begin_epoch: Callable[[int, Stream], None] | None = None,
         max_devices: int = 1,
-        adaptation: Adaptation | None = None,
+        chooser: BatchChooser | None = None,
     ) -> None:
         """`keeps_positions`: batches say where the task stands. `start`: it goes on from there.
 
         begin_epoch: called before an epoch's iterator is opened for the sample; for later ones `EpochAhead` is said,
         and after evaluations `EvaluationOver`. None: the task has no callbacks.
-        max_devices: that batches are split for, with `max_device_batch`. adaptation: chooses batches that adapt.
+        max_devices: that batches are split for, with `max_device_batch`. chooser: of batch sizes.
         """
         self._task = task
         self._max_devices = max_devices
-        self.adaptation = adaptation
+        self.chooser = chooser
         self._name = name
         self._is_resumed = start is not None and start.num_steps > 0
         self._begin_epoch = begin_epoch
         self._calls = UserCalls(name, task.loader_timeout_s)
         stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
-        self._epochs = Epochs(task, name, self._calls, stream, start, adaptation, keeps=keeps_positions)
+        self._epochs = Epochs(task, name, self._calls, stream, start, chooser, keeps=keeps_positions)
         self._splitter = Splitter(task, name, max_devices)
         self.num_micro_batches: Callable[[], int] = lambda: 1  # that a training batch is split into, as things stand
         self._pending: Item | BaseException | None = None  # read and not given yet; or what reading the first raised
@@ -148,9 +147,11 @@ class Reader:
         return largest
 
     def split_sample(self, num_micro_batches: int) -> None:
-        """Split the first batch of an adaptive task into more micro-batches than were chosen: these do not fit."""
+        """Split the first batch into more micro-batches than were chosen, of which none is to be larger from now on."""
         first = self._sample_item()
+        assert self.chooser is not None
         assert first.choice is not None
+        self.chooser.limit(-(-first.choice.batch_size // num_micro_batches))
         found = first._replace(choice=replace(first.choice, micro_batches=num_micro_batches))
         if self._largest is None:
             self._pending = found
@@ -160,10 +161,10 @@ class Reader:
     # -- batches
 
     def in_smaller_pieces(self, batch: Batch) -> Batch:
-        """The same batch of an adaptive task in smaller micro-batches: a device has no room for these."""
-        assert self.adaptation is not None
+        """The same batch in smaller micro-batches, as is chosen: a device has no room for these."""
+        assert self.chooser is not None
         assert batch.choice is not None
-        return self.split_again(replace(batch, choice=self.adaptation.smaller(batch.choice)), batch.accumulation_steps)
+        return self.split_again(replace(batch, choice=self.chooser.smaller(batch.choice)), batch.accumulation_steps)
 
     def split_again(self, batch: Batch, num_micro_batches: int) -> Batch:
         """The same batch in another number of micro-batches. Raises ValueError where that draws otherwise."""
@@ -267,7 +268,10 @@ class Reader:
         except BaseException:
             self._pending, stream.state = item, read
             raise
-        return BatchReady(self._name, batch.step, batch.training), batch
+        num_left = None
+        if self.chooser is not None and batch.choice is not None:
+            num_left = self.chooser.steps_left(batch.choice, self._task.epochs)
+        return BatchReady(self._name, batch.step, batch.training, num_left=num_left), batch
 
     def _hand_over(self, report: Callable[[Any], None], answer: Any, batch: Batch | None) -> None:
         if batch is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from hydra_engine.devices.cuda import KNOWN_NAMES, CudaDevice
 from hydra_engine.devices.device import DeviceSpec
@@ -16,6 +16,7 @@ from hydra_engine.devices.emulated import EmulatedDevice
 from hydra_engine.devices.page_locked import PageLocked
 from hydra_engine.schedule import Quota
 from hydra_engine.system import HostMemory
+from hydra_engine.tasks import ModelTask
 from partitioners.plain_numbers import plain
 
 
@@ -234,16 +235,6 @@ class DevicePool:
         return 1 + max((each.index for each in self._members.values()), default=-1)
 
 
-class Asking(Protocol):
-    """Options of a task that say which devices it may have."""
-
-    name: str | None
-    group: str | None
-    min_devices: int
-    max_devices: int | None
-    preemptible: bool
-
-
 class Quotas:
     """Quotas of an orchestrator's groups. A task without a group is in one that has no quota, with all others like it.
 
@@ -257,9 +248,9 @@ class Quotas:
     def __init__(
         self,
         quotas: object,
-        tasks: Iterable[Asking],
+        tasks: Iterable[ModelTask],
         num_devices: Callable[[], int],
-        not_over: Callable[[], Iterable[Asking]],
+        not_over: Callable[[], Iterable[ModelTask]],
     ) -> None:
         if not (quotas is None or isinstance(quotas, Mapping)):
             raise TypeError(f"quotas: {quotas!r} maps no groups to numbers of devices; give {{'a': 2, 'b': 2}}")
@@ -272,7 +263,7 @@ class Quotas:
             self._check_total(group, found, self._quotas)
         tasks = list(tasks)
         self._num_tasks = Counter(getattr(task, "group", None) for task in tasks)  # by group
-        self._coming: list[Asking] = []  # being planned, and not in the orchestrator yet
+        self._coming: list[ModelTask] = []  # being planned, and not in the orchestrator yet
         self._changing = threading.Lock()
         for task in tasks:
             self._check(task, self.of(task))
@@ -283,11 +274,11 @@ class Quotas:
                 f"give add_task(quota=) with its first one"
             )
 
-    def of(self, task: Asking) -> Quota | None:
+    def of(self, task: ModelTask) -> Quota | None:
         return self._quotas.get(task.group)
 
     @contextmanager
-    def coming(self, task: Asking, quota: object) -> Iterator[None]:
+    def coming(self, task: ModelTask, quota: object) -> Iterator[None]:
         """Check a task that comes, and take in the quota of its group, if it brings one; not where the body raises."""
         with self._changing:
             brought = None if quota is None else self._brought(task, quota)
@@ -311,7 +302,7 @@ class Quotas:
             with self._changing:
                 self._coming.remove(task)
 
-    def _brought(self, task: Asking, quota: object) -> Quota:
+    def _brought(self, task: ModelTask, quota: object) -> Quota:
         """Return the quota of a group that comes with a task."""
         if not self.are_given or task.group is None or task.group in self._quotas:
             raise ValueError(
@@ -320,7 +311,7 @@ class Quotas:
             )
         return self._checked(task.group, quota)
 
-    def _check(self, task: Asking, quota: Quota | None) -> None:
+    def _check(self, task: ModelTask, quota: Quota | None) -> None:
         """Refuse a task of a group without a quota, and one that could never begin; `quota`: of its group."""
         if task.group is not None and quota is None:
             raise ValueError(
@@ -372,5 +363,5 @@ def _known(quotas: Iterable[str | None]) -> str:
     return ", ".join(map(repr, quotas)) or "no group"
 
 
-def _name(task: Asking) -> str:
+def _name(task: ModelTask) -> str:
     return "a task" if task.name is None else f"task {task.name!r}"

@@ -17,5 +17,5 @@ from hydra_engine.host.optimizer import (
     with_averages,
 )
 from hydra_engine.host.pool import NUM_LOANS, BestWeights, BorrowedPool, HostPool, LentWeights, kept_pools
-from hydra_engine.host.staging import WHOLE, BuffersChanged, NormGroups, StepParts, step_measures
+from hydra_engine.host.staging import WHOLE, BuffersChanged, NormGroups, StepParts, square_norms, step_measures
 from hydra_engine.host.state import AttributeChanges, Cut, Observed, Region, TaskState, Wanted, layout_of, share_out

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hydra_engine.adaptive import StepMeasures, square_norms
 from hydra_engine.data import NO_BATCH, RandomState, Signature, place_in_dram, residue, same_bits
 from hydra_engine.host.layout import Shard, Slot
 from hydra_engine.schedule import part_ranges
+from hydra_engine.tasks import StepMeasures
 from partitioners.boundary import Boundary
 
 Gradients: TypeAlias = "Mapping[int, Tensor | None]"  # by slot; None: it received none
@@ -27,6 +27,11 @@ Copy: TypeAlias = "Callable[[Tensor, Tensor], None]"  # target and source
 
 # In the place of a micro-batch: of the whole step.
 WHOLE = -1
+# On a CPU, torch adds up a tensor's squares in few float32 numbers: for 20 million elements the sum is 0.2 % too small.
+# Norms of blocks of this many elements keep four to six digits, and take 1.5 times as long. Other devices use blocks by
+# themselves.
+CPU_BLOCK = 65_536
+COMPUTE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 NONE: Mapping[int, Any] = MappingProxyType({})
 
 
@@ -276,7 +281,44 @@ def _place(old: Tensor | None, new: Tensor, place_for: Place) -> Tensor:
     return old if is_there and same_bits(old, new) else place_for(new)
 
 
-# -- norms of gradients, of adaptive tasks
+# -- norms of gradients, of tasks whose batches are chosen
+
+
+@torch.no_grad()
+def square_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the tensors' squared norms, as a float64 tensor without dimensions. It is 0 for no tensors.
+
+    There is one call per device and dtype, and nothing waits for a device. (Only a sparse tensor whose indices repeat
+    waits: its duplicates are added first.) Tensors of 16 bits are squared in float32. With tensors on several devices,
+    the sum is on that of the first.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        values = _values(tensor)
+        of_group = groups.setdefault((values.device, values.dtype), [])
+        if values.device.type == "cpu" and values.numel() > CPU_BLOCK and values.is_contiguous():
+            of_group.extend(torch.split(values.view(-1), CPU_BLOCK))
+        else:
+            of_group.append(values)
+    if not groups:
+        return torch.zeros((), dtype=torch.float64)
+    device = next(iter(groups))[0]
+    sums = [_sum_of_squares(each, COMPUTE.get(dtype, dtype)).to(device) for (_, dtype), each in groups.items()]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor that may differ from 0, each once."""
+    if tensor.layout == torch.strided:
+        return tensor
+    if tensor.layout == torch.sparse_coo:
+        return tensor.coalesce().values()
+    return tensor.values()
+
+
+def _sum_of_squares(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    norms = torch._foreach_norm(tensors, 2, dtype=dtype)
+    return torch.stack(list(norms)).double().square().sum()
 
 
 class NormGroups(NamedTuple):

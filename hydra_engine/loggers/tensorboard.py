@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hydra_engine import StepReport, TaskStart, ValidationReport
-from hydra_engine.loggers.files import FileLogger
-from hydra_engine.loggers.folders import file_name, set_aside
+from hydra_engine.loggers.files import FileLogger, file_name, set_aside
 
 # A record of an event file: its bytes, and this much for their number and checksums (the TFRecord format).
 FRAME_BYTES = 16

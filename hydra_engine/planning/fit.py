@@ -123,7 +123,7 @@ def _make_room(
     if finer is not None:
         state.cut_at(finer)
         return batch, costs
-    why_not = _why_not_split(state, batch, may_split)
+    why_not = _why_not_split(state, reader, batch, may_split)
     if why_not is not None:
         text, remedy = _message(state, batch, costs, room, misfit, why_not[0]), why_not[1]
         raise ShardDoesNotFit(f"{text}; {remedy}use a device with more memory, or smaller batches") from misfit.error
@@ -201,15 +201,16 @@ def _count(state: TaskState, training: bool, inputs: Any, target: Any) -> Sequen
             return None
 
 
-def _why_not_split(state: TaskState, batch: Batch, may_split: bool) -> tuple[str, str] | None:
+def _why_not_split(state: TaskState, reader: Reader, batch: Batch, may_split: bool) -> tuple[str, str] | None:
     """Why a batch cannot be in more micro-batches, and a remedy, if there is one; None when it can."""
     if len(batch.micro_batches) >= batch.num_samples:
         return f"a batch of {batch.num_samples} samples is in {len(batch.micro_batches)} micro-batches already", ""
     if not batch.training:
         return None
     if batch.choice is not None:
-        is_fixed = batch.choice.step < len(state.task.replay)
-        return ("replay= fixes the number of micro-batches", "") if is_fixed else None
+        assert reader.chooser is not None
+        why = reader.chooser.fixed_because(batch.choice.step)
+        return None if why is None else (why, "")
     if state.observed.draws_outside_torch:
         return "a layer draws from `random` or `numpy.random`, which micro-batches would do in another order", ""
     if state.shares_changed_buffer():

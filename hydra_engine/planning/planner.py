@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.adaptive import Adaptation
 from hydra_engine.capture import Uncut, UsesNotCarried
 from hydra_engine.checkpoints import SavedTask
 from hydra_engine.data import ALIGNMENT_BYTES, Batch, Beginning, Reader, Stream, UserDraws, capture, installed
@@ -58,7 +57,17 @@ from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
 from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
 from hydra_engine.system import HostThreads, dram
-from hydra_engine.tasks import FINISHED, ModelTask, Purpose, TaskPlan, TaskReport, is_adaptive, plain_attributes
+from hydra_engine.tasks import (
+    FINISHED,
+    BatchChooser,
+    GuidedLoader,
+    ModelTask,
+    Purpose,
+    TaskPlan,
+    TaskReport,
+    chooses,
+    plain_attributes,
+)
 from partitioners import (
     STATED_RATES,
     Budget,
@@ -418,20 +427,20 @@ class PlannedTask:
             saved.put_callbacks(task.callbacks, *self.roots)
         # About what they drew, weights that lose what they learn, and settings that do not count.
         self.doubts: list[str] = [] if saved is None else [*saved.messages]
-        self.adaptation: Adaptation | None = None
-        if task.adapts:
+        if task.purpose is Purpose.TRAIN and task.adapts != chooses(task.dataloader):
+            raise ValueError(
+                f"{name}: its loader began, or ceased, to have batches chosen once the task was made, which fixed its "
+                f"plan; call autoscale_batch_size() and the like before ModelTask(...)"
+            )
+        self.chooser: BatchChooser | None = None
+        if task.adapts and isinstance(task.dataloader, GuidedLoader):
             try:
-                self.adaptation = Adaptation.of(task.adaptive_loader, task.replay)
+                self.chooser = task.dataloader.chooser()
                 if saved is not None:
-                    saved.put_adaptation(self.adaptation)
+                    saved.put_chooser(self.chooser)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
-        if task.purpose is Purpose.TRAIN and task.adapts != is_adaptive(task.dataloader):
-            raise ValueError(
-                f"{name}: autoscale_batch_size() was called once the task was made, which fixed its plan; call it "
-                f"before ModelTask(...)"
-            )
-        self.speedups: tuple[float, ...] = ()  # of an adaptive task, on 1, 2, ... devices, as measured
+        self.speedups: tuple[float, ...] = ()  # of a task whose batches are chosen, on 1, 2, ... devices, as predicted
         self._beginning, self.keeps_positions = beginning, keeps_positions
         start = None if beginning is None else beginning.position
         # Not a method: the two would hold each other.
@@ -439,7 +448,7 @@ class PlannedTask:
         self.reader = Reader(
             task,
             name,
-            adaptation=self.adaptation,
+            chooser=self.chooser,
             keeps_positions=keeps_positions,
             start=start if saved is None else saved.position,
             begin_epoch=begin_epoch if task.callbacks else None,
@@ -524,9 +533,9 @@ class PlannedTask:
 
     @property
     def spreads(self) -> tuple[Spread, ...]:
-        """How a step is spread over 1, 2, ... devices; of an adaptive task, over as many as it is known for."""
+        """How a step is spread over 1, 2, ... devices; where batches are chosen, over as many as it is known for."""
         spreads = self.spreading.spreads
-        if self.adaptation is None:
+        if self.chooser is None:
             return spreads
         known = self.speedups or (1.0,)
         told = [spread._replace(speedup=speedup) for spread, speedup in zip(spreads, known, strict=False)]
@@ -644,9 +653,9 @@ class PlannedTask:
 
     def spread_over(self, devices: Sequence[DeviceSpec], num_micro_batches: int) -> None:
         """Predict how a step of so many micro-batches is best spread over 1, 2, ... of these devices."""
-        if self.adaptation is not None:  # it has as many micro-batches as it has devices
+        if self.chooser is not None:  # it has as many micro-batches as it has devices
             num_micro_batches = max(num_micro_batches, len(devices))
-            self.speedups = self.adaptation.speedups(len(devices))  # of a task that goes on
+            self.speedups = self.chooser.speedups(len(devices))  # of a task that goes on
         self.spreading, self.num_micro_batches = Spreading(), num_micro_batches
         pool = self.state.pool
         beside_bytes = 0 if pool.is_open else self.training_bytes - pool.kept_bytes
@@ -659,13 +668,13 @@ class PlannedTask:
 
     def can_be_wider(self, num_devices: int) -> bool:
         """Return True if its steps may be spread over so many devices, and it is not known yet how."""
-        most = num_devices if self.adaptation is not None else min(self.num_micro_batches, num_devices)
+        most = num_devices if self.chooser is not None else min(self.num_micro_batches, num_devices)
         return self.task.purpose is Purpose.TRAIN and most > self._most_devices
 
     def wider(self, devices: Sequence[DeviceSpec]) -> Spreading:
         """Predict how a step is best spread over these devices, of which there are more than before."""
         self._most_devices = len(devices)
-        if self.adaptation is not None:
+        if self.chooser is not None:
             self.num_micro_batches = max(self.num_micro_batches, len(devices))
         return self.estimate.spreading(devices, self.num_micro_batches, 0, self._limit)
 
@@ -844,8 +853,9 @@ class Planner:
         if together is not None and is_open:  # any other number is the user's, and with it the bits
             number = together.num_micro_batches
         # A validation computes such a batch in parts, and so do evaluations and predictions.
-        adaptation = None if task.replay else self._planned.adaptation
-        may_split = is_auto or adaptation is not None or not self._trains
+        chooser, first = self._planned.chooser, self._sample().choice
+        is_chosen = chooser is not None and first is not None and chooser.fixed_because(first.step) is None
+        may_split = is_auto or is_chosen or not self._trains
         while True:
             try:
                 self.cut(number)
@@ -854,10 +864,8 @@ class Planner:
                 if together is not None or not may_split or number >= num_samples:
                     raise ShardDoesNotFit(f"{self._planned.name}: {self._remedied(error)}") from error
                 number *= 2
-                if adaptation is not None:  # the first batch is split, and none may be larger than its parts
-                    num_parts = min(number, num_samples)
-                    adaptation.limit(-(-task.adaptive_loader.batch_size // num_parts))
-                    self._planned.reader.split_sample(num_parts)
+                if is_chosen:
+                    self._planned.reader.split_sample(min(number, num_samples))
         step_s = self.decide()
         if is_open and self._trains and together is None:
             self._raise_number(step_s)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hydra_engine.adaptive import AdaptiveDataLoader
 from hydra_engine.planning.planner import PlannedTask
+from hydra_engine.tasks import GuidedLoader
 
 
 def check_sharing(planned: Sequence[PlannedTask]) -> None:
@@ -80,5 +80,5 @@ def _moved_by_reading(loader: object) -> Iterator[object]:
     for holder in (loader, getattr(loader, "sampler", None)):
         if (generator := getattr(holder, "generator", None)) is not None:
             yield generator
-    if getattr(loader, "persistent_workers", False) or isinstance(loader, (AdaptiveDataLoader, Iterator)):
+    if getattr(loader, "persistent_workers", False) or isinstance(loader, (GuidedLoader, Iterator)):
         yield loader

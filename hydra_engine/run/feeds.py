@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from hydra_engine.adaptive import Adaptation, AdaScale, rule_for
+from torch.optim import Optimizer
+
 from hydra_engine.devices import DeviceSpec, OpenDevice, Promise, Quotas, host_memory
 from hydra_engine.errors import DeviceLost, LoaderTimeout
 from hydra_engine.host import BestWeights, NormGroups, TaskOptimizer
@@ -52,7 +53,7 @@ from hydra_engine.schedule import (
     TaskAdded,
     TaskStopped,
 )
-from hydra_engine.tasks import STOPPED, Best, Purpose
+from hydra_engine.tasks import STOPPED, BatchChooser, Best, Purpose
 
 # Tasks of a run's beginning wait for each other's set-up no longer than this.
 FIRST_S = 1.0
@@ -79,12 +80,8 @@ class Feeds:
         task = self._common.tasks[event.task]
         batch = task.feed.next_batch = task.planned.reader.take()
         self._look_ahead(task)
-        adaptation, num_left = task.planned.adaptation, None
-        if adaptation is not None and batch.choice is not None:
-            num_left = adaptation.steps_left(batch.choice, task.planned.task.epochs)
         is_spread = task.may_spread and len(task.planned.spreading.spreads) > 1
         return self.has_answered(event)._replace(
-            num_left=num_left,
             has_to_fit=has_to_fit(task.state, batch, is_spread=is_spread),
             num_micro_batches=len(batch.micro_batches) if batch.training else 1,
         )
@@ -487,8 +484,8 @@ class Joining:
                 optimizer = TaskOptimizer(planned.task, planned.layout, has_ieee_roots=state.homes.has_ieee_roots)
             if planned.saved is not None:
                 planned.doubts += planned.saved.put_optimizer(optimizer)
-            if planned.adaptation is not None:
-                self._adapt(task, planned.adaptation, optimizer)
+            if planned.chooser is not None:
+                self._begin_to_choose(task, planned.chooser, optimizer.optimizer)
             if planned.task.keep_best is not None:
                 best = Best(by=planned.task.keep_best, direction=planned.task.best, epoch_first=planned.report.steps)
                 task.figures.best = BestWeights(state.pool, best)
@@ -498,33 +495,25 @@ class Joining:
         task.lend(self._workers.refresh)
         return optimizer, num_steps
 
-    def _adapt(self, task: RunningTask, adaptation: Adaptation, optimizer: TaskOptimizer) -> None:
-        """Measure gradients by the optimizer's groups, and time steps."""
-        planned, state, groups = task.planned, task.state, optimizer.optimizer.param_groups
-        if not all("lr" in group for group in groups):
-            raise ValueError(
-                f"{task.name}: {type(optimizer.optimizer).__name__} has no learning rate 'lr' in its groups, limit: "
-                f"one in each, which batches that adapt scale; choose another optimizer, or leave autoscale_batch_size "
-                f"out"
-            )
-        usual = rule_for(optimizer.optimizer)
-        grows = planned.task.loss_reduction == "sum" and isinstance(usual, AdaScale)
+    def _begin_to_choose(self, task: RunningTask, chooser: BatchChooser, optimizer: Optimizer) -> None:
+        """Measure gradients by the optimizer's groups, and time steps, for the chooser of batches."""
+        planned, state = task.planned, task.state
         try:
-            adaptation.begin(planned.task.scaling_rule or usual, len(groups), gradients_grow=grows)
+            chooser.begin(optimizer, sums_losses=planned.task.loss_reduction == "sum")
         except ValueError as error:
             raise ValueError(f"{task.name}: {error}") from error
-        state.norm_groups = NormGroups.of_optimizer(optimizer.optimizer, state.layout.trainable_slots())
+        state.norm_groups = NormGroups.of_optimizer(optimizer, state.layout.trainable_slots())
         links = [spec.ceilings() for spec in self._workers.spreading()]
         up, down = min(each.both_up_bytes_per_s for each in links), min(each.both_down_bytes_per_s for each in links)
         task.clock = StepClock(self._common.trace, task.name, up, down)
 
     def _count_room(self, task: RunningTask) -> None:
-        """Bound the batches of an adaptive task by what fits the devices and DRAM. No user code, and slow for it."""
-        planned, state, adaptation = task.planned, task.state, task.planned.adaptation
-        if adaptation is not None and not planned.task.replay:
+        """Bound batches that are chosen by what fits the devices and DRAM. No user code, and slow for it."""
+        planned, state, chooser = task.planned, task.state, task.planned.chooser
+        if chooser is not None:
             sample = planned.reader.sample()
-            adaptation.limit(largest_micro_batch(state, sample, self._workers.room, adaptation.most))
-            adaptation.limit_batch(planned.most_samples(sample.num_samples))
+            most = largest_micro_batch(state, sample, self._workers.room, chooser.most)
+            chooser.limit(most, planned.most_samples(sample.num_samples))
 
     # -- from the thread that decides
 

@@ -12,7 +12,6 @@ from heapq import heappop, heappush
 
 import torch
 
-from hydra_engine.adaptive import STEPS_BETWEEN, StepChoice, StepMeasures
 from hydra_engine.checkpoints import LOST
 from hydra_engine.devices import DeviceSpec
 from hydra_engine.errors import CheckpointError, DeviceOutOfMemory, NonFiniteLoss
@@ -39,7 +38,7 @@ from hydra_engine.schedule import (
     Update,
 )
 from hydra_engine.system import return_free_memory, warn
-from hydra_engine.tasks import AGAIN, Purpose
+from hydra_engine.tasks import AGAIN, Purpose, StepChoice, StepMeasures
 
 # Of a lone task's time may go by in waiting for updates before a message says so.
 MOST_WAITED = 0.05
@@ -159,7 +158,7 @@ class HostWork:
             state.measured.unit_s = shared_out(old_s, old.shards, state.cut.shards)
             task.figures.revise(str(error) if unit is not None else "a batch of a larger shape came")
         number = len(step.batch.micro_batches) if step.batch.training else planned.num_micro_batches
-        is_new_number = planned.adaptation is None and number != planned.num_micro_batches
+        is_new_number = planned.chooser is None and number != planned.num_micro_batches
         if is_other or was_part or is_new_number:
             specs = self._workers.spreading()
             planned.spread_over(specs if task.may_spread else specs[:1], number)
@@ -483,20 +482,18 @@ def _learned(task: RunningTask, measures: StepMeasures | None, put: Callable[[Ev
 
     Return the step's own choice with its seconds, of an adaptive task.
     """
-    adaptation, choice, planned, clock = task.planned.adaptation, task.batch.choice, task.planned, task.clock
-    if adaptation is None or choice is None or clock is None:
+    chooser, choice, planned, clock = task.planned.chooser, task.batch.choice, task.planned, task.clock
+    if chooser is None or choice is None or clock is None:
         return None
     parts = task.state.staging.parts
     num_devices = 1 if parts is None else len(parts.ranges)
-    if measures is not None:
-        adaptation.measured(measures)
     seconds = clock.end(num_devices=num_devices)
-    adaptation.timed(choice, seconds, num_devices)
     most = len(planned.spreading.spreads)
-    is_due = choice.step % STEPS_BETWEEN == 0
-    if most > 1 and is_due and (speedups := adaptation.speedups(most)) != planned.speedups:
-        planned.speedups = speedups
-        put(SpreadsKnown(task.name, planned.spreads))
+    if chooser.learn(choice, seconds, num_devices, measures) and most > 1:
+        speedups = chooser.speedups(most)
+        if speedups != planned.speedups:
+            planned.speedups = speedups
+            put(SpreadsKnown(task.name, planned.spreads))
     return replace(choice, seconds=seconds)
 
 

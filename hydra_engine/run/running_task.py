@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hydra_engine.adaptive import LaneSeconds
 from hydra_engine.checkpoints import Snapshot
 from hydra_engine.data import Batch, RandomState, TaskPosition, copied
 from hydra_engine.errors import DeviceFailed, DeviceLost, LoaderTimeout, PauseTask, StopTask
@@ -44,6 +43,7 @@ from hydra_engine.tasks import (
     Best,
     Evaluation,
     EvaluationMeans,
+    LaneSeconds,
     Purpose,
     Retry,
     Revision,
@@ -608,10 +608,10 @@ class RunningTask:
     def stage(self, num_parts: int = 1, *, in_sums: bool = True) -> None:
         """Set the batch in progress before its first unit, spread over so many devices."""
         batch = self.batch
-        if self.planned.adaptation is not None and batch.choice is not None:
+        if self.planned.chooser is not None and batch.choice is not None:
             assert self.optimizer is not None
             assert self.step is not None
-            choice = self.planned.adaptation.factored(batch.choice)
+            choice = self.planned.chooser.factored(batch.choice)
             self.step.batch = batch = replace(batch, choice=choice)
             self.optimizer.factors = choice.factors
         if self.clock is not None:

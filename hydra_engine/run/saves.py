@@ -188,7 +188,7 @@ class Saves:
             saver.count,
             over=over,
             best=task.figures.best,
-            adaptation=task.planned.adaptation,
+            chooser=task.planned.chooser,
             called=task.called if task.planned.task.callbacks else None,
             frozen_version=task.state.pool.frozen_version,
         )

@@ -1,18 +1,21 @@
 """The things that a user gives and gets: tasks, callbacks, reports."""
 
-from hydra_engine.tasks.best import TRAINING_LOSS, VALIDATION_LOSS, Best
 from hydra_engine.tasks.callback import Callback, is_called
+from hydra_engine.tasks.chooser import BatchChooser, GuidedLoader, LaneSeconds, StepChoice, StepMeasures
 from hydra_engine.tasks.evaluation import EvaluationMeans, EvaluationTask, joined, joined_outputs, uneven
 from hydra_engine.tasks.logger import Logger, StepReport, TaskStart, ValidationReport, checked_loggers
 from hydra_engine.tasks.model import Model, OneLayer, switch_off_checkpointing, uncompiled
 from hydra_engine.tasks.model_watch import ModelWatch, plain_attributes, restore_attributes
-from hydra_engine.tasks.options import EMPTY_VALIDATION, check_optimizer_needs_no_closure, is_adaptive
+from hydra_engine.tasks.options import EMPTY_VALIDATION, check_optimizer_needs_no_closure, chooses
 from hydra_engine.tasks.report import (
     AGAIN,
     FAILED,
     FINISHED,
     PAUSED,
     STOPPED,
+    TRAINING_LOSS,
+    VALIDATION_LOSS,
+    Best,
     CheckpointReport,
     DeviceReport,
     Evaluation,
@@ -25,6 +28,7 @@ from hydra_engine.tasks.report import (
     duration,
     table,
 )
+from hydra_engine.tasks.report_file import from_json, to_json
 from hydra_engine.tasks.settings import SCHEDULE, Difference, differences, settings_of
 from hydra_engine.tasks.splitting import MicroBatch, batch_size, split, split_batch
 from hydra_engine.tasks.task import ModelTask, Purpose

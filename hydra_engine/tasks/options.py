@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from types import FunctionType, SimpleNamespace
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
-from hydra_engine.adaptive import AdaptiveDataLoader, ScalingRule, StepChoice
-from hydra_engine.tasks.best import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS
 from hydra_engine.tasks.callback import Callback
+from hydra_engine.tasks.chooser import GuidedLoader
 from hydra_engine.tasks.model import Model
+from hydra_engine.tasks.report import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS
 from partitioners.boundary import UnfitTensor, check_fit
 from partitioners.plain_numbers import plain
 from partitioners.precision import DTYPES
@@ -129,16 +129,6 @@ TYPES: tuple[Rule, ...] = (
         "{!r} is not an int; give a number of micro-batches, or 'auto'",
     ),
     ("max_device_batch", _or_none(_is_int), "{!r} is not an int; give a number of samples, None for no limit"),
-    (
-        "scaling_rule",
-        _or_none(_is_a(ScalingRule)),
-        "{!r} is not a ScalingRule; give AdaScale(), AdamScale(), LinearScale(), SqrtScale() or LEGWScale(...)",
-    ),
-    (
-        "replay",
-        lambda value: isinstance(value, Sequence) and all(isinstance(each, StepChoice) for each in value),
-        "{!r} is not a list of StepChoice; give another run's report.tasks[name].adaptive",
-    ),
     (
         "validation_interval",
         lambda value: isinstance(value, str) or _is_int(value),
@@ -338,7 +328,8 @@ def _conflicts(task: Any) -> Iterator[str]:
             f"max_device_batch: {most} with accumulation_steps {number!r}, limit: one of them, since each decides the "
             f"number of micro-batches; leave out one"
         )
-    yield from _adaptive_conflicts(task)
+    if chooses(task.dataloader):
+        yield from _chooser_conflicts(task)
     if task.validation is None and task.validation_interval != "epoch":
         yield f"validation_interval: {task.validation_interval} without a validation loader; give validation="
     if task.validation is None and task.metrics:
@@ -366,32 +357,17 @@ def _conflicts(task: Any) -> Iterator[str]:
         )
 
 
-def is_adaptive(loader: object) -> bool:
-    """Return True for a loader whose batch size adapts."""
-    return isinstance(loader, AdaptiveDataLoader) and loader.autoscale is not None
+def chooses(loader: object) -> bool:
+    """Return True for a loader that has its batch sizes chosen."""
+    return isinstance(loader, GuidedLoader) and loader.adapts
 
 
-def _adaptive_conflicts(task: Any) -> Iterator[str]:
-    if not is_adaptive(task.dataloader):
-        for option in (each for each in ("scaling_rule", "replay") if getattr(task, each)):
-            yield (
-                f"{option}: given with a loader whose batches stay as they are; give an AdaptiveDataLoader, and call "
-                f"its autoscale_batch_size() before the task is made"
-            )
-        return
-    loader = task.dataloader
-    low, _ = loader.autoscale.local_bsz_bounds or (1, None)
-    if low > loader.batch_size // 2:
-        yield (
-            f"dataloader: micro-batches of at least {low} samples, limit: {loader.batch_size // 2}, half of its "
-            f"batch_size, since noise shows in how two micro-batches differ; lower the bound, or raise batch_size"
-        )
-    if loader.cut is not None:
-        yield (
-            "dataloader: an AdaptiveDataParallel leads it, limit: nobody, since the engine chooses batches; give "
-            "the task a loader of its own, or call close() of the other first"
-        )
-    if task.validation is loader:
+def _chooser_conflicts(task: Any) -> Iterator[str]:
+    try:
+        task.dataloader.chooser()
+    except ValueError as error:
+        yield f"dataloader: {error}"
+    if task.validation is task.dataloader:
         yield (
             "validation: the loader that is trained on, limit: another, since this one keeps its place in its data; "
             "give validation a loader of its own"
@@ -400,10 +376,10 @@ def _adaptive_conflicts(task: Any) -> Iterator[str]:
     if number != 1:
         yield (
             f"accumulation_steps: {number!r} with batches that adapt, limit: 1, since each step has the number that is "
-            f"best for it; leave it out, and bound micro-batches by local_bsz_bounds"
+            f"chosen for it; leave it out"
         )
     if most is not None:
-        yield f"max_device_batch: {most} with batches that adapt; leave it out, and give local_bsz_bounds=(1, {most})"
+        yield f"max_device_batch: {most} with batches that adapt; leave it out, and bound those of the loader"
 
 
 def _best_conflicts(task: Any) -> Iterator[str]:

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hydra_engine.adaptive import AdaptiveDataLoader, ScalingRule, StepChoice
 from hydra_engine.tasks.callback import Callback
+from hydra_engine.tasks.chooser import GuidedLoader
 from hydra_engine.tasks.model import Model, uncompiled
 from hydra_engine.tasks.options import (
     OPTIMIZERS,
@@ -19,7 +19,7 @@ from hydra_engine.tasks.options import (
     check_parameters,
     check_trainable,
     check_validation,
-    is_adaptive,
+    chooses,
     naming_task,
     plain_values,
     splits_against,
@@ -93,9 +93,6 @@ class ModelTask(Opaque):
         grad_scaler: where the loss scale of float16 starts and how it moves; default `torch.amp.GradScaler("cpu")`.
         accumulation_steps*: micro-batches per step, or "auto": chosen by the plan. A number is kept whatever comes;
             under "auto" a batch whose step does not fit raises it from then on.
-        scaling_rule*: of the learning rate, for a `hydra_engine.adaptive.AdaptiveDataLoader` whose batch size adapts;
-            default: `AdamScale` for Adam and its variants, else `AdaScale`.
-        replay*: choices of another run's `TaskReport.adaptive`, which are made again instead of new ones.
         max_device_batch*: the loader's batch is split into micro-batches of at most so many samples, as
             `hydra_engine.split_batch` says for the most devices that the orchestrator may have. Instead of
             `accumulation_steps`.
@@ -183,8 +180,6 @@ class ModelTask(Opaque):
         grad_scaler: torch.amp.GradScaler | None = None,
         accumulation_steps: int | str = 1,
         max_device_batch: int | None = None,
-        scaling_rule: ScalingRule | None = None,
-        replay: Sequence[StepChoice] = (),
         loss_reduction: LossReduction = "mean",
         max_grad_norm: float | None = None,
         seed: int | None = None,
@@ -266,10 +261,8 @@ class ModelTask(Opaque):
         self.grad_scaler = grad_scaler
         self.accumulation_steps = accumulation_steps
         self.max_device_batch = max_device_batch
-        self.scaling_rule = scaling_rule
-        self.replay = tuple(replay)
         # As of now: its plan depends on it.
-        self.adapts = self.purpose is Purpose.TRAIN and is_adaptive(dataloader)
+        self.adapts = self.purpose is Purpose.TRAIN and chooses(dataloader)
         self.loss_reduction = loss_reduction
         self.max_grad_norm = max_grad_norm
         self.resume_options = resume_options
@@ -279,7 +272,7 @@ class ModelTask(Opaque):
         self.split: Split = split if split is not None else partial(split_batch, loss_reduction=loss_reduction)
         self.splits_by_user = split is not None or callable(loss_reduction)  # the default one calls that
         # One that keeps its place would go on where another evaluation, or task, was left.
-        self.validation = validation.plain if isinstance(validation, AdaptiveDataLoader) else validation
+        self.validation = validation.plain if isinstance(validation, GuidedLoader) else validation
         self.validation_interval = validation_interval
         self.metrics = dict(metrics or {})
         self.keep_best = keep_best
@@ -292,12 +285,6 @@ class ModelTask(Opaque):
         self.records = tuple(records)
         self.compile = compile
         self.scan_batches = scan_batches
-
-    @property
-    def adaptive_loader(self) -> AdaptiveDataLoader:
-        """The loader of a task whose batches adapt."""
-        assert isinstance(self.dataloader, AdaptiveDataLoader)
-        return self.dataloader
 
     @property
     def may_split_weights(self) -> bool:

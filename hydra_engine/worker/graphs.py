@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hydra_engine.adaptive import square_norms
 from hydra_engine.data import copy_of
-from hydra_engine.host import NormGroups, Shard, Structure
+from hydra_engine.host import NormGroups, Shard, Structure, square_norms
 from partitioners.boundary import UnfitTensor, check_fit
 from partitioners.skips import Frame
 

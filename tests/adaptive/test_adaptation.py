@@ -6,27 +6,25 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
-from hydra_engine.adaptive import (
-    Adaptation,
-    AdaScale,
-    Autoscale,
-    LaneSeconds,
-    LinearScale,
-    StepChoice,
-    StepMeasures,
-    choices_from_state,
-    choices_to_state,
-)
+from hydra_engine import LaneSeconds, StepChoice, StepMeasures
+from hydra_engine.adaptive import Adaptation, Autoscale, LinearScale
+from hydra_engine.tasks import from_json, to_json
 from tests.refused import refused
 
 INITIAL = 32
 
 
+def sgd(num_groups):
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(num_groups)], lr=0.1)
+
+
 def adaptation(most=1024, *, initial=INITIAL, replay=(), steps_per_epoch=None, num_groups=1, **limits):
-    settings = Autoscale(max_batch_size=most, **limits)
-    found = Adaptation(settings, initial, steps_per_epoch=steps_per_epoch, replay=replay)
-    found.begin(AdaScale(), num_groups)
+    settings = Autoscale(max_batch_size=most, replay=tuple(replay), **limits)
+    found = Adaptation(settings, initial, steps_per_epoch=steps_per_epoch)
+    found.begin(sgd(num_groups))
     return found
 
 
@@ -248,18 +246,18 @@ CHOICES = [
 
 def test_a_choice_is_the_same_after_json():
     for choice in CHOICES:
-        again = StepChoice.from_state(json.loads(json.dumps(choice.to_state())))
+        again = from_json(StepChoice, json.loads(json.dumps(to_json(choice))))
         assert again == choice
         assert again.seconds == choice.seconds
 
 
 def test_choices_are_the_same_after_a_checkpoint():
     begun = [replace(CHOICES[0], factors=(1.0, 1.0)), *CHOICES[1:]]
-    again = choices_from_state(choices_to_state(begun))
+    again = StepChoice.from_columns(StepChoice.to_columns(begun))
     assert again == begun
     assert [each.seconds for each in again] == [each.seconds for each in begun]
     assert all(type(each.step) is int and type(each.devices) is int for each in again)
-    assert choices_from_state(choices_to_state([])) == []
+    assert StepChoice.from_columns(StepChoice.to_columns([])) == []
 
 
 def test_what_took_how_long_makes_no_other_choice():
@@ -382,6 +380,6 @@ def test_one_micro_batch_tells_nothing_and_nor_does_what_is_not_finite():
 
 
 def test_a_rule_may_be_any():
-    found = Adaptation(Autoscale(max_batch_size=64), INITIAL)
-    found.begin(LinearScale(), 2)
+    found = Adaptation(Autoscale(max_batch_size=64, scaling_rule=LinearScale()), INITIAL)
+    found.begin(sgd(2))
     assert found.factored(replace(CHOICES[0], batch_size=64)).factors == (2.0, 2.0)

@@ -20,10 +20,10 @@ def samples(number=48, seed=0):
     return TensorDataset(inputs, torch.randint(CLASSES, (number,), generator=generator))
 
 
-def loader(data=None, batch_size=6, most=24, **options):
+def loader(data=None, batch_size=6, most=24, *, replay=(), **options):
     found = AdaptiveDataLoader(samples() if data is None else data, batch_size, **options)
     if most:
-        found.autoscale_batch_size(most)
+        found.autoscale_batch_size(most, replay=replay)
     return found
 
 
@@ -104,7 +104,7 @@ def test_time_comes_first_and_samples_second():
         nn.Sequential(Turn(), *model()), F.cross_entropy, data, lr=0.1, name="t", seed=1, epochs=3, split=along_samples
     )
     found = trained(turned)["t"].adaptive
-    plain = trained(task(loader(), epochs=3, replay=found))["t"]
+    plain = trained(task(loader(replay=found), epochs=3))["t"]
     assert [each.batch_size for each in plain.adaptive] == [each.batch_size for each in found]
     assert len(plain.losses) == len(found)
 

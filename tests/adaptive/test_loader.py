@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SubsetRandomSampler, TensorDataset
 
-from hydra_engine.adaptive import AdaptiveDataLoader, Autoscale, remaining_epochs_until
+from hydra_engine.adaptive import AdaptiveDataLoader, AdaScale, Autoscale, remaining_epochs_until
 from tests.covering import covering
 from tests.refused import refused
 
@@ -560,6 +560,20 @@ def test_limits_that_exclude_the_initial_batch_are_refused(arguments, error, say
     with refused(error, says=says):
         loader.autoscale_batch_size(*arguments)
     assert loader.autoscale is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"scaling_rule": "linear"}, "scaling_rule: 'linear' ScalingRule"),
+        ({"scaling_rule": AdaScale}, "scaling_rule: AdaScale ScalingRule"),
+        ({"replay": [1]}, "replay: [1] StepChoice"),
+        ({"replay": "abc"}, "replay: 'abc' StepChoice"),
+    ],
+)
+def test_no_rule_and_no_record_are_refused(options, says):
+    with refused(TypeError, says=says):
+        adaptive(Numbers(100), 16).autoscale_batch_size(64, **options)
 
 
 @pytest.mark.parametrize(

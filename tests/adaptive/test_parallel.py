@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from hydra_engine import StepChoice
 from hydra_engine.adaptive import (
     AdaptiveDataLoader,
     AdaptiveDataParallel,
@@ -21,7 +23,6 @@ from hydra_engine.adaptive import (
     GradientNoiseScale,
     LEGWScale,
     LinearScale,
-    StepChoice,
     remaining_epochs_until,
 )
 from tests.covering import covering
@@ -66,6 +67,13 @@ def record(*splits):
     ]
 
 
+def replaying(loader, choices):
+    """The loader, which is to repeat these choices, if there are any."""
+    if choices:
+        loader.autoscale = replace(loader.autoscale, replay=tuple(choices))
+    return loader
+
+
 def noise_of(model):
     """The averages of (sqr, var) over the steps, per parameter group."""
     read = model.checkpoint()["adaptation"]["noise"]["read"]
@@ -89,7 +97,7 @@ def regression(num=64):
 def wrapped(network, loader=None, *, lr=0.1, splits=(), **options):
     """The network with plain SGD, in steps of these splits."""
     optimizer = torch.optim.SGD(network.parameters(), lr=lr)
-    return AdaptiveDataParallel(network, optimizer, loader=loader, replay=record(*splits), **options)
+    return AdaptiveDataParallel(network, optimizer, loader=replaying(loader, record(*splits)), **options)
 
 
 def descend(model, loss):
@@ -158,7 +166,7 @@ def test_steps_of_any_sizes_are_those_of_plain_pytorch(name):
     data, models = regression(), [mlp(), mlp()]
     first, second = (OPTIMIZERS[name](each.parameters()) for each in models)
     loader = loader_of(*data, most=16)
-    model = AdaptiveDataParallel(models[0], first, loader=loader, replay=record(*SPLITS))
+    model = AdaptiveDataParallel(models[0], first, loader=replaying(loader, record(*SPLITS)))
     train(model, num_steps=len(SPLITS))
     assert [(each.batch_size, each.micro_batches) for each in model.steps] == list(SPLITS)
     assert any(factor != 1 for each in model.steps for factor in each.factors)
@@ -196,7 +204,7 @@ def test_a_factor_is_there_for_one_step_and_the_schedule_never_sees_it(factory, 
     optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.param_groups[0]["lr"]))
     replay = record((4, 1), (16, 4), (4, 1))
     train(
-        AdaptiveDataParallel(network, optimizer, schedule, loader=loader, scaling_rule=factory(), replay=replay),
+        AdaptiveDataParallel(network, optimizer, schedule, loader=replaying(loader, replay), scaling_rule=factory()),
         num_steps=3,
     )
     assert seen == [1.0, 0.5 * expected, 0.25]
@@ -209,7 +217,7 @@ def test_each_parameter_group_has_its_own_factor():
     both = nn.ModuleList([still, noisy])
     optimizer = torch.optim.SGD([{"params": each.parameters(), "lr": 0.1} for each in both])
     loader = loader_of(data, batch_size=1, most=2)
-    model = AdaptiveDataParallel(both, optimizer, loader=loader, replay=record((1, 1), (1, 1), (2, 2), (2, 2)))
+    model = AdaptiveDataParallel(both, optimizer, loader=replaying(loader, record((1, 1), (1, 1), (2, 2), (2, 2))))
     for (x,) in loader:
         descend(model, (still(x[:, :1]) + noisy(x[:, 1:])).mean())
         if len(model.steps) == 4:
@@ -427,7 +435,8 @@ def test_the_minimum_of_rosenbrocks_function_is_found(noise):
     optimizer = torch.optim.SGD(point.parameters(), lr=0.001, momentum=0.9)
     schedule = schedules.MultiStepLR(optimizer, [1000])
     loader = loader_of(factors, batch_size=4, most=8)
-    model = AdaptiveDataParallel(point, optimizer, schedule, loader=loader, replay=record((4, 2), *[(8, 2)] * 999))
+    replaying(loader, record((4, 2), *[(8, 2)] * 999))
+    model = AdaptiveDataParallel(point, optimizer, schedule, loader=loader)
     for x, y in ((each[:, 0], each[:, 1]) for (each,) in loader):
         a, b = point.weight
         descend(model, (x * (1 - a) ** 2 + y * 100 * (b - a**2) ** 2).mean())
@@ -440,12 +449,12 @@ def test_the_minimum_of_rosenbrocks_function_is_found(noise):
 # -- choices
 
 
-def adapting(num=256, *, size=8, most=64, epochs=3, optimizer="sgd", **kwargs):
+def adapting(num=256, *, size=8, most=64, epochs=3, optimizer="sgd", replay=(), **kwargs):
     """A run whose batches are chosen by the seconds of a clock of the test."""
     loader = loader_of(*regression(num), batch_size=size, most=most, shuffle=True)
     clock, network = Clock(), mlp()
     optimizer = OPTIMIZERS[optimizer](network.parameters())
-    model = AdaptiveDataParallel(network, optimizer, loader=loader, clock=clock, **kwargs)
+    model = AdaptiveDataParallel(network, optimizer, loader=replaying(loader, replay), clock=clock, **kwargs)
     train(model, epochs=epochs, clock=clock)
     return model, loader
 
@@ -518,7 +527,8 @@ class Training:
         network, self.clock = mlp(), Clock()
         optimizer = OPTIMIZERS[optimizer](network.parameters())
         schedule = schedules.OneCycleLR(optimizer, 0.05, total_steps=400, cycle_momentum=False)
-        self.model = AdaptiveDataParallel(network, optimizer, schedule, loader=loader, clock=self.clock, replay=replay)
+        replaying(loader, replay)
+        self.model = AdaptiveDataParallel(network, optimizer, schedule, loader=loader, clock=self.clock)
 
     def train(self, num_steps=math.inf):
         train(self.model, epochs=3, num_steps=num_steps, clock=self.clock)
@@ -624,7 +634,7 @@ def test_a_schedule_in_the_loop_counts_steps_not_micro_batches(make, before):
     schedule = make(optimizer) if before else None
     plain = type(schedule)
     replay = record((4, 2), *[(8, 4)] * 7)
-    model = AdaptiveDataParallel(network, optimizer, schedule, loader=loader, replay=replay)
+    model = AdaptiveDataParallel(network, optimizer, schedule, loader=replaying(loader, replay))
     if not before:  # is stepped as the user says
         schedule = make(optimizer)
     count = 0
@@ -926,7 +936,7 @@ def test_what_does_not_belong_together_is_refused():
     refuses(TypeError, "loader: DataLoader AdaptiveDataLoader", loader=DataLoader(inputs()))
     refuses(TypeError, "scaling_rule: ScalingRule", scaling_rule=AdaScale)
     del optimizer.param_groups[0]["lr"]
-    refuses(ValueError, "optimizer: 0 lr", network, optimizer)
+    refuses(ValueError, "optimizer: SGD 'lr'", network, optimizer)
 
 
 def test_a_loader_and_an_optimizer_have_one_wrapper():
@@ -939,9 +949,8 @@ def test_a_loader_and_an_optimizer_have_one_wrapper():
 def test_a_record_of_something_else_is_refused():
     loader = loader_of(*regression(), most=16)
     two = StepChoice(step=0, batch_size=4, micro_batches=2, factors=(1.0, 1.0))
-    refuses(ValueError, "replay: factors 2", loader=loader, replay=[two])
-    refuses(ValueError, "replay: 8 4", loader=loader, replay=record((8, 2)))
-    refuses(ValueError, "replay: 1 0", replay=record((4, 2)))
+    refuses(ValueError, "replay: factors 2", loader=replaying(loader, [two]))
+    refuses(ValueError, "replay: 8 4", loader=replaying(loader, record((8, 2))))
 
 
 def test_groups_that_were_added_are_refused():

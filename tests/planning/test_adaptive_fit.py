@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import hydra_engine.run.feeds
-from hydra_engine import Callback, EmulatedDevice, ModelTask, ShardDoesNotFit, StopTask
-from hydra_engine.adaptive import AdaptiveDataLoader, StepChoice
+from hydra_engine import Callback, EmulatedDevice, ModelTask, ShardDoesNotFit, StepChoice, StopTask
+from hydra_engine.adaptive import AdaptiveDataLoader
 from partitioners import Presharded
 from tests.covering import chosen, covering
 from tests.exact import assert_within_budget, silent
@@ -26,13 +26,13 @@ def network(width=64):
     return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
 
 
-def task_of(most=NUM_SAMPLES, *, model=None, bounds=None, initial=INITIAL, accumulates=True, **options):
+def task_of(most=NUM_SAMPLES, *, model=None, bounds=None, initial=INITIAL, accumulates=True, replay=(), **options):
     generator = torch.Generator().manual_seed(2)
     data = TensorDataset(
         torch.randn(NUM_SAMPLES, 6, generator=generator), torch.randint(3, (NUM_SAMPLES,), generator=generator)
     )
     loader = AdaptiveDataLoader(data, initial, shuffle=True)
-    loader.autoscale_batch_size(most, bounds, accumulates)
+    loader.autoscale_batch_size(most, bounds, accumulates, replay=replay)
     return ModelTask(model or network(), F.cross_entropy, loader, 0.01, name="a", seed=3, **options)
 
 

@@ -11,8 +11,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, PauseTask, split
-from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader, LaneSeconds, choices_from_state
+from hydra_engine import (
+    Callback,
+    EmulatedDevice,
+    LaneSeconds,
+    ModelOrchestrator,
+    ModelTask,
+    PauseTask,
+    StepChoice,
+    split,
+)
+from hydra_engine.adaptive import Adaptation, AdaptiveDataLoader
 from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.schedule.events import Spread
 from hydra_engine.schedule.units import BACKWARD, FUSED
@@ -87,7 +96,7 @@ def spread(*, in_sums):
         yield
 
 
-ENGINE_ONLY = ("partitioner", "early_release", "optimizer_scope", "read_ahead", "scaling_rule")
+ENGINE_ONLY = ("partitioner", "early_release", "optimizer_scope", "read_ahead")
 
 
 def both(
@@ -109,9 +118,8 @@ def both(
     task = ModelTask(
         model,
         loss_fn,
-        adaptive(loader),
+        adaptive(loader, replay=choices),
         name="task",
-        replay=choices,
         partitioner=Presharded(exact.ends(partition, len(model))) if partition else None,
         validation=DataLoader(loader.dataset, 8) if validation else None,
         **options,
@@ -312,9 +320,9 @@ def chosen(
     """Train with choices of the engine's own; returns model, loader and report."""
     options = {"lr": 0.02, "seed": SEED, "epochs": 2, **options}
     model, loss_fn, samples = build()
-    loader = adaptive(samples, **(limits or {})) if loader is None else loader
+    loader = adaptive(samples, replay=replay, **(limits or {})) if loader is None else loader
     shards = Presharded(exact.ends(partition, len(model))) if partition else None
-    task = ModelTask(model, loss_fn, loader, name="task", replay=replay, partitioner=shards, **options)
+    task = ModelTask(model, loss_fn, loader, name="task", partitioner=shards, **options)
     orchestra = exact.orchestrator([task, *company], num_devices=num_devices, memory=memory, chaos=3)
     with timed_by(cost) if cost is not None else nullcontext():
         report = orchestra.train_models()
@@ -631,10 +639,10 @@ def test_out_of_memory_makes_micro_batches_smaller_and_goes_on(num_devices, limi
 # -- what is refused
 
 
-def task_of(loader=None, build=zoo.mlp, **options):
+def task_of(loader=None, build=zoo.mlp, *, replay=(), **options):
     model, loss_fn, samples = build()
     options = {"lr": 0.05, "seed": 1, "name": "adapts", **options}
-    return ModelTask(model, loss_fn, adaptive(samples) if loader is None else loader, **options)
+    return ModelTask(model, loss_fn, adaptive(samples, replay=replay) if loader is None else loader, **options)
 
 
 def assert_refused(words, *tasks):
@@ -660,10 +668,13 @@ def test_what_cannot_train_is_refused_before_any_step():
     samples = zoo.mlp()[2]
     two_groups = {"param_groups": lambda name: {"lr": 0.1} if name.endswith("bias") else {}}
     assert_refused("replay 1 2", task_of(replay=choices, **two_groups))
-    assert_refused("replay 5 6", task_of(adaptive(samples, initial=6), replay=choices))
-    limited = task_of(adaptive(samples, most=largest - 1), replay=choices)
-    assert_refused(f"replay {largest} {largest - 1}", limited)
-    assert_refused("replay 0", task_of(replay=choices[1:]))
+    for says, loader in (
+        ("replay 5 6", adaptive(samples, initial=6, replay=choices)),
+        (f"replay {largest} {largest - 1}", adaptive(samples, most=largest - 1, replay=choices)),
+        ("replay 0", adaptive(samples, replay=choices[1:])),
+    ):
+        with refused(task="adapts", says=says):
+            task_of(loader)
     assert_refused("NoRate 'lr'", task_of(optimizer=NoRate))
     shared = adaptive(samples)
     assert_refused("adapts-1 loader", *(task_of(shared, name=f"adapts-{k}") for k in range(2)))
@@ -679,8 +690,8 @@ def test_a_record_of_more_data_is_refused_where_it_shows():
     choices = record(SIZES, initial=INITIAL, num_samples=48, factors=lambda _: (1.0,))
     data = TensorDataset(*(each[:30] for each in zoo.mlp()[2].dataset.tensors))
     loader = AdaptiveDataLoader(data, INITIAL, shuffle=True)
-    loader.autoscale_batch_size(MOST)
-    orchestra = exact.orchestrator([task_of(loader, replay=choices)])
+    loader.autoscale_batch_size(MOST, replay=choices)
+    orchestra = exact.orchestrator([task_of(loader)])
     with refused(says="replay 24 6"):  # samples of a batch, and those that the data has left
         orchestra.train_models()
     assert orchestra.report.tasks["adapts"].steps <= 3
@@ -697,7 +708,7 @@ def test_report_progress_and_checkpoint_tell_what_was_chosen(tmp_path, capsys):
     choices = report.tasks["adapts"].adaptive
     assert f"adapts: at the end {choices[-1]}" in str(report)
     assert f"batch {choices[-1].batch_size} lr x{choices[-1].factors[0]:.3g}" in capsys.readouterr().out
-    found = choices_from_state(load_newest(tmp_path).read_nested("adapts", "state")["adaptive"]["choices"])
+    found = StepChoice.from_columns(load_newest(tmp_path).read_nested("adapts", "state")["adaptive"]["choices"])
     assert found == choices
     assert [each.seconds for each in found] == [each.seconds for each in choices]
     assert all(each.seconds is not None and each.seconds.step_s > 0 for each in found)

@@ -11,11 +11,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_engine import Callback, CudaDevice, EmulatedDevice, Model, ModelOrchestrator, ModelTask, Quota
-from hydra_engine.adaptive import AdaptiveDataLoader, AdaScale
+from hydra_engine.adaptive import AdaptiveDataLoader
 from hydra_engine.errors import ShardDoesNotFit
 from partitioners import Presharded
 from tests import exact, zoo
-from tests.adaptive_changes import record
 from tests.refused import names, refused
 
 WIDTH = 4
@@ -164,7 +163,6 @@ def in_group(quotas, **options):
 
 NET = net()
 SGD = torch.optim.SGD(NET.parameters())
-RECORD = record(((4, 2),), initial=4, num_samples=8)
 VALIDATED = {"validation": LOADER}
 
 # Options of a task: (options, error, words besides the first option's name).
@@ -200,7 +198,7 @@ OPTIONS = [
     ({"max_device_batch": 0}, ValueError, "0 None"),
     ({"max_device_batch": True}, TypeError, "True"),
     ({"max_device_batch": 2.0}, TypeError, "2.0"),
-    ({"max_device_batch": 4, "loader": adaptive()}, ValueError, "4 local_bsz_bounds"),
+    ({"max_device_batch": 4, "loader": adaptive()}, ValueError, "4"),
     ({"loss_reduction": "average"}, ValueError, "average 'mean'"),
     ({"max_grad_norm": 0.0}, ValueError, "0.0"),
     ({"max_grad_norm": "1"}, TypeError, "'1'"),
@@ -253,14 +251,6 @@ OPTIONS = [
     ({"compile": "max-autotune"}, TypeError, "max-autotune"),
     ({"early_release": "some"}, ValueError, "some 'all'"),
     ({"early_release": True, "max_grad_norm": 1.0}, ValueError, "max_grad_norm"),
-    ({"scaling_rule": "linear", "loader": adaptive()}, TypeError, "linear ScalingRule"),
-    ({"scaling_rule": AdaScale, "loader": adaptive()}, TypeError, "AdaScale ScalingRule"),
-    ({"scaling_rule": AdaScale()}, ValueError, "loader"),
-    ({"scaling_rule": AdaScale(), "loader": AdaptiveDataLoader(DATA, 4, shuffle=True)}, ValueError, "loader"),
-    ({"replay": [1], "loader": adaptive()}, TypeError, "[1] StepChoice"),
-    ({"replay": "abc", "loader": adaptive()}, TypeError, "'abc' StepChoice"),
-    ({"replay": RECORD}, ValueError, "loader"),
-    ({"replay": RECORD, "loader": AdaptiveDataLoader(DATA, 4, shuffle=True)}, ValueError, "loader"),
 ]
 
 # Other calls about one task, or about two of that name: (call, error, words).

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hydra_engine.adaptive import square_norms
-from hydra_engine.adaptive.norms import CPU_BLOCK
+from hydra_engine import square_norms
+from hydra_engine.host.staging import CPU_BLOCK
 
 
 def test_squares_of_all_tensors_are_added():
