@@ -43,7 +43,7 @@ WITHOUT = {
     "schedule": ("concurrent", "queue", "random", "signal", "threading", "time", "torch"),
     "tasks": ("concurrent", "queue", "threading", "time"),
     "display": ("concurrent", "queue", "threading", "time", "torch"),
-    "progress": ("concurrent", "queue", "torch"),
+    "progress": ("concurrent", "torch"),
     "pictures": ("concurrent", "queue", "threading", "time", "torch"),
 }
 # Modules of planning that predict runs, from numbers alone.

@@ -1,6 +1,7 @@
-"""The progress of a run: what an observer is shown of it, and the thread that shows it."""
+"""The progress of a run: what an observer is shown of it and loggers are told, and the threads that do that."""
 
 from hydra_engine.progress.lines import PlainLines, clock, counted, number, rate
+from hydra_engine.progress.loggers import RunLoggers
 from hydra_engine.progress.state import AtWork, DeviceProgress, Doing, Observer, RunProgress, TaskProgress
 from hydra_engine.progress.watch import Watch, usual_observer
 
@@ -10,6 +11,7 @@ __all__ = [
     "Doing",
     "Observer",
     "PlainLines",
+    "RunLoggers",
     "RunProgress",
     "TaskProgress",
     "Watch",

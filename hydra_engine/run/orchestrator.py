@@ -34,8 +34,7 @@ from hydra_engine.devices import (
 )
 from hydra_engine.errors import DeviceLost
 from hydra_engine.planning import DramLimit, PlannedTask, check_nothing_shared, check_sharing
-from hydra_engine.progress import Observer, usual_observer
-from hydra_engine.run.loggers import RunLoggers
+from hydra_engine.progress import Observer, RunLoggers, usual_observer
 from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.signals import Signals
 from hydra_engine.run.task_list import Site, Station, TaskList, one_line

@@ -19,9 +19,8 @@ from hydra_engine.data import Batch, RandomState, TaskPosition, copied
 from hydra_engine.errors import DeviceFailed, DeviceLost, LoaderTimeout, PauseTask, StopTask
 from hydra_engine.host import BestWeights, StepParts, StepRecord, TaskOptimizer, TaskState
 from hydra_engine.planning import PlannedTask
-from hydra_engine.progress import Doing, TaskProgress
+from hydra_engine.progress import Doing, RunLoggers, TaskProgress
 from hydra_engine.run.ending import TaskEnd, readable
-from hydra_engine.run.loggers import RunLoggers
 from hydra_engine.run.notifier import Notifier, UsersModel
 from hydra_engine.run.signals import Deadlines, Inbox
 from hydra_engine.schedule import (

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import Callback, Logger, ModelTask, StepReport, TaskStart, ValidationReport
-from hydra_engine.run import loggers as threads
+from hydra_engine.progress import loggers as threads
 from partitioners import Presharded
 from tests import exact
 from tests.refused import names, refused
