@@ -13,7 +13,7 @@ from tests.test_imports import CLIENTS, ENGINE_MODULES, own_imports, room_of
 
 ROOT = Path(__file__).resolve().parents[1]
 # Nothing of the engine imports these either, which still know its rooms.
-ABOVE = ("sweep", "integrations", "cli")
+ABOVE = ("display", "pictures", "sweep", "integrations", "cli")
 QUICK, REST = ("schedule/test_scheduler.py", "run/test_chooser.py"), ("schedule", "data", "run")
 AWAY = f"""
 import importlib.util

@@ -236,9 +236,9 @@ class TaskOptimizer:
         scale = self.loss_scale
         received = [slot for slot in self._slots if staging.has_gradient.get(slot.index)]
         if self._loss_scale is not None:
-            # A finite norm is one of finite numbers; that of large ones is not.
-            doubtful = (slot for slot in received if not math.isfinite(staging.norms.get(slot.index, math.nan)))
-            is_finite = all(bool(pool.gradients.of(slot).isfinite().all()) for slot in doubtful)
+            rest = (slot for slot in received if slot.index not in staging.norms)  # which the host has added up
+            is_finite = all(is_finite for _, is_finite in staging.norms.values())
+            is_finite = is_finite and all(bool(pool.gradients.of(slot).isfinite().all()) for slot in rest)
             self._loss_scale.update(is_finite)
             if not is_finite:
                 return replace(self.skipped(), loss_scale=scale)
@@ -248,7 +248,8 @@ class TaskOptimizer:
         total_norm = None
         if self._task.max_grad_norm is not None:
             others = (slot for slot in received if slot.index in hooked or slot.index not in staging.norms)
-            norms = staging.norms | {slot.index: float(slot.norm(finished(slot), None)) for slot in others}
+            norms = {index: norm for index, (norm, _) in staging.norms.items()}
+            norms |= {slot.index: float(slot.norm(finished(slot), None)) for slot in others}
             total_norm = _total_norm(received, norms)
         if self._task.optimizer_scope == "task":
             self._update_all(pool, received, finished, total_norm)

@@ -164,8 +164,9 @@ class StepStaging:
         self.has_gradient: dict[int, bool] = {}  # by slot
         self.losses: dict[int, float] = {}  # by micro-batch
         self.metrics: dict[int, dict[str, float]] = {}  # by micro-batch of an evaluation
-        # By slot: norms of the step's gradients as the optimizer takes them, where devices have added these up.
-        self.norms: dict[int, float] = {}
+        # By slot, of the step's gradients where devices have added these up: the norm as the optimizer takes it, and
+        # whether all numbers are finite.
+        self.norms: dict[int, tuple[float, bool]] = {}
         # (shard, m, or WHOLE): squared norms of its gradients as they are, by parameter group; of adaptive tasks.
         self.squares: dict[tuple[int, int], list[float]] = {}
 

@@ -233,7 +233,8 @@ class Spiller:
         if out.squares is not None:
             staging.squares[shard.index, WHOLE] = out.squares.tolist()
         if out.norms is not None:
-            staging.norms.update(zip(present, out.norms.tolist(), strict=True))
+            norms = zip(present, out.norms.tolist(), strict=True)
+            staging.norms |= {index: (norm, _is_finite(norm, present[index])) for index, norm in norms}
 
     def store_buffers(self, state: TaskState, unit: Unit, shard: Shard, out: UnitOutput) -> None:
         """Send the buffers that a unit changed to DRAM; a backward gives those alone that it has written to itself."""
@@ -400,6 +401,11 @@ def buffers_of(state: TaskState, shard: Shard, part: int, *, after: bool) -> dic
     if after:
         sources = {index: state.staging.buffers.get(index, tensor) for index, tensor in sources.items()}
     return sources
+
+
+def _is_finite(norm: float, gradient: Tensor) -> bool:
+    """Return True if all numbers of a gradient are finite: those of one whose norm is infinite may be large alone."""
+    return math.isfinite(norm) or math.isfinite(torch.linalg.vector_norm(gradient, math.inf))
 
 
 def _is_compact(tensor: Tensor) -> bool:

@@ -215,4 +215,4 @@ def far(output, target):
 def test_a_norm_may_be_infinite_though_gradients_are_finite(precision):
     names, report = assert_is_plain(loss_fn=far, precision=precision, init_scale=2.0**-70)
     assert report.skipped_steps == []
-    assert (names != []) == (precision == "float16"), "which has to know"
+    assert names == []
