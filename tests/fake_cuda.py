@@ -92,11 +92,13 @@ class FakeCuda:
         settings_told="call",
         library_bytes=0,
         kernels="right",
+        has_ieee_roots=False,  # as those of `CudaDevice`. False: tasks have plain PyTorch's bits on any CPU
     ):
         self.cards = [_Card(self, index, total_bytes, context_bytes, other_bytes) for index in range(num_devices)]
         self.library_bytes = library_bytes
         self.settings_told = settings_told
         self.kernels = kernels
+        self.has_ieee_roots = has_ieee_roots
         self.num_launches = 0
         self.context_bytes = context_bytes
         self.misuses = []
@@ -130,6 +132,7 @@ class FakeCuda:
         for name, value in (small | constants).items():
             patch.setattr(page_locked if hasattr(page_locked, name) else device, name, value)
         patch.setattr(device, "torch", self.torch)
+        patch.setattr(device.CudaDevice, "has_ieee_roots", self.has_ieee_roots)
         patch.setattr(device, "SEEDING", device.Seeding())  # a device that was lost may never have been closed
         for name in (*device.SEEDS, *device.STATES):
             patch.setattr(torch.cuda, name, getattr(torch.cuda, name))

@@ -42,9 +42,8 @@ PAGE_BYTES = 4096  # of memory, on the CPU
 
 
 @pytest.fixture
-def cuda(monkeypatch):
-    """Two cards; everything that used them leaves them as they were. Updates have torch's bits, of its roots too."""
-    monkeypatch.setattr(CudaDevice, "has_ieee_roots", False)
+def cuda():
+    """Two cards; everything that used them leaves them as they were."""
     found = FakeCuda(num_devices=2)
     with found.installed():
         yield found

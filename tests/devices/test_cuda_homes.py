@@ -39,7 +39,7 @@ CASES = {
 def cuda():
     if not native().wait():
         pytest.skip(f"no native code: {native().missing_because or 'it is turned off'}")
-    found = FakeCuda(num_devices=2)
+    found = FakeCuda(num_devices=2, has_ieee_roots=True)
     with found.installed():
         yield found
     found.check_all_left_as_found()
@@ -80,7 +80,7 @@ def test_default_steps_are_alike_on_host_and_gpu(cuda, options):
 
 @pytest.mark.parametrize(("kernels", "words"), [("wrong", "sample bits"), ("missing", "_compile_kernel torch")])
 def test_a_kernel_that_is_wrong_or_missing_leaves_homes_in_dram(kernels, words):
-    cuda = FakeCuda(kernels=kernels)
+    cuda = FakeCuda(kernels=kernels, has_ieee_roots=True)
     with cuda.installed():
         task = homes.task_of("device", optimizer=fused)
         orchestra = orchestra_of(cuda, task)

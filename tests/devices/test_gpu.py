@@ -71,7 +71,7 @@ def _stand_in(monkeypatch):
     if not IS_FAKE:
         yield
         return
-    fake = FakeCuda()
+    fake = FakeCuda(has_ieee_roots=True)
     with fake.installed():
         monkeypatch.setattr(sys.modules[__name__], "torch", fake.torch)
         yield
