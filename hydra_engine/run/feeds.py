@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -33,6 +34,7 @@ from hydra_engine.run.running_task import (
 )
 from hydra_engine.run.saves import Saves
 from hydra_engine.run.signals import Overdue
+from hydra_engine.run.task_list import Station
 from hydra_engine.run.workers import SHARE_OUT, RunOver, Workers
 from hydra_engine.schedule import (
     BatchReady,
@@ -53,7 +55,7 @@ from hydra_engine.schedule import (
     TaskAdded,
     TaskStopped,
 )
-from hydra_engine.tasks import STOPPED, BatchChooser, Best, Purpose
+from hydra_engine.tasks import BatchChooser, Best, Purpose, TaskReport
 
 # Tasks of a run's beginning wait for each other's set-up no longer than this.
 FIRST_S = 1.0
@@ -432,8 +434,8 @@ class Joining:
         # Tasks that came, by name, while callbacks of who was paused under it are told that; and what waits with them.
         self._behind: dict[str, tuple[PlannedTask, list[Callable[[], None]]]] = {}
         self.left_over: list[PlannedTask] = []  # that came too late to be begun
-        # Adds a task that goes back; returns the step that it is at, None: it was stopped.
-        self.add_again: Callable[[PlannedTask], int | None] = lambda _: None
+        # Adds a task that goes back; returns its report there, and its station.
+        self.add_again: Callable[[PlannedTask], tuple[TaskReport, Station]]
         self.wants_end: dict[str, bool] = {}  # tasks that go back, and are to be stopped then; True: paused
         common.go_back = self._go_back
 
@@ -523,14 +525,16 @@ class Joining:
             threading.Thread(target=self._added_again, args=(task,), name=f"{task.name}-back", daemon=True).start()
 
     def _added_again(self, task: RunningTask) -> None:
-        says = f"task {task.name!r}: {task.report.stop_reason}; it "
+        says, steps = f"task {task.name!r}: {task.report.stop_reason}; it ", task.report.steps
         try:
-            steps = self.add_again(task.planned)
-            if steps is None:
-                task.report.status, task.report.stop_reason = STOPPED, "stop_task() was called"
+            report, station = self.add_again(task.planned)
+            self._workers.messages.append(f"{says}went back from step {steps} to step {report.steps}")
+            if station is not Station.TRAINING:
+                _ends_there(task, report)
+            if station is Station.DROPPED:
+                task.end.stop("stop_task() was called")
+                task.end.write(task.report)
                 task.notifier.end()
-            else:
-                self._workers.messages.append(f"{says}went back from step {task.report.steps} to step {steps}")
         except Exception as error:
             task.end.fail(Failed(task.name, error, "its way back to where it was saved"))
             task.end.write(task.report)
@@ -576,6 +580,8 @@ class Joining:
                 self._way.leave()
                 if self._common.is_interrupted:
                     self.left_over.append(planned)
+                    if before is not None and before.end.goes_back:
+                        _ends_there(before, planned.report)
                 else:
                     self._take_in(planned)
                 for job in jobs:
@@ -719,3 +725,9 @@ class Joining:
         self._host_work.widen(task)  # over devices that came since it was planned
         if task.end.ending is not None:  # meanwhile
             self._common.events.put(TaskStopped(planned.name, is_paused=task.end.is_paused))  # once it is known
+
+
+def _ends_there(task: RunningTask, report: TaskReport) -> None:
+    """Report a task that went back as it is there, by its new report: it is stopped, or waits for the next call."""
+    vars(task.report).update({name: copy(each) for name, each in vars(report).items()})
+    task.end.stay()

@@ -43,7 +43,17 @@ from hydra_engine.schedule import Policy, Quota, checked_fairness, resolve_polic
 from hydra_engine.system import bound, host_threads, return_free_memory, say, warn
 from hydra_engine.system import dram as host_dram
 from hydra_engine.system import process as restart
-from hydra_engine.tasks import FAILED, Evaluation, EvaluationTask, Logger, ModelTask, Plan, Report, checked_loggers
+from hydra_engine.tasks import (
+    FAILED,
+    Evaluation,
+    EvaluationTask,
+    Logger,
+    ModelTask,
+    Plan,
+    Report,
+    TaskReport,
+    checked_loggers,
+)
 from partitioners import Partitioner, parse_bytes
 from partitioners.plain_numbers import plain
 from partitioners.reach import Opaque
@@ -287,12 +297,12 @@ class ModelOrchestrator(Opaque):
                 self._join(run, again, [*beside, again])
             return planned.name
 
-    def _add_again(self, planned: PlannedTask) -> int | None:
-        """Add a task that goes back to where it was saved; returns the step that it is at, None: it was stopped."""
+    def _add_again(self, planned: PlannedTask) -> tuple[TaskReport, Station]:
+        """Add a task that goes back to where it was saved; return its report there, and its station."""
         planned.task.name = planned.name
         self.add_task(planned.task)
         found = self._tasks.named(planned.name, "add_task")
-        return None if self._tasks.station(found) is Station.DROPPED else found.report.steps
+        return found.report, self._tasks.station(found)
 
     def resume_task(self, name: str, directory: str | os.PathLike[str]) -> None:
         """Let the task of this name go on from another run's directory, with the bits of one that stayed there.

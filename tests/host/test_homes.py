@@ -1,8 +1,10 @@
 """Shards at home on devices: the bits of the plain loop, wherever the state of a layer is and whatever moves it."""
 
 import faulthandler
+import signal
 import threading
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hydra_engine import Callback, EmulatedDevice, ModelTask, PauseTask, StopTask
 from hydra_engine.errors import DeviceFailed
 from hydra_engine.host import Home, Wanted, share_out
+from hydra_engine.run.task_list import Site
 from partitioners import Fastest, Presharded
 from tests import exact, reference, zoo
 from tests.device_changes import Failing, Fuse
@@ -704,6 +707,43 @@ def test_where_nothing_is_saved_a_task_begins_again_if_dram_has_it_as_it_began(h
     other = task_of("host", net=net(), data=shuffled(), **options)
     assert report.tasks["task"].losses == train(orchestra_of(other)).tasks["task"].losses
     exact.assert_same_state(zoo.state(task.model), zoo.state(other.model))
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_task_that_is_cut_off_on_its_way_back_is_reported_as_it_is_there(stops, tmp_path, monkeypatch):
+    """Interrupted, it waits for the next call; stopped, it is over."""
+    plan_one, is_time, pause, ends = Site.plan_one, threading.Event(), threading.Event(), []
+
+    class Ends(Callback):
+        def on_task_end(self, report):
+            ends.append((report.status, report.steps))
+
+    def fail_once_saved():
+        while not any(tmp_path.glob("checkpoint-*.json")):
+            pause.wait(0.001)
+        is_time.set()
+
+    def cut_off(*args):
+        if stops:
+            orchestra.stop_task("task")
+        else:
+            signal.raise_signal(signal.SIGINT)
+            while not orchestra._running._common.is_interrupted:
+                pause.wait(0.001)
+        return plan_one(*args)
+
+    monkeypatch.setattr(Site, "plan_one", cut_off)
+    task = task_of(callbacks=[Calls({4: fail_once_saved}), Ends()])
+    devices = [Failing(is_time.is_set), EmulatedDevice("1MiB")]
+    orchestra = orchestra_of(task, devices=devices, directory=tmp_path, max_failures=1)
+    with nullcontext() if stops else pytest.raises(KeyboardInterrupt):
+        orchestra.train_models()
+    found = orchestra.report.tasks["task"]
+    assert found.stop_reason == ("stop_task() was called" if stops else "the run was interrupted")
+    assert found.status == "stopped"
+    assert 0 < found.steps == len(found.losses) <= 4
+    assert_is_plain(task, orchestra.report, found.steps)
+    assert ends == [("stopped", found.steps)] * stops
 
 
 def test_after_a_failure_homes_are_on_the_other_device(tmp_path, monkeypatch):
