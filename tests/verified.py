@@ -101,9 +101,12 @@ def verified(name, **options):
 
 
 def said_by_verify(name, num_parts):
-    """The differences that verify names, in a line; "" where all of its runs are the same."""
+    """What verify says, in a line; "" where all of its runs are the same."""
     warnings.simplefilter("ignore")
-    found = verify(lambda: task_of(name), micro_batches=num_parts).tasks[name]
+    try:
+        found = verify(lambda: task_of(name), micro_batches=num_parts).tasks[name]
+    except ValueError as error:  # of a task that cannot be made
+        return _first_line(error)
     return found.error or "; ".join(dict.fromkeys(each.text for each in found.differences.values() if each))
 
 
