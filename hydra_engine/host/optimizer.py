@@ -362,7 +362,6 @@ class TaskOptimizer:
         rest = [slot for slot in slots if slot.index not in record.hooked]
         self._update(rest, pool, home or pool, record, record.loss_scale, without)
         if home is not None:
-            home.drop_gradients()
             home.queued = home.opened.queued()
             return
         if self._is_torchs:

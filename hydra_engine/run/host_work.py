@@ -531,6 +531,8 @@ def update(task: RunningTask, index: int, released: Released | None, put: Callab
             assert task.record is not None
             while not _updated(task, optimizer, shard, task.record):
                 pass
+        if (home := state.homes.of.get(index)) is not None:
+            home.drop_gradients()  # not sooner: an update that is tried again needs them
     except BaseException as error:  # the shard's turn is over all the same: nothing must wait for it
         task.misses_update = True
         if (home := state.homes.of.get(index)) is not None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_engine import Callback, EmulatedDevice, ModelTask, PauseTask, StopTask
 from hydra_engine.errors import DeviceFailed
-from hydra_engine.host import Home, Wanted, share_out
+from hydra_engine.host import Home, TaskOptimizer, Wanted, share_out
 from hydra_engine.run.task_list import Site
 from partitioners import Fastest, Presharded
 from tests import exact, reference, zoo
@@ -273,6 +273,25 @@ def test_gradients_stay_where_they_are_until_their_update_but_for_an_arena(monke
     assert_is_plain(task, train(orchestra_of(task, devices=devices_of(has_arena=has_arena))))
     assert stay == {not has_arena}
     assert alive.counts == {0}
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.05])
+def test_an_update_that_is_tried_again_begins_with_the_same_gradients(monkeypatch, max_grad_norm):
+    update, calls = TaskOptimizer.update, []
+
+    def raises_at_the_end(owner, *arguments):
+        update(owner, *arguments)
+        calls.append(None)
+        if len(calls) == 7:
+            raise Boom
+
+    monkeypatch.setattr(TaskOptimizer, "update", raises_at_the_end)
+    task = task_of(max_grad_norm=max_grad_norm, max_retries=1)
+    report = train(orchestra_of(task))
+    assert_is_plain(task, report, max_grad_norm=max_grad_norm)
+    [retry] = report.tasks["task"].retries
+    assert retry.where.startswith("its optimizer, shard ")
+    assert homed(report) > [0]
 
 
 # -- callbacks
