@@ -291,8 +291,10 @@ class FakeCuda:
 
     def _cpu(self, found):
         """Wait for the stream. What comes from a device has no gaps between its elements, whatever its strides were."""
-        if self.stream_here().has_launched:
-            self.stream_here().drain()
+        # Outside of lanes nobody knows of which device it is: the tensor has its own one current.
+        for stream in [self.stream_here()] if self.is_in_lane else [card.default_stream for card in self.cards]:
+            if stream.has_launched:
+                stream.drain()
         return CPU(found) if _is_dense(found) else found.clone()
 
     def _late(self, target, source):
