@@ -103,9 +103,20 @@ def verified(name, **options):
 def said_by_verify(name, num_parts):
     """What verify says, in a line; "" where all of its runs are the same."""
     warnings.simplefilter("ignore")
+    refused = []
+
+    def make():
+        try:
+            return task_of(name)
+        except ValueError as error:
+            refused.append(error)
+            raise
+
     try:
-        found = verify(lambda: task_of(name), micro_batches=num_parts).tasks[name]
-    except ValueError as error:  # of a task that cannot be made
+        found = verify(make, micro_batches=num_parts).tasks[name]
+    except ValueError as error:
+        if error not in refused:  # but of verify itself
+            raise
         return _first_line(error)
     return found.error or "; ".join(dict.fromkeys(each.text for each in found.differences.values() if each))
 
