@@ -49,7 +49,7 @@ class Reader:
         """`keeps_positions`: batches say where the task stands. `start`: it goes on from there.
 
         begin_epoch: called before an epoch's iterator is opened for the sample; for later ones `EpochAhead` is said,
-        and after evaluations `EvaluationOver`. None: the task has no callbacks.
+        and after evaluations `EvaluationOver`, where the task has callbacks as the run begins.
         max_devices: that batches are split for, with `max_device_batch`. chooser: of batch sizes.
         """
         self._task = task
@@ -58,6 +58,7 @@ class Reader:
         self._name = name
         self._is_resumed = start is not None and start.num_steps > 0
         self._begin_epoch = begin_epoch
+        self._has_callbacks = False
         self._calls = UserCalls(name, task.loader_timeout_s)
         stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
         self._epochs = Epochs(task, name, self._calls, stream, start, chooser, keeps=keeps_positions)
@@ -194,6 +195,7 @@ class Reader:
     def start(self, report: Callable[[Any], None], num_threads: int, set_up: Callable[[], Any] | None = None) -> None:
         """Serve requests from now on, in a thread; set_up: called in it before, reported unless it was left behind."""
         arguments = (report, num_threads, set_up)
+        self._has_callbacks = bool(self._task.callbacks)  # a task may be given some after its orchestrator was made
         self._thread = threading.Thread(target=self._serve, args=arguments, name=self.thread_name, daemon=True)
         self._thread.start()
 
@@ -254,7 +256,7 @@ class Reader:
         if self._pending is None:
             self._epochs.go_to(main)
         item, self._pending = self._pending or self._epochs.next(), None
-        while isinstance(item, (EpochAhead, EvaluationOver)) and self._begin_epoch is None:  # there are no callbacks
+        while isinstance(item, (EpochAhead, EvaluationOver)) and not self._has_callbacks:
             item = self._epochs.next()
         if isinstance(item, (EpochAhead, EvaluationOver)):
             return item, None

@@ -451,7 +451,7 @@ class PlannedTask:
             chooser=self.chooser,
             keeps_positions=keeps_positions,
             start=start if saved is None else saved.position,
-            begin_epoch=begin_epoch if task.callbacks else None,
+            begin_epoch=begin_epoch,
             max_devices=max_devices,
         )
         self.rehearsals = Rehearsals() if rehearsals is None else rehearsals

@@ -178,6 +178,16 @@ def test_workers_open_their_iterator_after_it():
     assert loader.opened == list(range(EPOCHS))
 
 
+def test_callbacks_that_come_once_the_orchestrator_is_made_are_waited_for():
+    task, callback = task_of(draws=True)
+    task.callbacks = ()
+    orchestra = orchestra_of(task)
+    task.callbacks = (callback,)
+    assert_exact(task, orchestra.train_models().tasks["task"], draws=True)
+    assert callback.calls == calls_of()
+    assert callback.loader.opened == list(range(EPOCHS))
+
+
 def test_the_first_epoch_begins_where_its_first_batch_is_read():
     task, callback = task_of()
     orchestra = orchestra_of(task)
