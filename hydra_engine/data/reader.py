@@ -58,7 +58,6 @@ class Reader:
         self._name = name
         self._is_resumed = start is not None and start.num_steps > 0
         self._begin_epoch = begin_epoch
-        self._has_callbacks = False
         self._calls = UserCalls(name, task.loader_timeout_s)
         stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
         self._epochs = Epochs(task, name, self._calls, stream, start, chooser, keeps=keeps_positions)
@@ -195,7 +194,8 @@ class Reader:
     def start(self, report: Callable[[Any], None], num_threads: int, set_up: Callable[[], Any] | None = None) -> None:
         """Serve requests from now on, in a thread; set_up: called in it before, reported unless it was left behind."""
         arguments = (report, num_threads, set_up)
-        self._has_callbacks = bool(self._task.callbacks)  # a task may be given some after its orchestrator was made
+        if not self._task.callbacks:  # it may have been given some once its orchestrator was made
+            self._begin_epoch = None
         self._thread = threading.Thread(target=self._serve, args=arguments, name=self.thread_name, daemon=True)
         self._thread.start()
 
@@ -256,7 +256,7 @@ class Reader:
         if self._pending is None:
             self._epochs.go_to(main)
         item, self._pending = self._pending or self._epochs.next(), None
-        while isinstance(item, (EpochAhead, EvaluationOver)) and not self._has_callbacks:
+        while isinstance(item, (EpochAhead, EvaluationOver)) and self._begin_epoch is None:  # there are no callbacks
             item = self._epochs.next()
         if isinstance(item, (EpochAhead, EvaluationOver)):
             return item, None
