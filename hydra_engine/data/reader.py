@@ -194,7 +194,7 @@ class Reader:
     def start(self, report: Callable[[Any], None], num_threads: int, set_up: Callable[[], Any] | None = None) -> None:
         """Serve requests from now on, in a thread; set_up: called in it before, reported unless it was left behind."""
         arguments = (report, num_threads, set_up)
-        if not self._task.callbacks:  # it may have been given some once its orchestrator was made
+        if not self._task.callbacks:  # asked no sooner: a task may get some after its orchestrator was made
             self._begin_epoch = None
         self._thread = threading.Thread(target=self._serve, args=arguments, name=self.thread_name, daemon=True)
         self._thread.start()
