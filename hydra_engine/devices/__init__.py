@@ -1,7 +1,7 @@
 """Hardware with a budget and lanes: GPUs, emulated devices, their rates."""
 
 from hydra_engine.devices import rates
-from hydra_engine.devices.arena import Slab
+from hydra_engine.devices.arena import ArenaInPieces, Slab
 from hydra_engine.devices.budget import SLABS, Ledger, Residents, Ticket
 from hydra_engine.devices.cuda import AUTOCAST_KINDS, CudaDevice, active_autocast
 from hydra_engine.devices.device import DeviceGenerator, DeviceSpec, OpenDevice, Timer

@@ -31,6 +31,10 @@ class Slab:
         return flat.set_(self.storage, self.offset + start, (num_bytes,), (1,))
 
 
+class ArenaInPieces(DeviceOutOfMemory):
+    """As many bytes of an arena are free as were asked for, but not side by side."""
+
+
 class Arena:
     """Hands out regions of one storage: of the tightest gap, from the bottom and the top in turn.
 
@@ -62,14 +66,16 @@ class Arena:
         """A free region, whose bytes are granted.
 
         make_room: gives another slab back where room is in pieces, or cannot. beside: then takes memory elsewhere.
-        lasts: it stays for long.
+        lasts: it stays for long. Raises ArenaInPieces where neither can.
         """
         while (slab := self.find(num_bytes, lasts=lasts)) is None:
             if make_room():
                 continue
             size = self._size(num_bytes)
             if not beside(size):
-                raise DeviceOutOfMemory("arena, in one piece,", num_bytes, 0, len(self._storage))
+                with self._lock:
+                    free = max(high - low for low, high in self._gaps())
+                raise ArenaInPieces("arena, in one piece,", num_bytes, free, len(self._storage))
             with self._lock:
                 # With three slabs and more the room that is left may be in pieces. It is granted, so it lies elsewhere.
                 self._elsewhere_bytes += size
@@ -84,15 +90,13 @@ class Arena:
         """A gap that is large enough; None if free room is in pieces. Raises DeviceOutOfMemory where less is free."""
         size = self._size(num_bytes)
         with self._lock:
-            end = len(self._storage) // self._alignment * self._alignment
-            stops = [(0, 0), *sorted(self._taken), (end, end)]
-            gaps = [(low, high) for (_, low), (high, _) in pairwise(stops) if high - low >= size]
+            gaps = [(low, high) for low, high in self._gaps() if high - low >= size]
             bottom = max((high for _, high in self._lasting), default=0)
             gaps.sort(key=lambda gap: gap[0] if lasts else gap[1] - gap[0])  # the lowest, or the tightest
             if not gaps:
                 taken = self._elsewhere_bytes + sum(high - low for low, high in self._taken)
-                if taken + size > end:
-                    raise DeviceOutOfMemory("arena", num_bytes, end - taken, end)
+                if taken + size > self._end:
+                    raise DeviceOutOfMemory("arena", num_bytes, self._end - taken, self._end)
                 return None
             low, high = gaps[0]
             start = low if lasts or low in (0, bottom) else high - size
@@ -100,6 +104,15 @@ class Arena:
                 self._taken.append((start, start + size))
                 self._lasting += [self._taken[-1]] * lasts
             return Slab(storage=self._storage, offset=start, num_bytes=size)
+
+    @property
+    def _end(self) -> int:
+        return len(self._storage) // self._alignment * self._alignment
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        """Return where free pieces begin and end, from the bottom; empty ones, too."""
+        stops = [(0, 0), *sorted(self._taken), (self._end, self._end)]
+        return [(low, high) for (_, low), (high, _) in pairwise(stops)]
 
     def holds(self, slab: Slab) -> bool:
         """Return False for a slab that has memory of its own."""

@@ -275,6 +275,10 @@ class Residents:
             resident.num_pins += 1
             return resident.value
 
+    def num_pins(self, key: Hashable) -> int:
+        """Return how many times `add` and `pin` were called for a value and `unpin` was not."""
+        return self._found[key].num_pins
+
     def unpin(self, key: Hashable, *, is_whole: bool = True) -> None:
         """End what `add` or `pin` began. With its last pin goes a value that is not whole, or that nobody will need."""
         with self._ledger.lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -54,7 +55,7 @@ class Claims:
             return None
         if found.stage is not ClaimStage.IN_LANES:
             return Delay.MEMORY
-        is_there = all(load.slab.is_done for load in list(found.slabs.values()))
+        is_there = all(load.is_whole for load in list(found.slabs.values()))
         return None if is_there else Delay.WEIGHTS
 
     def begin(self, unit: Unit) -> Claim:
@@ -82,10 +83,11 @@ class Claims:
     def let_go(self, claim: Claim) -> None:
         """Leave a unit's shard to the next unit that needs it, or give its slabs back."""
         claim.views = {}
-        while claim.slabs:
-            region, load = claim.slabs.popitem()
-            # After an error the load may still be under way: into a region that is then nobody else's yet.
-            self._residents.unpin(region.key, is_whole=load.settle() and claim.error is None)
+        for region, load in list(claim.slabs.items()):
+            load.settle()  # after an error it may still be under way: into a region that is then nobody else's yet
+            with self._device.ledger.lock:  # whoever counts pins finds it here, or there are none of it
+                del claim.slabs[region]
+                self._residents.unpin(region.key, is_whole=load.is_whole and claim.error is None)
         with self._lock:
             self._at_work.discard(claim)
         if not claim.freed.is_done:
@@ -146,7 +148,7 @@ class Claims:
         if found is not None:
             return found
         is_late = self._device.copies_at_once(shard.slab_bytes)
-        load = SlabLoad(partial(self._spiller.load_slab, state, shard, region, self._make_room), late=is_late)
+        load = SlabLoad(partial(self._spiller.load_slab, state, shard, region), late=is_late)
 
         def dispose() -> None:
             if load.is_whole:
@@ -154,8 +156,18 @@ class Claims:
 
         residents.add(region.key, load, region.num_bytes, state.name, next_use_s, dispose)
         if not is_late:
-            self._device.submit(LOAD, claim.label, load.load)
+            self._device.submit(LOAD, claim.label, partial(load.load, self._make_room))
         return load
+
+    def fill(self, claim: Claim) -> None:
+        """Fill those slabs of a unit that were left to the lane that computes, where it is this unit's turn."""
+        loads = list(claim.slabs.values())
+        for load in loads:
+            load.settle()
+        while late := [load for load in loads if load.is_late and not load.is_whole]:
+            late[0].load(partial(self._clear, claim))  # which may take another one back
+            if not late[0].is_whole:
+                return  # whoever asks for its result gets the error
 
     def _make_room(self) -> bool:
         """Give up a slab, for another one's place in the arena; or wait for a unit to let go of its own.
@@ -164,10 +176,30 @@ class Claims:
         """
         with self._lock:  # looked at first: whoever lets go meanwhile leaves a slab that can be given up
             granted = [claim for claim in self._at_work if claim.stage is not ClaimStage.ASKED]
-            loaded = [claim for claim in granted if all(load.slab.is_done for load in list(claim.slabs.values()))]
+            loaded = [claim for claim in granted if all(load.is_whole for load in list(claim.slabs.values()))]
         if self._residents.evict_slab():
             return True
         return bool(loaded) and loaded[0].freed.is_kept()
+
+    def _clear(self, claim: Claim) -> bool:
+        """Give up a slab for one of the unit whose turn it is: also of units that are not begun, and then its own."""
+        if self._residents.evict_slab():
+            return True
+        with self._device.ledger.lock:
+            with self._lock:
+                ahead = self._outstanding - self._at_work
+            claims = [*(each for each in ahead if each.stage is ClaimStage.GRANTED), claim]
+            pinned = [(region.key, load) for each in claims for region, load in each.slabs.items()]
+            pins = Counter(key for key, _ in pinned)
+            for key, load in pinned:
+                # Neither a home nor what a graph refers to.
+                if load.is_whole and not load.is_home and self._residents.num_pins(key) == pins[key]:
+                    self._device.give_slab_back(load.take_back())
+                    return True
+        coming = next((load for _, load in pinned if not load.is_late and not load.slab.is_done), None)
+        if coming is not None:
+            coming.settle()
+        return coming is not None
 
 
 class DeviceHomes:
@@ -217,8 +249,8 @@ class DeviceHomes:
             self._free(key)
             raise
         state.homes.of[shard.index] = home
-        load = SlabLoad(lambda: slab, late=False, is_home=True)
-        load.load()
+        load = SlabLoad(lambda _: slab, late=False, is_home=True)
+        load.load(lambda: False)
         for region in state.regions(shard):
             if region.trainable:  # its bytes are counted here
                 self._residents.add(region.key, load, 0, state.name, lambda: 0.0, lambda: None)

@@ -197,10 +197,6 @@ class Runner:
             # gained by going on before all of it is there, and the C library's heap would grow for it.
             (run.after.passed if self._device.has_link else run.after.stored).result()
         start_s = self._trace.now_s()
-        if claim.error is None:
-            for load in claim.slabs.values():
-                if load.is_late and not load.slab.is_done:
-                    load.load()
         try:
             run.first_input = claim.do(LOAD, self._device, partial(self._load_first, run))
         finally:
@@ -227,6 +223,7 @@ class Runner:
 
     def _set_views(self, claim: Claim) -> None:
         """Apart, so that no slab is in the hands of what an error comes through last."""
+        self._claims.fill(claim)
         slabs = {region.trainable: load.slab.result() for region, load in claim.slabs.items()}
         for region, load in claim.slabs.items():
             if load.is_spoiled and load.is_home:

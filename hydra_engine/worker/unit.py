@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from torch import Tensor
 
 from hydra_engine.data import RandomState, Signature
-from hydra_engine.devices import Ledger, OpenDevice, Promise, Slab
+from hydra_engine.devices import ArenaInPieces, Ledger, OpenDevice, Promise, Slab
 from hydra_engine.host import Region, TaskState, UnitBytes
 from hydra_engine.schedule import BACKWARD, FUSED, Unit
 from hydra_engine.worker.graphs import GraphUse, SavedTensors
@@ -21,6 +21,7 @@ from partitioners import MemoryMeter
 from partitioners.boundary import Boundary
 
 T = TypeVar("T")
+MakeRoom: TypeAlias = "Callable[[], bool]"  # has another slab given back; False: there is none
 
 
 @dataclass(kw_only=True)
@@ -103,24 +104,42 @@ def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
 class SlabLoad:
     """A slab that is being filled, or was, for every unit that needs it."""
 
-    def __init__(self, load: Callable[[], Slab], *, late: bool, is_home: bool = False) -> None:
+    def __init__(self, load: Callable[[MakeRoom], Slab], *, late: bool, is_home: bool = False) -> None:
         self.slab: Promise[Slab] = Promise()
-        self.is_late = late  # so small that it is loaded when the first unit runs, by the lane that computes
+        # Loaded when the first unit runs, by the lane that computes: it is small, or had no room in one piece before.
+        self.is_late = late
         self.is_home = is_home  # DRAM may have old values of it
         self.is_spoiled = False  # a unit failed on it, which may have written to the parameters: to be filled again
         self._load = load
 
     @property
     def is_whole(self) -> bool:
-        return self.slab.is_done and self.slab.is_kept()
+        slab = self.slab  # which may be replaced
+        return slab.is_done and slab.is_kept()
 
     def settle(self) -> bool:
         """Wait for the load, if it was begun. Return True if the slab is filled."""
         return self.is_whole if self.is_late else self.slab.is_kept()
 
-    def load(self) -> None:
-        """Fill the slab. Its errors are of no unit: others may need it."""
-        self.slab.fulfil(self._load)
+    def load(self, make_room: MakeRoom) -> None:
+        """Fill the slab, or leave it to the lane that computes. Its errors are of no unit: others may need it."""
+
+        def filled() -> Slab:
+            try:
+                return self._load(make_room)
+            except ArenaInPieces:
+                self.is_late = True
+                raise
+
+        if self.slab.is_done:
+            self.slab = Promise()
+        self.slab.fulfil(filled)
+
+    def take_back(self) -> Slab:
+        """Return the slab, whose place is wanted. It is filled again when the first unit runs."""
+        slab = self.slab.result()
+        self.slab, self.is_late = Promise(), True
+        return slab
 
 
 class ClaimStage(Enum):

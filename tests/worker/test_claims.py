@@ -1,0 +1,168 @@
+"""Slabs whose room is free, but in pieces: the unit whose turn it is takes back what lies in its way."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hydra_engine import EmulatedDevice
+from hydra_engine.devices import ArenaInPieces, Residents
+from hydra_engine.devices.budget import SLABS
+from hydra_engine.devices.lanes import LOAD, Promise
+from hydra_engine.host import Region
+from hydra_engine.schedule import Unit
+from hydra_engine.trace import Trace
+from hydra_engine.worker.claims import Claims
+from hydra_engine.worker.unit import ClaimStage
+
+PIECE = 1024  # bytes; the arena holds four
+ARENA, REST = 4 * PIECE, 6 * PIECE
+
+
+class Filled:
+    """In place of a spiller: takes slabs, and notes of which keys and how often."""
+
+    def __init__(self, device):
+        self.device = device
+        self.keys = []
+
+    def load_slab(self, state, shard, region, make_room):
+        slab = self.device.take_slab(region.num_bytes, make_room)
+        self.keys.append(region.key)
+        return slab
+
+
+class OneDevice:
+    """Claims of a device whose arena holds four pieces, with shards of a task of given regions."""
+
+    def __init__(self, *shards):
+        spec = EmulatedDevice(ARENA + REST, has_arena=True, bandwidth="100GB")
+        self.device = spec.open(0, Trace(), 1, ARENA)
+        self.residents = Residents(self.device.ledger)
+        self.filled = Filled(self.device)
+        self.claims = Claims(self.device, self.residents, self.filled)
+        shards = [
+            SimpleNamespace(
+                index=j, slab_bytes=sum(sizes), regions=[Region((j, k), k == 0, size) for k, size in enumerate(sizes)]
+            )
+            for j, sizes in enumerate(shards)
+        ]
+        self.state = SimpleNamespace(
+            name="task",
+            cut=SimpleNamespace(shards=shards),
+            regions=lambda shard: shard.regions,
+            region_next_use_s=lambda *_: 0.0,
+        )
+        assert self.device.ledger.take(REST)  # no slab has room beside the arena
+
+    def unit(self, shard):
+        return Unit("task", "f", shard, 0)
+
+    def ask(self, shard):
+        self.claims.request(self.unit(shard), self.state)
+        self.load()
+
+    def load(self):
+        """Wait until the load lane is through."""
+        through = Promise()
+        self.device.submit(LOAD, "through", lambda: through.keep(None))
+        through.result()
+
+    def begin(self, shard):
+        claim = self.claims.begin(self.unit(shard))
+        claim.stage = ClaimStage.IN_LANES
+        return claim
+
+    def places(self, claim):
+        return [load.slab.result().offset // PIECE for load in claim.slabs.values() if load.is_whole]
+
+    def compute(self, claim):
+        """Fill what is left, as in the compute lane, and return where its slabs lie."""
+        self.claims.fill(claim)
+        places = self.places(claim)
+        self.claims.let_go(claim)
+        self.claims.end(claim)
+        return places
+
+
+@pytest.fixture
+def one():
+    made = []
+
+    def make(*shards):
+        made.append(OneDevice(*shards))
+        return made[0]
+
+    yield make
+    for each in made:
+        each.device.ledger.evict = lambda *_: None
+        each.device.close()
+
+
+def in_the_middle(device, shard):
+    """Leave a shard of one piece in the middle of the arena: of the four, the second."""
+    device.device.arena._taken += [(0, PIECE), (2 * PIECE, ARENA)]
+    device.ask(shard)
+    assert device.compute(device.begin(shard)) == [1]
+    device.device.arena._taken = [(PIECE, 2 * PIECE)]
+
+
+def test_a_slab_of_the_unit_after_is_taken_back_and_filled_again(one):
+    device = one([PIECE], [3 * PIECE])
+    in_the_middle(device, 0)
+    device.residents.pin((0, 0), "other", lambda: 0.0)  # until both have asked
+    device.ask(1)  # three pieces are free, but not side by side
+    first = device.begin(1)
+    assert device.places(first) == []
+    assert first.error is None
+    device.ask(0)
+    device.residents.unpin((0, 0))
+    assert device.filled.keys == [(0, 0)]
+    assert device.compute(first) == [0]
+    assert device.filled.keys == [(0, 0), (1, 0)]
+    second = device.begin(0)
+    assert device.places(second) == []
+    assert device.compute(second) == [3]
+    assert device.filled.keys == [(0, 0), (1, 0), (0, 0)]
+    assert device.device.ledger.free_bytes(SLABS) == 0  # both are kept
+
+
+def test_a_unit_that_is_dropped_may_have_its_slab_taken_back(one):
+    device = one([PIECE], [3 * PIECE])
+    in_the_middle(device, 0)
+    device.residents.pin((0, 0), "other", lambda: 0.0)
+    device.ask(1)
+    first = device.begin(1)
+    device.ask(0)
+    device.residents.unpin((0, 0))
+    assert device.compute(first) == [0]
+    device.claims.drop(device.unit(0))
+    device.load()
+    device.claims.settle()
+    assert (0, 0) not in device.residents
+    assert device.device.ledger.free_bytes(SLABS) == PIECE
+
+
+def test_a_units_own_slab_moves_where_the_other_one_has_no_room(one):
+    device = one([PIECE], [3 * PIECE])
+    in_the_middle(device, 0)
+    before, after = device.state.cut.shards
+    after.regions = [*before.regions, *after.regions]  # of which the first one is there
+    device.ask(1)
+    claim = device.begin(1)
+    assert device.places(claim) == [1]
+    assert device.compute(claim) == [3, 0]
+    assert device.filled.keys == [(0, 0), (1, 0), (0, 0)]
+
+
+def test_what_others_hold_is_not_taken_back(one):
+    device = one([PIECE], [3 * PIECE])
+    in_the_middle(device, 0)
+    device.residents.pin((0, 0), "other", lambda: 0.0)
+    device.ask(1)
+    claim = device.begin(1)
+    device.claims.fill(claim)
+    (load,) = claim.slabs.values()
+    with pytest.raises(ArenaInPieces, match=r"3 KiB asked for, 2 KiB free of a budget of 4 KiB"):
+        load.slab.result()
+    device.claims.let_go(claim)
+    assert device.filled.keys == [(0, 0)]
