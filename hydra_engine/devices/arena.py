@@ -71,6 +71,8 @@ class Arena:
         while (slab := self.find(num_bytes, lasts=lasts)) is None:
             if make_room():
                 continue
+            if (slab := self.find(num_bytes, lasts=lasts)) is not None:  # given back meanwhile
+                break
             size = self._size(num_bytes)
             if not beside(size):
                 with self._lock:

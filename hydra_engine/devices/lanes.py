@@ -19,20 +19,23 @@ T = TypeVar("T")
 class Promise(Generic[T]):
     """Kept or broken once, by one thread; any other may wait for it."""
 
-    __slots__ = ("_error", "_lock", "_value")
+    __slots__ = ("_error", "_lock", "_value", "is_done")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lock.acquire()
+        self.is_done = False  # nobody has to wait any more
         self._value: T | None = None
         self._error: BaseException | None = None
 
     def keep(self, value: T) -> None:
         self._value = value
+        self.is_done = True
         self._lock.release()
 
     def give_up(self, error: BaseException) -> None:
         self._error = error
+        self.is_done = True
         self._lock.release()
 
     def fulfil(self, work: Callable[[], T]) -> None:
@@ -43,9 +46,8 @@ class Promise(Generic[T]):
             self.give_up(error)
 
     @property
-    def is_done(self) -> bool:
-        """Nobody has to wait any more."""
-        return not self._lock.locked()
+    def has_result(self) -> bool:
+        return self.is_done and self._error is None
 
     def is_kept(self) -> bool:
         """Wait. Return True if there is a result."""

@@ -164,10 +164,11 @@ class Claims:
         loads = list(claim.slabs.values())
         for load in loads:
             load.settle()
+        moved: set[SlabLoad] = set()  # each once: if that makes no room, nothing does
         while late := [load for load in loads if load.is_late and not load.is_whole]:
-            late[0].load(partial(self._clear, claim))  # which may take another one back
-            if not late[0].is_whole:
-                return  # whoever asks for its result gets the error
+            with self._device.trace.span(self._device.name, LOAD, claim.label):
+                late[0].load(partial(self._clear, claim, moved))
+            late[0].slab.result()
 
     def _make_room(self) -> bool:
         """Give up a slab, for another one's place in the arena; or wait for a unit to let go of its own.
@@ -181,22 +182,24 @@ class Claims:
             return True
         return bool(loaded) and loaded[0].freed.is_kept()
 
-    def _clear(self, claim: Claim) -> bool:
+    def _clear(self, claim: Claim, moved: set[SlabLoad]) -> bool:
         """Give up a slab for one of the unit whose turn it is: also of units that are not begun, and then its own."""
-        if self._residents.evict_slab():
-            return True
         with self._device.ledger.lock:
+            if self._residents.evict_slab():
+                return True
             with self._lock:
                 ahead = self._outstanding - self._at_work
             claims = [*(each for each in ahead if each.stage is ClaimStage.GRANTED), claim]
             pinned = [(region.key, load) for each in claims for region, load in each.slabs.items()]
+            # Looked at first: what is loaded meanwhile counts as on its way.
+            coming = next((load for _, load in pinned if not load.is_late and not load.slab.is_done), None)
             pins = Counter(key for key, _ in pinned)
             for key, load in pinned:
-                # Neither a home nor what a graph refers to.
-                if load.is_whole and not load.is_home and self._residents.num_pins(key) == pins[key]:
+                is_free = load.is_whole and not load.is_home and load not in moved
+                if is_free and self._residents.num_pins(key) == pins[key]:  # no graph refers to it
+                    moved.add(load)
                     self._device.give_slab_back(load.take_back())
                     return True
-        coming = next((load for _, load in pinned if not load.is_late and not load.slab.is_done), None)
         if coming is not None:
             coming.settle()
         return coming is not None

@@ -114,12 +114,12 @@ class SlabLoad:
 
     @property
     def is_whole(self) -> bool:
-        slab = self.slab  # which may be replaced
-        return slab.is_done and slab.is_kept()
+        return self.slab.has_result
 
     def settle(self) -> bool:
         """Wait for the load, if it was begun. Return True if the slab is filled."""
-        return self.is_whole if self.is_late else self.slab.is_kept()
+        slab = self.slab  # of one that becomes late meanwhile, the promise that was given up
+        return slab.has_result if self.is_late else slab.is_kept()
 
     def load(self, make_room: MakeRoom) -> None:
         """Fill the slab, or leave it to the lane that computes. Its errors are of no unit: others may need it."""
@@ -137,8 +137,7 @@ class SlabLoad:
 
     def take_back(self) -> Slab:
         """Return the slab, whose place is wanted. It is filled again when the first unit runs."""
-        slab = self.slab.result()
-        self.slab, self.is_late = Promise(), True
+        self.is_late, slab, self.slab = True, self.slab.result(), Promise()
         return slab
 
 

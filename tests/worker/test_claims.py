@@ -1,6 +1,7 @@
 """Slabs whose room is free, but in pieces: the unit whose turn it is takes back what lies in its way."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -12,10 +13,10 @@ from hydra_engine.host import Region
 from hydra_engine.schedule import Unit
 from hydra_engine.trace import Trace
 from hydra_engine.worker.claims import Claims
-from hydra_engine.worker.unit import ClaimStage
+from hydra_engine.worker.unit import ClaimStage, SlabLoad
 
-PIECE = 1024  # bytes; the arena holds four
-ARENA, REST = 4 * PIECE, 6 * PIECE
+PIECE = 1024  # bytes
+REST = 6 * PIECE
 
 
 class Filled:
@@ -32,11 +33,12 @@ class Filled:
 
 
 class OneDevice:
-    """Claims of a device whose arena holds four pieces, with shards of a task of given regions."""
+    """Claims of a device whose arena holds so many pieces, with shards of a task of given regions."""
 
-    def __init__(self, *shards):
-        spec = EmulatedDevice(ARENA + REST, has_arena=True, bandwidth="100GB")
-        self.device = spec.open(0, Trace(), 1, ARENA)
+    def __init__(self, *shards, pieces=4):
+        self.arena_bytes = pieces * PIECE
+        spec = EmulatedDevice(self.arena_bytes + REST, has_arena=True, bandwidth="100GB")
+        self.device = spec.open(0, Trace(), 1, self.arena_bytes)
         self.residents = Residents(self.device.ledger)
         self.filled = Filled(self.device)
         self.claims = Claims(self.device, self.residents, self.filled)
@@ -88,8 +90,8 @@ class OneDevice:
 def one():
     made = []
 
-    def make(*shards):
-        made.append(OneDevice(*shards))
+    def make(*shards, **options):
+        made.append(OneDevice(*shards, **options))
         return made[0]
 
     yield make
@@ -100,7 +102,7 @@ def one():
 
 def in_the_middle(device, shard):
     """Leave a shard of one piece in the middle of the arena: of the four, the second."""
-    device.device.arena._taken += [(0, PIECE), (2 * PIECE, ARENA)]
+    device.device.arena._taken += [(0, PIECE), (2 * PIECE, device.arena_bytes)]
     device.ask(shard)
     assert device.compute(device.begin(shard)) == [1]
     device.device.arena._taken = [(PIECE, 2 * PIECE)]
@@ -160,9 +162,80 @@ def test_what_others_hold_is_not_taken_back(one):
     device.residents.pin((0, 0), "other", lambda: 0.0)
     device.ask(1)
     claim = device.begin(1)
-    device.claims.fill(claim)
-    (load,) = claim.slabs.values()
     with pytest.raises(ArenaInPieces, match=r"3 KiB asked for, 2 KiB free of a budget of 4 KiB"):
-        load.slab.result()
+        device.claims.fill(claim)
     device.claims.let_go(claim)
     assert device.filled.keys == [(0, 0)]
+
+
+def at_home(device, first, last):
+    """Have a home from one piece of the arena to another."""
+    place = first * PIECE, last * PIECE
+    device.device.arena._taken = [place]
+    device.device.arena._lasting = [place]
+    assert device.device.ledger.take(place[1] - place[0], SLABS)
+
+
+@pytest.mark.parametrize(("home", "sizes"), [((1, 2), (2 * PIECE, 2 * PIECE)), ((2, 3), (PIECE, 3 * PIECE))])
+def test_two_slabs_that_do_not_fit_around_a_home_are_refused(one, home, sizes):
+    device = one(sizes, pieces=5)
+    at_home(device, *home)
+    device.ask(0)
+    claim = device.begin(0)
+    with pytest.raises(ArenaInPieces) as caught:
+        device.claims.fill(claim)
+    claim.fail(caught.value)
+    device.claims.let_go(claim)
+    device.claims.end(claim)
+    device.claims.settle()
+    assert device.device.ledger.free_bytes(SLABS) == 4 * PIECE
+    assert len(device.device.arena._taken) == 1
+
+
+def test_a_slab_on_its_way_for_a_later_unit_is_waited_for_and_taken_back(one):
+    device = one([PIECE], [3 * PIECE])
+    in_the_middle(device, 0)
+    device.residents.pin((0, 0), "other", lambda: 0.0)
+    device.ask(1)
+    first = device.begin(1)
+    device.residents.unpin((0, 0))
+    begun, may_end = Promise(), Promise()
+    load_slab = device.filled.load_slab
+
+    def slowly(*arguments):
+        slab = load_slab(*arguments)
+        if not begun.is_done:
+            begun.keep(None)
+        may_end.result()
+        return slab
+
+    device.residents.forget()
+    device.filled.load_slab = slowly
+    device.device.arena._taken += [(0, PIECE), (2 * PIECE, device.arena_bytes)]
+    device.claims.request(device.unit(0), device.state)
+    begun.result()
+    device.device.arena._taken = [(PIECE, 2 * PIECE)]
+    settle = SlabLoad.settle
+
+    def waits(load):
+        if not load.slab.is_done and not may_end.is_done:
+            may_end.keep(None)
+        return settle(load)
+
+    with mock.patch.object(SlabLoad, "settle", waits):
+        assert device.compute(first) == [0]
+    assert device.filled.keys == [(0, 0), (0, 0), (1, 0)]
+    assert device.compute(device.begin(0)) == [0]
+
+
+def test_a_slab_that_is_given_back_while_room_is_made_for_another_is_found(one):
+    device = one([PIECE], [3 * PIECE])
+    arena = device.device.arena
+    slabs = [arena.take(PIECE) for _ in range(3)]
+    arena.give_back(slabs[0])
+
+    def too_late():
+        arena.give_back(slabs[1])
+        return False
+
+    assert arena.take(2 * PIECE, too_late, lambda _: False).num_bytes == 2 * PIECE
