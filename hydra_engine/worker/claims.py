@@ -37,9 +37,9 @@ class Claims:
             return sum(region.num_bytes for region in claim.regions if region.key not in self._residents)
 
         def granted(_: int) -> None:
-            claim.stage = ClaimStage.GRANTED
             for region in claim.regions:
                 claim.slabs[region] = self._pinned(claim, region)
+            claim.stage = ClaimStage.GRANTED  # now: whoever looks for slabs that are all there finds all of them
 
         with self._lock:
             self._outstanding.add(claim)

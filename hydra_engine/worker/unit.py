@@ -131,7 +131,7 @@ class SlabLoad:
                 self.is_late = True
                 raise
 
-        if self.slab.is_done:
+        if self.is_late:  # the load lane may be just giving up the one before
             self.slab = Promise()
         self.slab.fulfil(filled)
 

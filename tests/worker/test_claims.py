@@ -239,3 +239,42 @@ def test_a_slab_that_is_given_back_while_room_is_made_for_another_is_found(one):
         return False
 
     assert arena.take(2 * PIECE, too_late, lambda _: False).num_bytes == 2 * PIECE
+
+
+def test_a_slab_is_filled_while_the_load_lane_gives_it_up(one):
+    device = one([PIECE], [3 * PIECE])
+    in_the_middle(device, 0)
+    device.residents.pin((0, 0), "other", lambda: 0.0)
+    gives_up, may_give_up = Promise(), Promise()
+    give_up = Promise.give_up
+
+    def slowly(promise, error):
+        gives_up.keep(None)
+        may_give_up.result()
+        give_up(promise, error)
+
+    with mock.patch.object(Promise, "give_up", slowly):
+        device.claims.request(device.unit(1), device.state)
+        gives_up.result()
+        device.residents.unpin((0, 0))
+        claim = device.begin(1)
+        device.claims.fill(claim)
+        may_give_up.keep(None)
+        device.load()
+    assert device.compute(claim) == [0]
+    device.residents.forget()
+    assert device.device.arena._taken == []
+
+
+def test_a_claim_is_granted_once_all_its_slabs_are_asked_for(one):
+    device = one([PIECE])
+    stages, pinned = [], device.claims._pinned
+
+    def noting(claim, region):
+        stages.append(claim.stage)
+        return pinned(claim, region)
+
+    device.claims._pinned = noting
+    device.ask(0)
+    assert stages == [ClaimStage.ASKED]
+    assert device.compute(device.begin(0)) == [0]
