@@ -39,7 +39,7 @@ class Claims:
         def granted(_: int) -> None:
             for region in claim.regions:
                 claim.slabs[region] = self._pinned(claim, region)
-            claim.stage = ClaimStage.GRANTED  # now: whoever looks for slabs that are all there finds all of them
+            claim.stage = ClaimStage.GRANTED  # last: without its slabs it would pass for loaded
 
         with self._lock:
             self._outstanding.add(claim)
@@ -85,7 +85,7 @@ class Claims:
         claim.views = {}
         for region, load in list(claim.slabs.items()):
             load.settle()  # after an error it may still be under way: into a region that is then nobody else's yet
-            with self._device.ledger.lock:  # whoever counts pins finds it here, or there are none of it
+            with self._device.ledger.lock:  # `_clear` counts a claim's slabs and their pins together
                 del claim.slabs[region]
                 self._residents.unpin(region.key, is_whole=load.is_whole and claim.error is None)
         with self._lock:

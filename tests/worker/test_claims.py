@@ -108,12 +108,17 @@ def in_the_middle(device, shard):
     device.device.arena._taken = [(PIECE, 2 * PIECE)]
 
 
-def test_a_slab_of_the_unit_after_is_taken_back_and_filled_again(one):
+def in_pieces(one):
+    """A device where unit 1 is begun, and its three pieces of room are apart: unit 0's slab lies between, pinned."""
     device = one([PIECE], [3 * PIECE])
     in_the_middle(device, 0)
-    device.residents.pin((0, 0), "other", lambda: 0.0)  # until both have asked
-    device.ask(1)  # three pieces are free, but not side by side
-    first = device.begin(1)
+    device.residents.pin((0, 0), "other", lambda: 0.0)
+    device.ask(1)
+    return device, device.begin(1)
+
+
+def test_a_slab_of_the_unit_after_is_taken_back_and_filled_again(one):
+    device, first = in_pieces(one)
     assert device.places(first) == []
     assert first.error is None
     device.ask(0)
@@ -129,11 +134,7 @@ def test_a_slab_of_the_unit_after_is_taken_back_and_filled_again(one):
 
 
 def test_a_unit_that_is_dropped_may_have_its_slab_taken_back(one):
-    device = one([PIECE], [3 * PIECE])
-    in_the_middle(device, 0)
-    device.residents.pin((0, 0), "other", lambda: 0.0)
-    device.ask(1)
-    first = device.begin(1)
+    device, first = in_pieces(one)
     device.ask(0)
     device.residents.unpin((0, 0))
     assert device.compute(first) == [0]
@@ -157,11 +158,7 @@ def test_a_units_own_slab_moves_where_the_other_one_has_no_room(one):
 
 
 def test_what_others_hold_is_not_taken_back(one):
-    device = one([PIECE], [3 * PIECE])
-    in_the_middle(device, 0)
-    device.residents.pin((0, 0), "other", lambda: 0.0)
-    device.ask(1)
-    claim = device.begin(1)
+    device, claim = in_pieces(one)
     with pytest.raises(ArenaInPieces, match=r"3 KiB asked for, 2 KiB free of a budget of 4 KiB"):
         device.claims.fill(claim)
     device.claims.let_go(claim)
@@ -193,11 +190,7 @@ def test_two_slabs_that_do_not_fit_around_a_home_are_refused(one, home, sizes):
 
 
 def test_a_slab_on_its_way_for_a_later_unit_is_waited_for_and_taken_back(one):
-    device = one([PIECE], [3 * PIECE])
-    in_the_middle(device, 0)
-    device.residents.pin((0, 0), "other", lambda: 0.0)
-    device.ask(1)
-    first = device.begin(1)
+    device, first = in_pieces(one)
     device.residents.unpin((0, 0))
     begun, may_end = Promise(), Promise()
     load_slab = device.filled.load_slab
