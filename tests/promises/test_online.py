@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from hydra_engine import Callback, ModelTask, StopTask
 from hydra_engine.run.feeds import Joining
 from hydra_engine.run.task_list import Site
+from hydra_engine.schedule import Scheduler, TaskAdded
 from hydra_engine.schedule.graph import validate
 from hydra_engine.schedule.units import training_chain
 from partitioners import Presharded
@@ -251,11 +252,21 @@ def test_malformed_priority_or_weight_is_refused(options, error, words):
 
 
 @pytest.mark.rest
-def test_task_of_higher_priority_is_through_first():
-    ends = []
-    tasks = [task(name, At("end", lambda name=name: ends.append(name)), priority=k) for k, name in enumerate("abc")]
-    orchestra_of(*tasks, num_devices=1).train_models()
-    assert ends[0] == "c"
+def test_scheduler_of_a_run_has_the_priority_and_the_weight_of_each_task(monkeypatch):
+    """What it makes of them is in tests/schedule; in a run, a task that waits for its loader lets others pass."""
+    told, handle = {}, Scheduler.handle
+
+    def spied(scheduler, event):
+        if isinstance(event, TaskAdded):
+            told[event.task] = event.priority, event.weight
+        return handle(scheduler, event)
+
+    monkeypatch.setattr(Scheduler, "handle", spied)
+    last = task("last", priority=-2, weight=0.5)
+    first = task("first", At(1, lambda: orchestra.add_task(last)), priority=3, weight=2.0)
+    orchestra = orchestra_of(first, task("plain"))
+    orchestra.train_models()
+    assert told == {"first": (3, 2.0), "plain": (0, 1.0), "last": (-2, 0.5)}
 
 
 def test_frozen_parameter_is_shared_with_a_task_that_joins_later():
