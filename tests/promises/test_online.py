@@ -253,12 +253,12 @@ def test_malformed_priority_or_weight_is_refused(options, error, words):
 
 @pytest.mark.rest
 def test_scheduler_of_a_run_has_the_priority_and_the_weight_of_each_task(monkeypatch):
-    """What it makes of them is in tests/schedule; in a run, a task that waits for its loader lets others pass."""
-    told, handle = {}, Scheduler.handle
+    """The order that follows is asserted in tests/schedule: in a run, it also depends on when loaders deliver."""
+    received, handle = {}, Scheduler.handle
 
     def spied(scheduler, event):
         if isinstance(event, TaskAdded):
-            told[event.task] = event.priority, event.weight
+            received[event.task] = event.priority, event.weight
         return handle(scheduler, event)
 
     monkeypatch.setattr(Scheduler, "handle", spied)
@@ -266,7 +266,7 @@ def test_scheduler_of_a_run_has_the_priority_and_the_weight_of_each_task(monkeyp
     first = task("first", At(1, lambda: orchestra.add_task(last)), priority=3, weight=2.0)
     orchestra = orchestra_of(first, task("plain"))
     orchestra.train_models()
-    assert told == {"first": (3, 2.0), "plain": (0, 1.0), "last": (-2, 0.5)}
+    assert received == {"first": (3, 2.0), "plain": (0, 1.0), "last": (-2, 0.5)}
 
 
 def test_frozen_parameter_is_shared_with_a_task_that_joins_later():

@@ -109,7 +109,7 @@ def in_the_middle(device, shard):
 
 
 def in_pieces(one):
-    """A device where unit 1 is begun, and its three pieces of room are apart: unit 0's slab lies between, pinned."""
+    """A device and the claim of its unit 1, whose room is split in two by the pinned slab of unit 0."""
     device = one([PIECE], [3 * PIECE])
     in_the_middle(device, 0)
     device.residents.pin((0, 0), "other", lambda: 0.0)
