@@ -545,14 +545,18 @@ def test_what_is_drawn_in_company_of_a_call_is_told():
 
 
 class Reads(threading.Thread):
-    """As prefetch_generator's BackgroundGenerator, which DataLoaderX gives: an iterator that is a thread."""
+    """As prefetch_generator's BackgroundGenerator, which DataLoaderX gives: an iterator that is a thread.
+
+    It begins to read with the first batch that is asked for, so that its draws always fall into a read.
+    """
 
     def __init__(self, iterable):
         super().__init__(daemon=True, name="background")
-        self.iterable, self.queue = iterable, queue.SimpleQueue()
+        self.iterable, self.queue, self.asked = iterable, queue.SimpleQueue(), threading.Event()
         self.start()
 
     def run(self):
+        self.asked.wait()
         for each in self.iterable:
             self.queue.put(each)
         self.queue.put(None)
@@ -561,6 +565,7 @@ class Reads(threading.Thread):
         return self
 
     def __next__(self):
+        self.asked.set()
         found = self.queue.get()
         if found is None:
             self.join()

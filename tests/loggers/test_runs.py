@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -61,11 +62,19 @@ class Kills(CsvLogger):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Waits(Callback):
+    """Holds its task at step 7, so that nothing later is saved."""
+
+    def on_step(self, report):
+        if report.steps == 7:
+            threading.Event().wait()
+
+
 def train_and_be_killed(folder):
     """In a process of its own."""
     saved = Path(folder, "saved")
     options = {"checkpoint_dir": saved, "checkpoint_every": 2, "loggers": [Kills(Path(folder, "logs"), saved)]}
-    orchestra_of(task(), **options).train_models()
+    orchestra_of(task("a", Waits()), **options).train_models()
 
 
 def test_a_run_whose_process_was_killed_goes_on_in_the_same_file_with_each_step_once(tmp_path):

@@ -226,7 +226,7 @@ def test_a_device_that_comes_while_a_run_is_planned_is_opened_once(monkeypatch):
     task.dataloader = Batches(task.dataloader)
     orchestra = orchestra_of(task, devices=[EmulatedDevice()])
     report = orchestra.train_models()
-    assert opened == [0, 1]
+    assert sorted(opened) == [0, 1]  # in either order, as the run's threads get their turns
     assert report.tasks["task-0"].steps == 6
 
 
