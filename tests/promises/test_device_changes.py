@@ -206,7 +206,7 @@ def test_one_object_may_be_several_devices():
 
 
 def test_a_device_that_comes_while_a_run_is_planned_is_opened_once(monkeypatch):
-    """It waits until the run has begun, which then lets it in."""
+    """It waits until the plan is made, and is let into the run."""
     opened, threads = [], []
     open_device = Workers._opened
 
@@ -226,7 +226,7 @@ def test_a_device_that_comes_while_a_run_is_planned_is_opened_once(monkeypatch):
     task.dataloader = Batches(task.dataloader)
     orchestra = orchestra_of(task, devices=[EmulatedDevice()])
     report = orchestra.train_models()
-    assert sorted(opened) == [0, 1]  # in either order, as the run's threads get their turns
+    assert sorted(opened) == [0, 1]  # the run opens the first one while another thread adds the second
     assert report.tasks["task-0"].steps == 6
 
 
