@@ -89,7 +89,7 @@ class Saves:
             names = os.listdir(self.directory / FILES)
         except FileNotFoundError:
             return set()
-        return {name[:STEM_LENGTH] for name in names if not name.startswith(TRIED)}
+        return {name[:STEM_LENGTH] for name in names if not name.startswith((TRIED, "."))}
 
     def look(self, now_s):
         """Note what is new."""

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.checkpoints.checkpoint import load_newest
+from hydra_engine.checkpoints.nested import JSON, unflatten
 from partitioners import Presharded
 from tests import exact, zoo
 
@@ -208,13 +209,9 @@ def left_by(models, report, directory):
 
 
 def saved_of(checkpoint, name):
-    """All that a checkpoint holds of a task, by file."""
-    files = sorted(checkpoint.files(name))
-    nested = sorted(file.removesuffix(".json") for file in files if file.endswith(".json"))
-    weights = [file for file in files if file.endswith(".safetensors") and file.split(".")[0] not in nested]
-    return {file: checkpoint.read_tensors(name, file) for file in weights} | {
-        stem: checkpoint.read_nested(name, stem) for stem in nested
-    }
+    """All that a checkpoint holds of a task, by part."""
+    parts = {part: checkpoint.read_tensors(name, part) for part in sorted(checkpoint.parts(name))}
+    return {part: unflatten(found) if JSON in found else found for part, found in parts.items()}
 
 
 def leaves(value, path):

@@ -41,7 +41,7 @@ from hydra_engine.tasks.report import AGAIN
 from hydra_engine.worker.spiller import Spiller
 from partitioners import Pilot, Presharded
 from tests import exact, reference, zoo
-from tests.checkpoints.support import assert_nothing_unnamed
+from tests.checkpoints.support import TRIED, assert_nothing_unnamed
 
 HANG_S = 120
 NAMES = ("struck", "second", "third")
@@ -312,9 +312,6 @@ def stores(strike, rng):
     return struck_methods(methods, "store", strike, after=rng.random() < 0.5)
 
 
-TRIED = "00000000-"  # the file that is written as a directory is opened
-
-
 class StruckDisk(Disk):
     """Refuses what it is asked for when it is struck, from the first save on: a directory that cannot be opened is
     refused before any work.
@@ -328,7 +325,7 @@ def _refusing(name):
     original = getattr(Disk, name)
 
     def call(self, *arguments):
-        self.has_begun |= name == "create" and not arguments[0].name.startswith(TRIED)
+        self.has_begun |= name == "write" and not arguments[0].name.startswith(TRIED)
         try:
             if self.has_begun:
                 self.strike.touch("save")
@@ -339,7 +336,7 @@ def _refusing(name):
     return call
 
 
-for _name in ("create", "write", "sync", "rename", "remove_file"):
+for _name in ("write", "sync", "rename", "remove_file"):
     setattr(StruckDisk, _name, _refusing(_name))
 
 

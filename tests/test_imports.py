@@ -56,7 +56,7 @@ OPTIONAL = (
 # Importing torch's symbols takes a second, and most runs do without.
 TAKES_A_SECOND = ("sizes.py",)
 # Only modules of hydra_engine/integrations import these.
-INTEGRATED = ("lightning", "peft", "safetensors", "transformers")
+INTEGRATED = ("lightning", "peft", "transformers")
 # The modules that may mention CUDA, streams and pinning.
 CUDA = ("devices.cuda", "devices.page_locked")
 # Its help shows names of GPUs as users type them.

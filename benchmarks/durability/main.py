@@ -243,13 +243,8 @@ def bytes_of(checkpoint):
 
 
 def content_of(checkpoint, name):
-    """A task's files, as a new checkpoint takes them."""
-    return {
-        file: checkpoint.read_tensors(name, file)
-        if file.endswith(".safetensors")
-        else checkpoint.read_bytes(name, file)
-        for file in checkpoint.files(name)
-    }
+    """A task's parts, as a new checkpoint takes them."""
+    return {part: checkpoint.read_tensors(name, part) for part in checkpoint.parts(name)}
 
 
 def saved_rate(folder, contents, num_bytes):
@@ -257,8 +252,8 @@ def saved_rate(folder, contents, num_bytes):
     with CheckpointDirectory(folder) as directory:
         begin_s = time.perf_counter()
         with directory.begin() as new:
-            for name, files in contents.items():
-                new.add(name, files)
+            for name, parts in contents.items():
+                new.add(name, parts)
             new.commit()
         elapsed_s = time.perf_counter() - begin_s
     shutil.rmtree(folder)

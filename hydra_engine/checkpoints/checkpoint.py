@@ -7,26 +7,27 @@ name is ever used twice. `checkpoint.md` has the format, and draws the directory
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hydra_engine.checkpoints.manifest import Damaged, Manifest, StoredFile
+from hydra_engine.checkpoints.manifest import Damaged, Manifest, Parts, StoredFile
 from hydra_engine.checkpoints.nested import unflatten
 from hydra_engine.checkpoints.tensors import read_tensors
 from hydra_engine.errors import CheckpointError
-from hydra_engine.system import NUM_THREADS, Fingerprint, OldFile, fingerprint
+from hydra_engine.system import checksum
 
 FILES = "files"  # the folder of all content
 
+_NUM_THREADS = min(4, os.cpu_count() or 1)  # that check files
 _NUM_TRIES = 10  # to find a checkpoint that a run does not remove at the same moment
 _NAME = re.compile(r"checkpoint-(\d{8,})-([0-9a-f]{8})\.json")
 
@@ -48,60 +49,41 @@ class Checkpoint:
         """The tasks in the order in which they were saved."""
         return tuple(self.manifest.tasks)
 
-    def files(self, task: str) -> frozenset[str]:
-        """Return the names of a task's files; raises CheckpointError if the checkpoint holds no such task."""
-        return frozenset(self._files(task))
-
     def read_tensors(
-        self, task: str, file_name: str, into: Mapping[str, torch.Tensor] | None = None
+        self, task: str, part: str, into: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Read a file of tensors by name into new memory, and check it again meanwhile.
+        """Read the tensors of a part by name into new memory, and check them again meanwhile.
 
         into: tensors in DRAM that take the values, so that there is no second copy. Raises ValueError, before one is
-        written to, if names, types or shapes differ. Raises CheckpointError if the file changed, was removed by a later
+        written to, if names, types or shapes differ. Raises CheckpointError if a file changed, was removed by a later
         save, or was never there; the tensors hold any values then.
         """
-        with self._opened(task, file_name) as file:
-            return read_tensors(file, into)
+        files = self.parts(task)[part]
+        try:
+            try:
+                tensors, found = read_tensors([place(self.path, each) for each in files], into)
+            except Exception:  # the content makes no sense: was it altered?
+                for each in files:
+                    check_file(self.path, each)
+                raise
+            for each, crc32 in zip(files, found, strict=True):
+                check_file(self.path, each, crc32)
+        except Damaged as error:
+            raise CheckpointError(f"{self.path} changed after it was opened: {error}; open the newest again") from error
+        return tensors
 
-    def read_bytes(self, task: str, file_name: str) -> bytes:
-        """Read any file as it is, and check it again meanwhile."""
-        with self._opened(task, file_name) as file:
-            return file.read()
+    def read_nested(self, task: str, part: str) -> Any:
+        """Read the state that was saved as `hydra_engine.checkpoints.nested.flatten` gave it."""
+        return unflatten(self.read_tensors(task, part))
 
-    def read_nested(self, task: str, stem: str) -> Any:
-        """Read the state that `hydra_engine.checkpoints.nested.nested_files` wrote, and check it again meanwhile."""
-        tensors = self.read_tensors(task, f"{stem}.safetensors")
-        return unflatten(json.loads(self.read_bytes(task, f"{stem}.json")), tensors)
-
-    def _files(self, task: str) -> dict[str, StoredFile]:
+    def parts(self, task: str) -> Parts:
+        """Return the files of a task by part; raises CheckpointError if the checkpoint holds no such task."""
         if task not in self.manifest.tasks:
             raise CheckpointError(
                 f"{self.path} holds no task {task!r}, but {', '.join(map(repr, self.task_names)) or 'none'}; name the "
                 f"task as it was when it was saved"
             )
         return self.manifest.tasks[task]
-
-    @contextmanager
-    def _opened(self, task: str, file_name: str) -> Iterator[OldFile]:
-        files = self._files(task)
-        if file_name not in files:
-            raise CheckpointError(
-                f"{self.path} holds no file {file_name!r} of task {task!r}, but "
-                f"{', '.join(map(repr, files)) or 'none'}; read one of those"
-            )
-        stored = files[file_name]
-        path = place(self.path, stored)
-        try:
-            with _reading(path), OldFile(path) as file:
-                try:
-                    yield file
-                except Exception:  # the content makes no sense: was it altered?
-                    _check_same(stored, file.finish())
-                    raise
-                _check_same(stored, file.finish())
-        except (EOFError, Damaged) as error:
-            raise CheckpointError(f"{self.path} changed after it was opened: {error}; open the newest again") from error
 
 
 class _Removed(Exception):
@@ -189,28 +171,25 @@ def place(path: Path, stored: StoredFile) -> Path:
 
 
 def _check_content(path: Path, manifest: Manifest) -> None:
-    """Raise Damaged at the first file that is not as it was written, CheckpointError at one that is not readable."""
-    for stored in manifest.files:  # before gigabytes are read
-        with _reading(place(path, stored)):
-            num_bytes = place(path, stored).stat().st_size
-        if num_bytes != stored.num_bytes:
-            raise Damaged(f"{stored.file}: found {num_bytes} bytes, expected {stored.num_bytes}")
-    with ThreadPoolExecutor(NUM_THREADS, "checkpoint-verify") as threads:
+    """Raise Damaged or CheckpointError as `check_file`, for all files."""
+    with ThreadPoolExecutor(_NUM_THREADS, "checkpoint-verify") as threads:
         try:
-            for stored in manifest.files:
-                with _reading(place(path, stored)):
-                    found = fingerprint(place(path, stored), threads)
-                _check_same(stored, found)
+            for _ in threads.map(partial(check_file, path), manifest.files):
+                pass
         except BaseException:
-            threads.shutdown(wait=False, cancel_futures=True)  # or Ctrl-C would wait for the rest of a file
+            threads.shutdown(wait=False, cancel_futures=True)  # or Ctrl-C would wait for all files
             raise
 
 
-def _check_same(stored: StoredFile, found: Fingerprint) -> None:
-    if found != (stored.num_bytes, stored.digest):
+def check_file(path: Path, stored: StoredFile, crc32: int | None = None) -> None:
+    """Raise Damaged if a file is not as it was written, CheckpointError if it cannot be read; crc32: of what was."""
+    file = place(path, stored)
+    with _reading(file):
+        found = StoredFile(file.name, file.stat().st_size, checksum(file) if crc32 is None else crc32)
+    if found != stored:
         raise Damaged(
-            f"{stored.file}: found {found.num_bytes} bytes of digest {found.digest}, expected {stored.num_bytes} of "
-            f"{stored.digest}"
+            f"{file.name}: found {found.num_bytes} bytes of CRC-32 {found.crc32:08x}, expected {stored.num_bytes} of "
+            f"{stored.crc32:08x}"
         )
 
 

@@ -1,11 +1,11 @@
-"""The manifest of a checkpoint: size and digest of each of its files, and its own hash. No byte changes unseen."""
+"""The manifest of a checkpoint: size and checksum of each of its files, and its own hash. No byte changes unseen."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -18,9 +18,6 @@ VERSION = 1
 # A manifest of any version begins with the hash of everything after it, written in this many characters.
 _HEAD = b'{"sha256": "'
 _NUM_DIGITS = hashlib.sha256().digest_size * 2
-_DATA_RULE = (
-    "give None, bool, int, finite float, str, lists, and dicts with str keys, and put all else into a task's state"
-)
 
 
 class Damaged(Exception):
@@ -28,24 +25,27 @@ class Damaged(Exception):
 
 
 class StoredFile(NamedTuple):
-    """A file of a task: its name in the folder of all files, and the size and digest that it was written with."""
+    """A file of a task: its name in the folder of all files, and the size and CRC-32 that it was written with."""
 
     file: str
     num_bytes: int
-    digest: str
+    crc32: int
+
+
+Parts: TypeAlias = "dict[str, tuple[StoredFile, ...]]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """tasks: the files of each task by name. data: the caller's JSON."""
+    """tasks: the files of each task by the part that they hold. data: the caller's JSON."""
 
-    tasks: dict[str, dict[str, StoredFile]]
+    tasks: dict[str, Parts]
     data: Any
 
     @property
     def files(self) -> list[StoredFile]:
         """Each file once, also where several tasks have it."""
-        return list(dict.fromkeys(each for files in self.tasks.values() for each in files.values()))
+        return list(dict.fromkeys(each for parts in self.tasks.values() for files in parts.values() for each in files))
 
     def encode(self) -> bytes:
         """Return a JSON object as text."""
@@ -54,7 +54,8 @@ class Manifest:
             "version": VERSION,
             "written_by": {"hydra_engine": __version__, "torch": str(torch.__version__)},
             "tasks": {
-                task: {name: each._asdict() for name, each in files.items()} for task, files in self.tasks.items()
+                task: {part: [each._asdict() for each in files] for part, files in parts.items()}
+                for task, parts in self.tasks.items()
             },
             "data": self.data,
         }
@@ -76,16 +77,7 @@ class Manifest:
                 f"{VERSION}; read it with the hydra_engine that wrote it, or a newer one"
             )
         tasks = {
-            task: {name: StoredFile(**each) for name, each in files.items()} for task, files in content["tasks"].items()
+            task: {part: tuple(StoredFile(**each) for each in files) for part, files in parts.items()}
+            for task, parts in content["tasks"].items()
         }
         return cls(tasks=tasks, data=content["data"])
-
-
-def check_data(data: Any) -> None:
-    """Raise TypeError if a caller's data would come back as something else."""
-    try:
-        is_same = json.loads(json.dumps(data, allow_nan=False)) == data
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"data: {error}; {_DATA_RULE}") from error
-    if not is_same:
-        raise TypeError(f"data changes on its way through JSON; {_DATA_RULE}")

@@ -96,7 +96,7 @@ class SavedTask:
                 raise ValueError(f"its loss holds other parameters; {_REMEDY}")
             own = {name: torch.empty_like(buffers[number]) for name, number in layout.persistent_buffers().items()}
             self._checkpoint.read_tensors(self._name, WEIGHTS, into={**trainable, **own})
-            if frozen or FROZEN in self._checkpoint.files(self._name):
+            if frozen or FROZEN in self._checkpoint.parts(self._name):
                 apart = {name: torch.empty_like(each) for name, each in frozen.items() if each.data_ptr() in held}
                 self._checkpoint.read_tensors(self._name, FROZEN, into={**frozen, **apart})
                 for name, saved in apart.items():
@@ -199,7 +199,7 @@ class SavedTask:
     def _best_weights(self) -> dict[str, Tensor]:
         if self._best is not None:
             return self._best
-        has_best = BEST in self._checkpoint.files(self._name)
+        has_best = BEST in self._checkpoint.parts(self._name)
         return self._checkpoint.read_tensors(self._name, BEST) if has_best else {}
 
     def _optimizer_state(self) -> dict[str, Any]:

@@ -308,10 +308,10 @@ class Saver:
                             f"what was saved of task {name!r} has been damaged since, and is left out: a resume trains "
                             f"it from the beginning, unless it is from an older checkpoint"
                         )
-                    elif self._directory.newest_files(name):
+                    elif self._directory.newest_parts(name):
                         new.keep(name)
                 for name, source in (sources or {}).items():
-                    new.copy(name, source)
+                    new.keep(name, source=source)
                 tasks |= {each.name: {"steps": each.steps, "over": each.over, "loss": each.loss} for each in whole}
                 saved = new.commit({"tasks": tasks, **self._about()})
         except Exception as error:
@@ -331,14 +331,14 @@ class Saver:
 
     def _add(self, new: NewCheckpoint, snapshot: Snapshot) -> None:
         known = {FROZEN} if self._has_frozen.get(snapshot.name) == snapshot.frozen_version else set[str]()
-        unchanged = self._directory.newest_files(snapshot.name) & known
-        files = {name: each for name, each in snapshot.files.items() if name not in unchanged}
-        new.add(snapshot.name, files, unchanged, lasting={FROZEN})
+        unchanged = self._directory.newest_parts(snapshot.name) & known
+        parts = {part: each for part, each in snapshot.parts.items() if part not in unchanged}
+        new.add(snapshot.name, parts, unchanged, lasting={FROZEN})
         snapshot.done()
 
     def _lacks_files(self, task: str) -> bool:
         """Return True if a file of a task in the newest checkpoint is gone."""
-        return self._directory.newest_files(task) != self._directory.newest_tasks.get(task, {}).keys()
+        return self._directory.newest_parts(task) != self._directory.newest_tasks.get(task, {}).keys()
 
     def tell(self, message: str) -> None:
         """Say something that the user has to know: at once, and in the report."""

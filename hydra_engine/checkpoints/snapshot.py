@@ -3,7 +3,7 @@
     thread that decides        Snapshot(...)     between the last update of a step and the next commit
     optimizer pool             capture()         copies Python values, and notes tensors where they lie
     who changes a tensor       secure(slots)     first copies tensors that are not written yet
-    thread that writes         files ... done()
+    thread that writes         parts ... done()
 
 So a tensor is copied only if it changes before it is written.
 """
@@ -13,27 +13,26 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
-from hydra_engine.checkpoints.nested import losses_to_state, nested_files
-from hydra_engine.checkpoints.tensors import MovingTensor
+from hydra_engine.checkpoints.nested import flatten, losses_to_state
+from hydra_engine.checkpoints.tensors import MovingTensor, Tensors
 from hydra_engine.data import TaskPosition
 from hydra_engine.host import BestWeights, TaskOptimizer, TaskState
 from hydra_engine.system import dram
 from hydra_engine.tasks import BatchChooser, StepChoice, TaskReport
 
-WEIGHTS = "weights.safetensors"
-BEST = "best.safetensors"  # those of the best step, of parameters by name
-FROZEN = "frozen.safetensors"  # weights that do not change
+# A task's parts.
+WEIGHTS = "weights"
+BEST = "best"  # those of the best step, of parameters by name
+FROZEN = "frozen"  # weights that do not change
 STATE = "state"
 OPTIMIZER = "optimizer"
-
-Files: TypeAlias = "dict[str, bytes | Mapping[str, Tensor | MovingTensor]]"
 
 # The share of available DRAM that copies leave alone. If the rest is not enough, updates wait for the disk.
 FREE_SHARE = 0.1
@@ -45,7 +44,7 @@ class Snapshot:
     """One task at one step. `secure` is for any thread, all else for one thread after the other.
 
     over: None, or how the task ended: "finished", "failed", "stopped", "lost". error: the one that `capture` raised.
-    files: a checkpoint's files of the task by name, until `done`. count: told what saving costs those who train.
+    parts: a checkpoint's tensors of the task, until `done`. count: told what saving costs those who train.
     """
 
     # More than seven parameters: its attributes, as above.
@@ -70,7 +69,7 @@ class Snapshot:
         self.over = over
         self.loss = report.losses[-1] if report.losses and math.isfinite(report.losses[-1]) else None
         self.error: BaseException | None = None
-        self.files: Files = {}
+        self.parts: dict[str, Tensors] = {}
         self._state, self._optimizer, self._report = state, optimizer, report
         self._position, self._buffers = position, buffers
         self._num_validations = len(report.validation_steps)
@@ -99,14 +98,14 @@ class Snapshot:
     def _capture(self) -> None:
         try:
             self._state.homes.save()
-            self.files[WEIGHTS], frozen, other = self._weights()
+            self.parts[WEIGHTS], frozen, other = self._weights()
             if frozen:
-                self.files[FROZEN] = frozen
+                self.parts[FROZEN] = frozen
             if self._best is not None and self._best.step is not None:
                 slots = self._state.layout.slots
-                self.files[BEST] = {slots[k].name: self._moving(k, each) for k, each in self._best_weights.items()}
-            self.files |= nested_files(STATE, self._rest(other), f"task {self.name!r}: state")
-            self.files |= self._updated()
+                self.parts[BEST] = {slots[k].name: self._moving(k, each) for k, each in self._best_weights.items()}
+            self.parts[STATE] = flatten(self._rest(other), f"task {self.name!r}: state")
+            self.parts[OPTIMIZER] = self._updated()
         except BaseException as error:
             self.error = error
             self.done()
@@ -132,7 +131,7 @@ class Snapshot:
 
     def done(self) -> None:
         """Let go of all tensors: they are written, or nobody will write them."""
-        self.files = {}
+        self.parts = {}
         for each in chain.from_iterable(self._by_slot.values()):
             each.done()
 
@@ -191,25 +190,20 @@ class Snapshot:
             "retries": [dict(vars(each)) for each in list(report.retries)],
         }
 
-    def _updated(self) -> Files:
-        """Return the files of all that updates change beside weights."""
-        files = nested_files(OPTIMIZER, self._optimizer.state(), f"task {self.name!r}: optimizer")
+    def _updated(self) -> Tensors:
+        """Return all that updates change beside weights."""
         slots: dict[int, int | None] = {}
         for slot, each in self._optimizer.moving_tensors():
             if each.numel():
                 # States of several parameters may share one storage, which then belongs to none of them.
                 memory = each.untyped_storage().data_ptr()
                 slots[memory] = slot if slots.get(memory, slot) == slot else None
-        for name, tensors in files.items():
-            if not isinstance(tensors, bytes):
-                files[name] = {key: self._as_moving(slots, tensor) for key, tensor in tensors.items()}
-        return files
-
-    def _as_moving(self, slots: Mapping[int, int | None], tensor: Tensor | MovingTensor) -> Tensor | MovingTensor:
-        assert isinstance(tensor, Tensor)
-        slot = slots.get(tensor.untyped_storage().data_ptr())
-        # A tensor that belongs to no parameter may change at any update.
-        return tensor.clone() if slot is None else self._moving(slot, tensor)
+        found: dict[str, Tensor | MovingTensor] = {}
+        for name, each in flatten(self._optimizer.state(), f"task {self.name!r}: optimizer").items():
+            owner = slots.get(each.untyped_storage().data_ptr())
+            # A tensor that belongs to no parameter may change at any update.
+            found[name] = each.clone() if owner is None else self._moving(owner, each)
+        return found
 
 
 def _has_room(num_bytes: int) -> bool:

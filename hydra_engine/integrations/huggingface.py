@@ -39,7 +39,7 @@ try:
     from hydra_engine.integrations.huggingface_loading import load_pretrained
 except ImportError as error:
     raise ImportError(
-        f"hydra_engine.integrations.huggingface needs transformers 5.23 or later and safetensors ({error}); "
+        f"hydra_engine.integrations.huggingface needs transformers 5.23 or later ({error}); "
         f"pip install 'hydra_engine[huggingface]'",
         name=error.name,
     ) from error

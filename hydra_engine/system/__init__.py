@@ -14,17 +14,7 @@ from hydra_engine.system.dram import (
     num_users,
     return_free_memory,
 )
-from hydra_engine.system.files import (
-    NUM_THREADS,
-    PORTION_BYTES,
-    Disk,
-    Fingerprint,
-    NewFile,
-    OldFile,
-    WriteBehind,
-    cache_folder,
-    fingerprint,
-)
+from hydra_engine.system.files import Disk, cache_folder, checksum
 from hydra_engine.system.locks import FolderLock
 from hydra_engine.system.messages import LINE, plural, printable, say, say_progress, warn
 from hydra_engine.system.process import is_interactive

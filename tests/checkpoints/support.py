@@ -1,7 +1,9 @@
 """What tests of checkpoints share: small contents, and disks that fail, end the process or lose power."""
 
 import errno
+import os
 import struct
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,11 +11,12 @@ import torch
 
 from hydra_engine.checkpoints.checkpoint import load_newest, newest_first, place, read_manifest
 from hydra_engine.checkpoints.directory import CheckpointDirectory
-from hydra_engine.checkpoints.nested import nested_files
+from hydra_engine.checkpoints.nested import flatten
 from hydra_engine.checkpoints.tensors import MovingTensor
 from hydra_engine.system.files import Disk
 
-WEIGHTS, FROZEN = "weights.safetensors", "frozen.safetensors"
+WEIGHTS, FROZEN, STATE = "weights", "frozen", "state"
+TRIED = "00000000-"  # how the name begins of the file that a directory is tried with
 
 
 class TaskContent(NamedTuple):
@@ -21,19 +24,15 @@ class TaskContent(NamedTuple):
     state: Any = None
 
 
-def task_files(name, content):
-    return {"weights.safetensors": content.weights, **nested_files("state", content.state, f"task {name!r}: state")}
-
-
 def save_tasks(store, tasks, data=None):
     with store.begin() as new:
         for name, content in tasks.items():
-            new.add(name, task_files(name, content))
+            new.add(name, {WEIGHTS: content.weights, STATE: flatten(content.state, f"task {name!r}: state")})
         return new.commit(data)
 
 
 def read_task(found, name):
-    return TaskContent(found.read_tensors(name, "weights.safetensors"), found.read_nested(name, "state"))
+    return TaskContent(found.read_tensors(name, WEIGHTS), found.read_nested(name, STATE))
 
 
 def bits(value):
@@ -74,26 +73,26 @@ def save(store, k):
 def save_round(store, k):
     """Task "bert" trains, above frozen weights; task "gpt" was over at the first save. Their order changes."""
     with store.begin() as new:
-        if "notes" in store.newest_files("gpt"):
+        if "notes" in store.newest_parts("gpt"):
             new.keep("gpt")
         else:
-            new.add("gpt", {"notes": b"over", **nested_files("state", {"step": torch.ones(7)})})
-        unchanged = store.newest_files("bert") & {FROZEN}
-        files = {WEIGHTS: {"w": MovingTensor(torch.full((5,), float(k)))}}
+            new.add("gpt", {"notes": flatten("over"), STATE: flatten({"step": torch.ones(7)})})
+        unchanged = store.newest_parts("bert") & {FROZEN}
+        parts = {WEIGHTS: {"w": MovingTensor(torch.full((5,), float(k)))}}
         if not unchanged:
-            files[FROZEN] = {"f": torch.arange(9.0)}
-        new.add("bert", files, unchanged)
+            parts[FROZEN] = {"f": torch.arange(9.0)}
+        new.add("bert", parts, unchanged)
         return new.commit({"k": k})
 
 
 def assert_round(found, k):
     assert found.data == {"k": k}
-    assert found.files("bert") == {WEIGHTS, FROZEN}
-    assert found.files("gpt") == {"notes", "state.json", "state.safetensors"}
+    assert found.parts("bert").keys() == {WEIGHTS, FROZEN}
+    assert found.parts("gpt").keys() == {"notes", STATE}
     assert torch.equal(found.read_tensors("bert", WEIGHTS)["w"], torch.full((5,), float(k)))
     assert torch.equal(found.read_tensors("bert", FROZEN)["f"], torch.arange(9.0))
-    assert found.read_bytes("gpt", "notes") == b"over"
-    assert torch.equal(found.read_nested("gpt", "state")["step"], torch.ones(7))
+    assert found.read_nested("gpt", "notes") == "over"
+    assert torch.equal(found.read_nested("gpt", STATE)["step"], torch.ones(7))
 
 
 # Saves of one task that is written anew each time, and of two of which much is taken over.
@@ -120,9 +119,10 @@ def assert_nothing_unnamed(folder):
     assert {path.name for path in (folder / "files").iterdir()} <= named
 
 
-def path_of(found, task, name):
-    """A file of a checkpoint, which is given or saved."""
-    return place(found.path, read_manifest(found.path).tasks[task][name])
+def path_of(found, task, part):
+    """The file of a part in a checkpoint, which is given or saved."""
+    [stored] = read_manifest(found.path).tasks[task][part]
+    return place(found.path, stored)
 
 
 def flip(path, offset, mask=1):
@@ -149,19 +149,22 @@ class FailingDisk(Disk):
 def _failing(name):
     method = getattr(Disk, name)
 
-    def call(self, *arguments):
+    def call(self, path, *arguments):
         self.num_left -= 1
         if self.num_left <= 0 and self.fail(self, name):
             self.failed.append(name)
             if name == "write":
-                method(self, arguments[0], arguments[1][: len(arguments[1]) // 2])
+                method(self, path, *arguments)
+                os.truncate(path, path.stat().st_size // 2)
+                if isinstance(self.error, Killed):
+                    path.with_name(".tmpAbC123").write_bytes(b"half")  # which safetensors' library would rename
             raise self.error
-        return method(self, *arguments)
+        return method(self, path, *arguments)
 
     return call
 
 
-CALLS = ("create", "write", "sync", "make_folder", "rename", "remove_file")
+CALLS = ("write", "sync", "make_folder", "rename", "remove_file")
 for _name in CALLS:
     setattr(FailingDisk, _name, _failing(_name))
 
@@ -179,7 +182,22 @@ def one_call(self, name):
 
 def what_takes_room(self, name):
     self.error = OSError(errno.ENOSPC, "No space left on device")
-    return name in ("create", "write", "make_folder", "sync")
+    return name in ("write", "make_folder", "sync")
+
+
+class FullDisk(Disk):
+    """Takes no file while it is full, but for the one that a directory is tried with."""
+
+    is_full = True
+
+    def __init__(self):
+        self.has_refused = threading.Event()
+
+    def write(self, path, put):
+        if self.is_full and not path.name.startswith(TRIED):
+            self.has_refused.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(path, put)
 
 
 class LosingDisk(Disk):
@@ -191,7 +209,6 @@ class LosingDisk(Disk):
     def __init__(self, root):
         self.root = root
         self.ids = {root: 0}
-        self.paths = {}  # by descriptor
         self.kept = {}  # by id: bytes, or entries
         self.moments = []
 
@@ -201,33 +218,21 @@ class LosingDisk(Disk):
     def _moment(self):
         self.moments.append(dict(self.kept))
 
-    def set_direct(self, descriptor, is_direct):
-        return False
-
-    def create(self, path):
+    def write(self, path, put):
         self._new(path)
-        descriptor = super().create(path)
-        self.paths[descriptor] = path
+        super().write(path, put)
         self._moment()
-        return descriptor
 
     def make_folder(self, path):
         super().make_folder(path)
         self._new(path)
         self._moment()
 
-    def sync(self, descriptor):
-        if descriptor in self.paths:
-            self.kept[self.ids[self.paths[descriptor]]] = self.paths[descriptor].read_bytes()
-            self._moment()
-
-    def close(self, descriptor):
-        super().close(descriptor)
-        del self.paths[descriptor]
-
-    def sync_folder(self, path):
+    def sync(self, path):
         if path in self.ids:
-            self.kept[self.ids[path]] = {each.name: self.ids[each] for each in path.iterdir() if each in self.ids}
+            is_folder = path.is_dir()
+            names = {each.name: self.ids[each] for each in path.iterdir() if each in self.ids} if is_folder else None
+            self.kept[self.ids[path]] = names if is_folder else path.read_bytes()
             self._moment()
 
     def rename(self, source, target):

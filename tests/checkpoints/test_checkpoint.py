@@ -2,7 +2,6 @@
 
 import errno
 import functools
-import hashlib
 import json
 import math
 import os
@@ -11,7 +10,6 @@ import re
 import resource
 import shutil
 import signal
-import struct
 import threading
 import time
 import zlib
@@ -21,19 +19,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from hydra_engine.checkpoints import checkpoint, manifest
 from hydra_engine.checkpoints.checkpoint import furthest, load_newest, newest_first, place, read_manifest
 from hydra_engine.checkpoints.directory import CheckpointDirectory
+from hydra_engine.checkpoints.nested import flatten
 from hydra_engine.checkpoints.tensors import MovingTensor
 from hydra_engine.errors import CheckpointError
-from hydra_engine.system import files
-from hydra_engine.system.files import NUM_THREADS, PORTION_BYTES, Disk
+from hydra_engine.system.files import Disk
 from tests import processes
 from tests.checkpoints.support import (
+    STATE,
     WEIGHTS,
-    FailingDisk,
     TaskContent,
     assert_holds,
     assert_nothing_unnamed,
@@ -43,7 +42,6 @@ from tests.checkpoints.support import (
     read_task,
     save,
     save_tasks,
-    what_takes_room,
 )
 from tests.refused import names, refused
 
@@ -75,11 +73,10 @@ def nested():
         "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 2)}, 1: {}}, "lr": 0.1},
         "tensors": tensors(),
         "losses": [0.1, 5e-324, 1.7976931348623157e308, -0.0, math.inf, -math.inf, math.nan],
-        "odd NaN": struct.unpack("d", b"\x01\x02\x00\x00\x00\x00\xf8\xff")[0],
         "numpy": np.random.RandomState(1).get_state(),
         "random": random.Random(1).getstate(),
         "numbers": [np.float64(0.1), np.float32(-0.0), np.int64(-1), np.bool_(True)],
-        "big": [2**200, -(10**5000), 2**63 - 1, -(2**63), 2**64],
+        "big": [2**200, -(2**200), 2**63 - 1, -(2**63), 2**64],
         "torch": [torch.Size([2, 3]), torch.Size([]), torch.bfloat16, torch.device("cpu"), torch.device("meta:0")],
         "complex": [1j, complex(math.nan, -0.0), complex(-math.inf, 5e-324)],
         "kinds": (None, True, 1, 1.0, "é\ud800\x00", b"\x00\xff", (), [], {}, {"a"}, frozenset({1})),
@@ -162,61 +159,42 @@ def test_every_dtype(tmp_path, dtype):
         assert bits(found.state[name].contiguous()) == bits(value.contiguous()), name
 
 
-@pytest.mark.rest
-def test_weights_are_as_the_published_format_has_them(tmp_path):
-    """https://github.com/huggingface/safetensors#format, rule by rule."""
-    weights = tensors() | {"turned": torch.arange(6.0).view(2, 3).t(), "complex128": torch.ones(2, dtype=torch.cdouble)}
-    with CheckpointDirectory(tmp_path) as store:
-        path = path_of(save_tasks(store, {"bert": TaskContent(weights=weights)}), "bert", WEIGHTS)
-    content = path.read_bytes()
-    [size] = struct.unpack("<Q", content[:8])
-    text, buffer = content[8 : 8 + size], content[8 + size :]
-    assert text[:1] == b"{"
-    pairs = json.loads(text, object_pairs_hook=list)
-    assert len(dict(pairs)) == len(pairs), "no name twice"
-    metadata = dict(pairs)["__metadata__"]
-    assert all(isinstance(key, str) and isinstance(value, str) for key, value in metadata)
-    header = {name: dict(entry) for name, entry in pairs if name != "__metadata__"}
-    assert header.keys() == weights.keys()
-    at = 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        start, end = entry["data_offsets"]
-        assert start == at, "no holes, no overlaps"
-        assert entry.keys() == {"dtype", "shape", "data_offsets"}
-        assert start % weights[name].element_size() == 0
-        assert buffer[start:end] == bytes(bits(weights[name].contiguous())[-1]), "little-endian, C order"
-        shape = [*weights[name].shape, 16] if name == "complex128" else list(weights[name].shape)
-        assert entry["shape"] == shape
-        at = end
-    assert at == len(buffer)
-    codes = {name: header[name]["dtype"] for name in ("float32", "bfloat16", "bool", "int64", "complex128", "scalar")}
-    assert list(codes.values()) == ["F32", "BF16", "BOOL", "I64", "U8", "F64"]
-
-
-def test_a_digest_is_as_documented(tmp_path):
-    weights = {"w": torch.randint(256, (PORTION_BYTES + 1000,), dtype=torch.uint8)}
-    with CheckpointDirectory(tmp_path) as store:
-        saved = save_tasks(store, {"bert": TaskContent(weights=weights)})
-    content = path_of(saved, "bert", WEIGHTS).read_bytes()
-    checksums = [zlib.crc32(content[start : start + PORTION_BYTES]) for start in range(0, len(content), PORTION_BYTES)]
-    digest = hashlib.sha256(b"".join(struct.pack("<I", each) for each in checksums)).hexdigest()
-    listed = json.loads(saved.path.read_bytes())["tasks"]["bert"][WEIGHTS]
-    name = f"{saved.path.stem.removeprefix('checkpoint-')}-0-bert-{WEIGHTS}"
-    assert listed == {"file": name, "num_bytes": len(content), "digest": digest}
-
-
 def test_weights_are_read_by_the_safetensors_library(tmp_path):
-    library = pytest.importorskip("safetensors.torch")
     weights = {name: each for name, each in tensors().items() if name != "complex128"}  # which it lacks
     weights["turned"] = torch.arange(6.0).view(2, 3).t()
     with CheckpointDirectory(tmp_path) as store:
         content = TaskContent(weights=weights | {"c": torch.ones(2, dtype=torch.complex128)})
-        saved = save_tasks(store, {"bert": content})
-    found = library.load_file(path_of(saved, "bert", WEIGHTS))
+        path = path_of(save_tasks(store, {"bert": content}), "bert", WEIGHTS)
+    found = safetensors.torch.load_file(path)
     assert found.pop("c").dtype == torch.uint8
-    assert found.keys() == weights.keys()
-    for name, value in weights.items():
-        assert bits(found[name]) == bits(value.contiguous()), name
+    assert {name: bits(each) for name, each in found.items()} == {n: bits(t.contiguous()) for n, t in weights.items()}
+    assert path.stat().st_mode == (tmp_path / "LOCK").stat().st_mode, "not its user's alone"
+
+
+def test_a_file_is_listed_as_documented(tmp_path):
+    with CheckpointDirectory(tmp_path) as store:
+        saved = save_tasks(store, {"bert": TaskContent(weights=tensors())})
+    content = path_of(saved, "bert", WEIGHTS).read_bytes()
+    listed = json.loads(saved.path.read_bytes())["tasks"]["bert"][WEIGHTS]
+    name = f"{saved.path.stem.removeprefix('checkpoint-')}-0-bert-weights.safetensors"
+    assert listed == [{"file": name, "num_bytes": len(content), "crc32": zlib.crc32(content)}]
+
+
+@pytest.mark.parametrize("kind", [lambda tensor: tensor, MovingTensor], ids=["fixed", "moving"])
+def test_a_part_of_several_files(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("hydra_engine.checkpoints.tensors.FILE_BYTES", 100)
+    values = tensors() | {f"w{k}": torch.full((size,), float(k)) for k, size in enumerate((9, 25, 26, 1, 0, 3))}
+    with CheckpointDirectory(tmp_path) as store:
+        with store.begin() as new:
+            new.add("bert", {WEIGHTS: {name: kind(each) for name, each in values.items()}})
+            new.commit()
+        found = store.load_newest()
+    files = [safetensors.torch.load_file(place(found.path, each)) for each in found.parts("bert")[WEIGHTS]]
+    assert len(files) > 5
+    assert all(len(each) == 1 or sum(t.nbytes for t in each.values()) <= 100 for each in files)
+    assert {name: bits(each) for name, each in found.read_tensors("bert", WEIGHTS).items()} == {
+        name: bits(each) for name, each in values.items()
+    }
 
 
 def test_tasks_of_any_name_and_data(tmp_path):
@@ -249,40 +227,22 @@ def endless():
 
 
 @pytest.mark.parametrize(
-    ("content", "data", "message"),
+    ("state", "message"),
     [
-        (TaskContent(weights={"w": 1}), None, "task 't': weights.safetensors: 'w' is a int, not a tensor"),
-        (TaskContent(weights={1: torch.ones(1)}), None, "task 't': weights.safetensors: 1: its name is a int"),
-        (TaskContent(weights={"w": torch.ones(1, device="meta")}), None, "is on meta"),
-        (TaskContent(weights={"w": torch.eye(2).to_sparse()}), None, "only dense tensors"),
-        (TaskContent(weights={}, state={"a": [1, len]}), None, r"state\['a'\]\['1'\] is a builtins.builtin_function"),
-        (TaskContent(weights={}, state=Own()), None, "Own, which cannot be saved; give dicts"),
-        (TaskContent(weights={}, state=np.array([None])), None, "ndarray, which cannot be saved"),
-        (TaskContent(weights={}, state=np.ones(1, np.longdouble)), None, "state is a numpy array that torch does not"),
-        (TaskContent(weights={}, state=deep(101)), None, "is nested 101 levels deep, limit: 100"),
-        (TaskContent(weights={}, state=endless()), None, "let nothing contain itself"),
-        (TaskContent(weights={"w": torch.ones(1).as_subclass(OwnTensor)}), None, "is a OwnTensor; only plain tensors"),
-        (TaskContent(weights={}), deep(10_000), "data: "),
-        (TaskContent(weights={}), {1: 2}, "data changes on its way through JSON"),
-        (TaskContent(weights={}), (1, 2), "data changes on its way through JSON"),
-        (TaskContent(weights={}), math.inf, "data: "),
-        (TaskContent(weights={}), {"a": {1}}, "data: "),
+        ({"a": [1, len]}, r"state\['a'\]\['1'\] is a builtins.builtin_function"),
+        (Own(), "Own, which cannot be saved; give dicts"),
+        (np.array([None]), "ndarray, which cannot be saved"),
+        (np.ones(1, np.longdouble), "state is a numpy array that torch does not"),
+        (deep(101), "is nested 101 levels deep, limit: 100"),
+        (endless(), "let nothing contain itself"),
+        (torch.ones(1, device="meta"), "is on meta"),
+        (torch.eye(2).to_sparse(), "only dense tensors"),
+        (torch.ones(1).as_subclass(OwnTensor), "is a OwnTensor; only plain tensors"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, content, data, message):
-    with CheckpointDirectory(tmp_path) as store:
-        before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(TypeError, match=message):
-            save_tasks(store, {"t": content}, data)
-        assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_name_that_the_format_keeps_for_itself(tmp_path):
-    with CheckpointDirectory(tmp_path) as store:
-        with pytest.raises(ValueError, match="keeps for itself; rename it"):
-            save_tasks(store, {"t": TaskContent(weights={"__metadata__": torch.ones(1)})})
-        assert load_newest(tmp_path) is None
-        assert_nothing_unnamed(tmp_path)
+def test_what_cannot_be_saved_is_refused(state, message):
+    with pytest.raises(TypeError, match=message):
+        flatten(state)
 
 
 @pytest.mark.rest
@@ -297,13 +257,12 @@ def test_one_task_of_several_is_read_alone(tmp_path):
     with CheckpointDirectory(tmp_path) as store:
         save_tasks(store, {name: TaskContent(weights={name: torch.ones(2)}, state=name) for name in ("a", "b")})
     found = load_newest(tmp_path)
-    for name in found.files("b"):
+    for name in found.parts("b"):
         path_of(found, "b", name).unlink()
     path_of(found, "a", WEIGHTS).unlink()
     assert found.read_nested("a", "state") == "a"
-    for read in (found.read_tensors, found.read_bytes):
-        with refused(CheckpointError, says=WEIGHTS):
-            read("a", WEIGHTS)
+    with refused(CheckpointError, says=WEIGHTS):
+        found.read_tensors("a", WEIGHTS)
     with refused(CheckpointError, task="'c'", says="'a' 'b'"):
         read_task(found, "c")
 
@@ -373,7 +332,7 @@ def test_the_last_are_kept(tmp_path):
 
 def test_damaged_ones_do_not_count_among_those_kept(tmp_path):
     newest = saved_twice(tmp_path)
-    flip(path_of(load_newest(tmp_path), "bert", "state.json"), 3)
+    flip(path_of(load_newest(tmp_path), "bert", STATE), 3)
     assert newest_first(tmp_path)[0] == newest
     with CheckpointDirectory(tmp_path, keep=2) as store:
         assert_holds(store.load_newest(), 0)
@@ -383,7 +342,7 @@ def test_damaged_ones_do_not_count_among_those_kept(tmp_path):
         assert [path.name[:19] for path in newest_first(tmp_path)] == ["checkpoint-00000004", "checkpoint-00000003"]
 
 
-@pytest.mark.parametrize("name", ["manifest", WEIGHTS, "state.json"])
+@pytest.mark.parametrize("name", ["manifest", WEIGHTS, STATE])
 def test_a_file_that_is_cut_is_noticed(tmp_path, name):
     manifest = saved_twice(tmp_path)
     path = manifest if name == "manifest" else path_of(load_newest(tmp_path), "bert", name)
@@ -403,7 +362,7 @@ def test_a_file_that_is_cut_is_noticed(tmp_path, name):
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
-@pytest.mark.parametrize("name", ["manifest", WEIGHTS, "state.json"])
+@pytest.mark.parametrize("name", ["manifest", WEIGHTS, STATE])
 def test_a_file_that_cannot_be_read_is_refused_and_not_passed_over(tmp_path, monkeypatch, number, name):
     """It may be whole: who went on from an older checkpoint would lose, without need, what this one has."""
     manifest = saved_twice(tmp_path)
@@ -417,11 +376,14 @@ def test_a_file_that_cannot_be_read_is_refused_and_not_passed_over(tmp_path, mon
 
         return fails
 
-    monkeypatch.setattr(os, "open", but_that(os.open))
+    found = load_newest(tmp_path)
+    monkeypatch.setattr(Path, "open", but_that(Path.open))
     monkeypatch.setattr(Path, "read_bytes", but_that(Path.read_bytes))
     reads = [lambda: load_newest(tmp_path)]
     if name == "manifest":
         reads.append(lambda: furthest([tmp_path], "bert"))
+    else:
+        reads.append(lambda: found.read_tensors("bert", name))
     with CheckpointDirectory(tmp_path) as store:  # and nothing that it may name is removed
         assert path.exists()
         for read in (*reads, store.load_newest):
@@ -430,24 +392,13 @@ def test_a_file_that_cannot_be_read_is_refused_and_not_passed_over(tmp_path, mon
             assert os.strerror(number) in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read_any_more_is_told_as_such(tmp_path, monkeypatch):
-    found = load_newest(saved_twice(tmp_path).parent)
-
-    def fails(self, target):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr("hydra_engine.system.files.OldFile.read_into", fails)
-    with refused(CheckpointError, says=f"-{WEIGHTS} Input/output"):
-        found.read_tensors("bert", WEIGHTS)
-
-
 def test_none_is_whole(tmp_path):
     saved_twice(tmp_path)
-    for path in (tmp_path / "files").glob(f"*{WEIGHTS}"):
+    for path in (tmp_path / "files").glob(f"*{WEIGHTS}.safetensors"):
         flip(path, 20)
     with refused(CheckpointError) as caught:
         load_newest(tmp_path)
-    assert all(path.name in str(caught.value) for path in (tmp_path / "files").glob(f"*{WEIGHTS}"))
+    assert all(path.name in str(caught.value) for path in (tmp_path / "files").glob(f"*{WEIGHTS}.safetensors"))
 
 
 def test_a_newer_version_is_refused_by_name(tmp_path, monkeypatch):
@@ -508,7 +459,7 @@ def test_a_run_may_save_while_another_process_looks_for_the_newest(tmp_path, mon
 
 
 def test_who_is_interrupted_while_a_checkpoint_is_checked_waits_for_no_more_of_it(tmp_path, monkeypatch):
-    begun, goes_on, real = [], threading.Event(), files._checksum
+    begun, goes_on, real = [], threading.Event(), checkpoint.checksum
 
     class Watched(ThreadPoolExecutor):
         """Its threads stand still until it is ended, with what waits or without."""
@@ -519,78 +470,43 @@ def test_who_is_interrupted_while_a_checkpoint_is_checked_waits_for_no_more_of_i
             goes_on.set()
             super().shutdown(wait=wait)
 
-    def checksum(descriptor, start):
-        begun.append(start)
+        def map(self, *arguments):
+            super().map(*arguments)
+            raise KeyboardInterrupt
+
+    def checksum(path):
+        begun.append(path)
         assert goes_on.wait(60)
-        return real(descriptor, start)
+        return real(path)
 
-    def interrupted(checksums):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(files, "PORTION_BYTES", 64)
     with CheckpointDirectory(tmp_path) as store:
-        save_tasks(store, {"bert": TaskContent(weights={"w": torch.zeros(1000)})})
+        save_tasks(store, {name: TaskContent(weights={"w": torch.zeros(10)}) for name in "abcd"})
     monkeypatch.setattr(checkpoint, "ThreadPoolExecutor", Watched)
-    monkeypatch.setattr(files, "_checksum", checksum)
-    monkeypatch.setattr(files, "_digest", interrupted)
-    monkeypatch.setattr(checkpoint, "_check_same", lambda *_: None)
+    monkeypatch.setattr(checkpoint, "_NUM_THREADS", 2)
+    monkeypatch.setattr(checkpoint, "checksum", checksum)
     with pytest.raises(KeyboardInterrupt):
         load_newest(tmp_path)
-    assert len(begun) <= NUM_THREADS
+    assert len(begun) <= 2
 
 
-# -- disks that halt or fill up
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("is_direct", [True, False])
-def test_writes_may_be_short(tmp_path, is_direct):
-    class Halting(Disk):
-        def __init__(self):
-            self.num_short = 300
-
-        def set_direct(self, descriptor, is_on):
-            return is_direct and super().set_direct(descriptor, is_on)
-
-        def write(self, descriptor, data):
-            self.num_short -= 1
-            return super().write(descriptor, data[: 7000 if self.num_short >= 0 else None])
-
-    weights = {"w": torch.randint(256, (2 * PORTION_BYTES + 999,), dtype=torch.uint8)}
-    with CheckpointDirectory(tmp_path, disk=Halting()) as store:
-        save_tasks(store, {"bert": TaskContent(weights=weights)})
-        assert torch.equal(read_task(store.load_newest(), "bert").weights["w"], weights["w"])
-
-
-def test_a_disk_that_fills_up_behind(tmp_path):
-    """Writes run in a thread: what it raises is the save's error, wherever the file stands by then."""
-    weights = {"w": torch.zeros(9 * PORTION_BYTES, dtype=torch.uint8)}
-    with CheckpointDirectory(tmp_path, disk=(disk := FailingDisk(10**9, what_takes_room))) as store:
-        for n in (4, 6, 12):
-            disk.num_left = n
-            with refused(CheckpointError, task="bert", says="space"):
-                save_tasks(store, {"bert": TaskContent(weights=weights)})
-            assert_nothing_unnamed(tmp_path)
-        disk.num_left = 10**9
-        save_tasks(store, {"bert": TaskContent(weights=weights)})
-        assert torch.equal(read_task(store.load_newest(), "bert").weights["w"], weights["w"])
+# -- saves that are cut off, and what they cost
 
 
 def growth_of_a_save(folder):
-    """Bytes by which the peak of this process's memory grows as 16 portions are saved."""
-    w = torch.zeros(16 * PORTION_BYTES // 4).fill_(1)
-    weights = {"w": w, "turned": w.view(4096, -1).t(), "inside out": w.view(2, 8, -1).transpose(0, 2)}
-    weights |= {"half": w[::2], "moving": MovingTensor(w)}
+    """Bytes by which the peak of this process's memory grows as 64 MiB are saved."""
+    w = torch.zeros(2**24).fill_(1)
     with CheckpointDirectory(folder) as store:
         save_tasks(store, {"small": TaskContent(weights={"w": torch.zeros(3)})})
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        save_tasks(store, {"large": TaskContent(weights=weights)})
+        save_tasks(
+            store, {"large": TaskContent(weights={"w": w, "moving": MovingTensor(w)}, state=w.view(4096, -1).t())}
+        )
         return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
 @pytest.mark.rest
 def test_no_second_copy_in_memory(tmp_path):
-    assert processes.run(growth_of_a_save, tmp_path) < 6 * PORTION_BYTES
+    assert processes.run(growth_of_a_save, tmp_path) < 2**24
 
 
 def save_on(folder, progress):
@@ -688,8 +604,8 @@ def test_a_file_is_no_directory(tmp_path):
 @pytest.mark.parametrize(
     ("call", "number", "says"),
     [
-        ("create", errno.EROFS, "Read-only"),
-        ("sync_folder", errno.EIO, "Input/output"),
+        ("write", errno.EROFS, "Read-only"),
+        ("sync", errno.EIO, "Input/output"),
         ("rename", errno.EXDEV, "cross-device files/"),
     ],
 )
@@ -704,9 +620,9 @@ def test_a_directory_that_is_refused_at_once_is_not_locked(tmp_path, call, numbe
 
 def test_every_new_folder_above_is_synced(tmp_path):
     class Watched(Disk):
-        def sync_folder(self, path):
+        def sync(self, path):
             synced.append(path)
-            super().sync_folder(path)
+            super().sync(path)
 
     synced = []
     CheckpointDirectory(tmp_path / "a" / "b" / "c", disk=Watched()).close()

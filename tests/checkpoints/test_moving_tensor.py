@@ -1,4 +1,4 @@
-"""A moving tensor's value is what the tensor held when it was made, whatever becomes of the tensor meanwhile."""
+"""A moving tensor is saved with what the tensor held when it was made, whatever becomes of the tensor meanwhile."""
 
 import threading
 import weakref
@@ -8,22 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_engine.checkpoints.tensors import MovingTensor
+from hydra_engine.checkpoints import tensors
+from hydra_engine.checkpoints.tensors import MovingTensor, read_tensors, write_tensors
+from hydra_engine.system.files import Disk
 from tests.checkpoints.support import bits
-
-pytestmark = pytest.mark.rest
-
-
-def value_of(moving, part_bytes=7):
-    target = bytearray(moving.nbytes)
-    for start in range(0, moving.nbytes, part_bytes):
-        moving.copy_to(memoryview(target)[start : start + part_bytes], start)
-    return bytes(target)
-
-
-def c_order(tensor):
-    return bytes(bits(tensor.detach().resolve_conj().contiguous())[-1])
-
 
 BASE = torch.arange(24.0)
 TENSORS = {
@@ -42,42 +30,63 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("name", TENSORS)
+def c_order(tensor):
+    return bits(tensor.detach().resolve_conj().contiguous())
+
+
+def written(path, disk=None, **values):
+    write_tensors(disk or Disk(), path, values)
+    return {name: bits(each) for name, each in read_tensors([path])[0].items()}
+
+
+class Changes(Disk):
+    """Does something as a file is written for the first time, before or after it took the bytes."""
+
+    def __init__(self, change, *, after):
+        self.change, self.after, self.num_writes = change, after, 0
+
+    def write(self, path, put):
+        self.num_writes += 1
+        if self.num_writes == 1 and not self.after:
+            self.change()
+        super().write(path, put)
+        if self.num_writes == 1 and self.after:
+            self.change()
+
+
 @pytest.mark.parametrize("is_secured", [False, True])
-def test_the_values_in_c_order_part_by_part(name, is_secured):
-    tensor = TENSORS[name]
-    moving = MovingTensor(tensor)
+def test_the_values_in_c_order(tmp_path, is_secured):
+    moving = {name: MovingTensor(each) for name, each in TENSORS.items()}
     if is_secured:
-        assert moving.secure() == moving.nbytes
-    assert (moving.dtype, moving.shape, moving.strides) == (tensor.dtype, tuple(tensor.shape), tensor.stride())
-    assert value_of(moving) == c_order(tensor)
-    assert moving.nbytes == len(c_order(tensor))
+        assert {name: each.secure() for name, each in moving.items()} == {n: t.nbytes for n, t in TENSORS.items()}
+        assert {each.secure() for each in moving.values()} == {0}
+    assert written(tmp_path / "a", **moving) == {name: c_order(each) for name, each in TENSORS.items()}
+    assert all(each.is_done for each in moving.values())
 
 
-@pytest.mark.net
-@pytest.mark.parametrize("tensor", [BASE.clone(), torch.arange(24.0).view(4, 6).t()], ids=["contiguous", "turned"])
-def test_what_is_secured_stays(tensor):
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("tensor", [BASE, BASE.view(4, 6).t()], ids=["contiguous", "turned"])
+def test_one_that_changes_while_it_is_written_is_written_as_it_was(tmp_path, tensor, after):
+    tensor, other = tensor.clone(), torch.ones(9)
     before = c_order(tensor)
     moving = MovingTensor(tensor)
-    assert moving.secure() == 96
-    assert moving.secure() == 0
-    tensor.fill_(-1)
-    assert value_of(moving) == before
+
+    def change():
+        moving.secure()
+        tensor.fill_(-1)
+
+    disk = Changes(change, after=after)
+    found = written(tmp_path / "a", disk, moving=moving, other=MovingTensor(other), fixed=other)
+    assert found == {"moving": before, "other": bits(other), "fixed": bits(other)}
+    assert disk.num_writes == 1 + tensor.is_contiguous(), "one with gaps was copied before"
 
 
-@pytest.mark.net
-def test_what_is_strided_secures_itself_when_it_is_written():
-    tensor = torch.arange(24.0).view(4, 6).t()
-    before = c_order(tensor)
-    moving = MovingTensor(tensor)
-    first = bytearray(8)
-    moving.copy_to(memoryview(first), 0)
-    assert moving.secure() == 0
-    tensor.fill_(-1)
-    assert value_of(moving) == before
+def test_values_that_are_elsewhere_are_put_together_as_it_is_written(tmp_path):
+    place = torch.zeros(4, 6).t()
+    moving = MovingTensor(place, lambda out: out.copy_(BASE.view(6, 4)))
+    assert written(tmp_path / "a", moving=moving) == {"moving": c_order(BASE.view(6, 4))}
 
 
-@pytest.mark.net
 @pytest.mark.parametrize("is_secured", [False, True])
 def test_once_done_nothing_is_held(is_secured):
     memory = np.zeros(1000, np.float32)
@@ -94,57 +103,49 @@ def test_once_done_nothing_is_held(is_secured):
     assert moving.is_done
     assert owner() is None
     assert moving.secure() == 0
-    with pytest.raises(ValueError, match="given up before all of it was written"):
-        moving.copy_to(memoryview(bytearray(4)), 0)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (1, "the tensor is a int, not a tensor"),
-        (torch.ones(1, device="meta"), "is on meta"),
-        (torch.eye(2).to_sparse(), "only dense tensors"),
-    ],
-)
-def test_what_cannot_be_saved_is_refused(value, message):
-    with pytest.raises(TypeError, match=message):
-        MovingTensor(value)
+def test_one_that_is_given_up_while_it_is_written_fails_the_save(tmp_path):
+    moving = MovingTensor(BASE)
+    with pytest.raises(ValueError, match="given up before it was written"):
+        written(tmp_path / "a", Changes(moving.done, after=False), moving=moving)
 
 
-@pytest.mark.net
-def test_no_memory_for_a_copy_leaves_it_as_it_was(monkeypatch):
+def test_no_memory_for_a_copy_leaves_it_as_it_was(tmp_path, monkeypatch):
     def full(*_, **__):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     moving = MovingTensor(BASE)
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", full)
+        patch.setattr(tensors, "_copy", full)
         with pytest.raises(RuntimeError, match="can't allocate"):
             moving.secure()
-    assert value_of(moving) == c_order(BASE)
+    assert written(tmp_path / "a", moving=moving) == {"moving": bits(BASE)}
 
 
-def test_a_default_device_does_not_matter():
+def test_a_default_device_does_not_matter(tmp_path):
     moving = MovingTensor(BASE)
     with torch.device("meta"):
         assert moving.secure() == BASE.nbytes
-    assert value_of(moving) == c_order(BASE)
+        assert written(tmp_path / "a", moving=moving) == {"moving": bits(BASE)}
 
 
-def test_threads_that_secure_and_change_while_another_writes():
-    for k in range(200):
-        tensor = torch.full((5000,), float(k))
-        moving = MovingTensor(tensor)
+@pytest.mark.rest
+def test_threads_that_secure_and_change_while_another_writes(tmp_path):
+    for k in range(100):
+        changing = [torch.full((5000,), float(k)) for _ in range(5)]
+        moving = {str(j): MovingTensor(each) for j, each in enumerate(changing)}
         go = threading.Barrier(3)
 
-        def change(tensor=tensor, moving=moving, go=go):
+        def change(order, changing=changing, moving=moving, go=go):
             go.wait()
-            moving.secure()
-            tensor.add_(1)
+            for j in order:
+                moving[str(j)].secure()
+                changing[j].add_(1)
 
         with ThreadPoolExecutor(2) as pool:
-            changes = [pool.submit(change) for _ in range(2)]
+            changes = [pool.submit(change, order) for order in (range(5), range(4, -1, -1))]
             go.wait()
-            found = value_of(moving, 512)
+            found = written(tmp_path / "a", **moving)
         assert [each.result() for each in changes] == [None, None]
-        assert found == c_order(torch.full((5000,), float(k)))
+        assert found == {name: bits(torch.full((5000,), float(k))) for name in moving}

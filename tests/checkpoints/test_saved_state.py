@@ -20,8 +20,7 @@ from tests.refused import refused
 
 def through(state):
     """Flattened and back; the tensors in new memory, as a file gives them."""
-    tree, tensors = flatten(state)
-    return unflatten(tree, {name: each.clone() for name, each in tensors.items()})
+    return unflatten({name: each.clone() for name, each in flatten(state).items()})
 
 
 def model(dtype=torch.float32):
@@ -50,8 +49,8 @@ def raw(tensor):
 
 def values(net, optimizer, scheduler):
     weights = [raw(each) for each in net.parameters()]
-    tree, tensors = flatten([optimizer.state_dict(), None if scheduler is None else scheduler.state_dict()])
-    return weights, tree, {name: raw(each) for name, each in tensors.items()}
+    tensors = flatten([optimizer.state_dict(), None if scheduler is None else scheduler.state_dict()])
+    return weights, {name: raw(each) for name, each in tensors.items()}
 
 
 def goes_on_alike(make_net, make_optimizer, make_scheduler=lambda optimizer: None):

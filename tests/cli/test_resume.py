@@ -87,7 +87,7 @@ def test_it_says_what_is_wrong_with_a_newer_one(tmp_path, said):
     weights.write_bytes(b"")
     first, second, *_ = said("runs").splitlines()
     assert first == str(older)
-    assert second.startswith(f"{newer} is damaged, and not used: {weights.name}: found 0 bytes, expected ")
+    assert second.startswith(f"{newer} is damaged, and not used: {weights.name}: found 0 bytes of ")
 
 
 def test_nothing_saved(tmp_path, said):

@@ -235,8 +235,7 @@ def interrupted(make, epoch, num_batches, draws=True):
     read(iterator, stream, num_batches, draws)
     position = position_of(loader, stream, start, num_batches, held, unread)
     read(iterator, stream, 1)  # what happens after it is of no matter
-    tree, tensors = flatten(position.to_state())
-    return LoaderPosition.from_state(unflatten(tree, {name: each.clone() for name, each in tensors.items()}))
+    return LoaderPosition.from_state(unflatten({n: each.clone() for n, each in flatten(position.to_state()).items()}))
 
 
 def resumed(make, position, draws=True):

@@ -4,7 +4,6 @@ tests/devices/test_gpu.py is what a GPU is asked. Here every copy that nobody wa
 of use is checked; nothing here says that CUDA itself does what is expected of it.
 """
 
-import errno
 import threading
 import weakref
 from contextlib import nullcontext
@@ -23,12 +22,12 @@ from hydra_engine.devices import Residents, rates
 from hydra_engine.devices.lanes import COMPUTE, INPUT, LOAD, QUEUES, STORE
 from hydra_engine.devices.pool import host_memory
 from hydra_engine.errors import DeviceLost
-from hydra_engine.system.files import Disk
 from hydra_engine.tasks.callback import Callback
 from hydra_engine.trace import Trace
 from hydra_engine.worker.claims import Claims
 from partitioners import Presharded
 from tests import exact, reference, zoo
+from tests.checkpoints.support import FullDisk
 from tests.covering import covering
 from tests.devices import test_gpu
 from tests.devices.test_device import DeviceContract
@@ -867,7 +866,7 @@ def test_a_lost_device_ends_the_process_with_all_commits_saved(lost_cuda, tmp_pa
         assert found.losses == exact.expected(name, optimizer="adam").losses[: found.steps]
         exact.assert_same_state(zoo.state(model), committed(name, found.steps))
         if found.steps:
-            weights = checkpoint.read_tensors(name, "weights.safetensors")
+            weights = checkpoint.read_tensors(name, "weights")
             assert weights.keys() == model.state_dict().keys()
             assert all(torch.equal(each, weights[key]) for key, each in model.state_dict().items())
     names(capsys.readouterr().err, says=f"{directory} index range")
@@ -904,10 +903,7 @@ def test_a_step_that_a_lost_device_cut_off_is_not_saved(lost_cuda, tmp_path, num
 
 
 def test_a_lost_device_says_so_where_nothing_could_be_saved(lost_cuda, capsys, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Disk, "write", refuse)
+    monkeypatch.setattr("hydra_engine.checkpoints.directory.Disk", FullDisk)
     orchestra = orchestra_of([striking_task(lost_cuda)[0]], devices_of(lost_cuda))
     with pytest.raises(SystemExit):
         orchestra.train_models()

@@ -630,7 +630,7 @@ def test_a_device_side_assert_ends_the_process_with_the_others_saved(tmp_path):
     assert expected["statuses"]["struck"] == ("failed", STRUCK_STEP)
     assert expected["statuses"]["other"] == ("stopped", said["other"]["steps"])
     assert (said["struck"]["over"], said["other"]["over"]) == ("lost", None)
-    weights = checkpoint.read_tensors("other", "weights.safetensors")
+    weights = checkpoint.read_tensors("other", "weights")
     assert weights.keys() == expected["weights"].keys()
     assert all(torch.equal(each, expected["weights"][key]) for key, each in weights.items())
     names(ended.stderr, says=f"{directory.name} device-side assert")

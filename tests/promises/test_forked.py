@@ -1,8 +1,6 @@
 """A task that begins as another is saved has the bits of a plain loop that takes over weights and optimizer state."""
 
 import copy
-import errno
-import os
 import threading
 from functools import lru_cache, partial
 
@@ -12,8 +10,8 @@ from torch.nn import functional as F
 
 from hydra_engine import Callback, CheckpointError, PauseTask
 from hydra_engine.checkpoints.checkpoint import load_newest
-from hydra_engine.system.files import Disk
 from tests import exact, reference, zoo
+from tests.checkpoints.support import FullDisk
 from tests.promises.test_paused import Pauses, assert_as_expected, drawing, schedule
 from tests.promises.test_resumed import NUM_STEPS, PATIENCE_S, model, orchestra_of, shuffled, task_of
 from tests.refused import names, refused
@@ -227,22 +225,16 @@ def test_refused_at_once(tmp_path):
 
 
 def test_a_disk_that_does_not_take_it(tmp_path, monkeypatch):
-    is_full = []
-
-    class Full(Disk):
-        def write(self, descriptor, data):
-            if is_full:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return super().write(descriptor, data)
-
     def go_on():
-        is_full.append(True)
+        disk.is_full = True
         with refused(CheckpointError, task="'fork'", says="'task'"):
             orchestra.fork_task("task", "fork")
-        is_full.clear()
+        disk.is_full = False
         orchestra.add_task(again)
 
-    monkeypatch.setattr("hydra_engine.checkpoints.directory.Disk", Full)
+    disk = FullDisk()
+    disk.is_full = False
+    monkeypatch.setattr("hydra_engine.checkpoints.directory.Disk", lambda: disk)
     again = drawing()
     orchestra = orchestra_of([drawing(callbacks=[p := Pauses(EPOCH, then=go_on)])], tmp_path)
     report = orchestra.train_models()
@@ -256,11 +248,8 @@ def test_a_disk_that_does_not_take_it_before_training_is_asked_again(tmp_path, m
     orchestra = orchestra_of([forked := fork()], tmp_path)
     orchestra.fork_task("task", "fork")
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(Disk, "write", full)
+        patch.setattr("hydra_engine.checkpoints.directory.Disk", FullDisk)
         with refused(CheckpointError, task="'fork'", says="'task'"):
             orchestra.train_models(resume=True)
     assert_forked(orchestra.train_models(resume=True).tasks["fork"], forked)

@@ -1,7 +1,5 @@
 """A task that is paused, and goes on from disk, has the bits of one that was never paused."""
 
-import errno
-import os
 import random
 import threading
 from functools import lru_cache, partial
@@ -16,8 +14,8 @@ from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.run.loop import EngineRun
 from hydra_engine.schedule.graph import validate
 from hydra_engine.schedule.units import training_chain
-from hydra_engine.system.files import Disk
 from tests import exact, reference, zoo
+from tests.checkpoints.support import FullDisk
 from tests.covering import covering
 from tests.promises.test_resumed import (
     CASES,
@@ -492,11 +490,7 @@ def test_in_its_place_another_is_refused_and_a_paused_task_is_told_of_and_let_go
 
 
 def test_a_task_that_the_disk_does_not_take_fails_and_keeps_its_weights(tmp_path, monkeypatch):
-    class Full(Disk):
-        def write(self, descriptor, data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("hydra_engine.checkpoints.directory.Disk", Full)
+    monkeypatch.setattr("hydra_engine.checkpoints.directory.Disk", FullDisk)
     task, other = drawing(callbacks=[pauses := Pauses(5)]), drawing("other")
     orchestra = orchestra_of([task, other], tmp_path, every=100)
     report = orchestra.train_models()

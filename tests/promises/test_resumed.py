@@ -2,7 +2,6 @@
 
 import _thread
 import errno
-import os
 import random
 import re
 import shutil
@@ -25,7 +24,7 @@ from hydra_engine.system import process as restart
 from hydra_engine.system.files import Disk
 from partitioners import Presharded
 from tests import exact, zoo
-from tests.checkpoints.support import assert_nothing_unnamed, path_of
+from tests.checkpoints.support import TRIED, FullDisk, assert_nothing_unnamed, path_of
 from tests.refused import names, refused
 
 PATIENCE_S = 60
@@ -148,7 +147,7 @@ def saved_of(directory, name="task"):
     state = found.read_nested(name, "state")
     for key in ("position", "accumulation_steps", "revisions", "retries"):
         state.pop(key)
-    weights = found.read_tensors(name, "weights.safetensors")
+    weights = found.read_tensors(name, "weights")
     return plain([weights, state, found.read_nested(name, "optimizer")])
 
 
@@ -408,15 +407,16 @@ OTHERS_THAT_CHANGE = ("plain", "whole task", "early release", "float16")
 
 
 class Gate(Disk):
-    """Holds up the first write until it is opened."""
+    """Holds up the first file of a save until it is opened."""
 
     def __init__(self):
         self.is_open, self.is_reached = threading.Event(), threading.Event()
 
-    def write(self, descriptor, data):
-        self.is_reached.set()
-        assert self.is_open.wait(PATIENCE_S)
-        return super().write(descriptor, data)
+    def write(self, path, put):
+        if not path.name.startswith(TRIED):
+            self.is_reached.set()
+            assert self.is_open.wait(PATIENCE_S)
+        return super().write(path, put)
 
 
 @pytest.mark.parametrize(
@@ -460,22 +460,10 @@ def only(path, directory):
     shutil.copy(path, directory)
 
 
-class Full(Disk):
-    """Takes nothing for a while."""
-
-    def __init__(self):
-        self.is_full, self.has_refused = False, threading.Event()
-
-    def write(self, descriptor, data):
-        if self.is_full:
-            self.has_refused.set()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return super().write(descriptor, data)
-
-
 @pytest.mark.rest
 def test_a_full_disk_stops_no_training_and_the_next_save_succeeds(tmp_path, monkeypatch, capsys):
-    disk = Full()
+    disk = FullDisk()
+    disk.is_full = False
     monkeypatch.setattr("hydra_engine.checkpoints.directory.Disk", lambda: disk)
 
     class Fills(Callback):
@@ -499,7 +487,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(tmp_path, capsys):
     with pytest.raises(Boom):
         orchestra_of([task_of(callbacks=[FailsAfter(9)])], tmp_path, every=3).train_models()
     found = load_newest(tmp_path)
-    newest, weights = found.path, path_of(found, "task", "weights.safetensors")
+    newest, weights = found.path, path_of(found, "task", "weights")
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)

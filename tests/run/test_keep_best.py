@@ -333,7 +333,7 @@ def test_a_resumed_task_has_the_same_best(tmp_path, by, case, after):
         assert getattr(found, name) == getattr(expected, name), name
     exact.assert_same_state(zoo.state(again.model), zoo.state(whole.model))
     states = [load_newest(tmp_path / each) for each in ("whole", "cut")]
-    mine, theirs = (each.read_tensors("task", "best.safetensors") for each in states)
+    mine, theirs = (each.read_tensors("task", "best") for each in states)
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
