@@ -1,6 +1,6 @@
 """Programs that an engine could train otherwise than they say: what `python -m tests.verified` tells of each.
 
-An older engine refused or doubted 343 of them, and trained 113 exactly. Names begin with R: for recipes, H: for layers
+An older engine refused or doubted 342 of them, and trained 113 exactly. Names begin with R: for recipes, H: for layers
 and losses that hide something, T: for optimizers, schedules and hooks on parameters, B: for defects that were mended,
 O: and F: for modules with a forward of their own.
 """
@@ -957,7 +957,7 @@ rare 9 | works in place on what the loader keeps
     R:{layer_changes_a_dict_that_the_loader_keeps,loss_pops_from_a_target_that_the_loader_keeps,input_is_the_target}
     R:{erases_at_random_in_place,first_layer_drops_in_place,first_layer_is_a_relu_in_place}
     R:first_layer_works_in_place_on_{a_list_of_batches,an_array,slices} R:loss_works_in_place_on_the_target
-    R:{late_,}layer_above_works_in_place_on_{view,whole}_part_of_list_batches R:scanned_batches_that_are_kept
+    R:{late_,}layer_above_works_in_place_on_{view,whole}_part_of_list_batches
     R:late_{work_in_place_on_validation_after_copies_in_training,work_in_place_on_what_is_also_the_target}
     R:{late_works_in_place_on_the_batch,writes_to_the_batch_in_eval_alone}
 nobody 9 | changes a part of the target that micro-batches share

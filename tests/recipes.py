@@ -755,11 +755,6 @@ def writes_to_the_batch_in_eval_alone():
 
 
 @recipe
-def scanned_batches_that_are_kept():
-    return {"layers": [Doubles(), nn.Linear(8, 3)], "scan_batches": True, "expect": "refused"}
-
-
-@recipe
 def erases_at_random_in_place():
     class Erases(Base):
         def forward(self, x):

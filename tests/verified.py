@@ -50,7 +50,7 @@ from tests.recipes import RECIPES, batches
 SEED, LR, STEPS, MEMORY = 5, 1e-2, 51, "4MiB"
 HANG_S = 120
 OWN = ("layers", "model", "loss_fn", "loader", "expect", "spread")
-OF_THE_ENGINE = ("optimizer_scope", "early_release", "max_retries", "scan_batches")  # plain PyTorch has none of these
+OF_THE_ENGINE = ("optimizer_scope", "early_release", "max_retries")  # plain PyTorch has none of these
 OURS = tuple(str(Path(package.__file__).parent) for package in (hydra_engine, partitioners))
 
 # One shard on one device; a shard for each layer on two; so, on devices that change with each step; so, each step in

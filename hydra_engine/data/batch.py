@@ -181,10 +181,6 @@ def _own(boundary: Boundary) -> Boundary:
     return own._replace(leaves=tuple(leaves))
 
 
-def pair_bytes(task: str, inputs: Any, target: Any) -> int:
-    return Boundary.of(inputs, f"{task}: a batch").num_bytes + Boundary.of(target, f"{task}: a target").num_bytes
-
-
 def _triple(micro_batch: Any) -> MicroBatch:
     if not isinstance(micro_batch, tuple) or len(micro_batch) != 3:
         raise ValueError(f"split= returned {type(micro_batch).__name__}, not a triple (inputs, target, weight)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -181,28 +181,21 @@ class Epochs:
         """Read the next batch; or say that an epoch is about to begin, or an evaluation is over; None at the end."""
         return next(self._items, None)
 
-    def apart(self) -> Generator[Any, None, None]:
-        """Give (inputs, target) of an epoch for a plan, read on a copy of the stream: training reads the same."""
+    def first_apart(self) -> Item:
+        """Return an epoch's first batch for a plan, read on a copy of the stream: training reads the same."""
         stream = Stream(self.stream.state)
         loader = self._training.loader
         put_back, place = putting_back(loader), loader.state_dict() if isinstance(loader, GuidedLoader) else None
         if place is not None:
             loader.begin_anew()
         try:
-            yield from self._training.pairs(self._training.opened(stream), stream)
+            for inputs, target in self._training.pairs(self._training.opened(stream), stream):
+                return Item(inputs, target, choice=None if self.lead is None else self.lead.apart())
         finally:
             put_back()
             if place is not None:
                 loader.load_state_dict(place)
 
-    def apart_choice(self) -> StepChoice | None:
-        """Return the choice for the batch that `apart` gave last, of an adaptive task."""
-        return None if self.lead is None else self.lead.apart()
-
-    def first_apart(self) -> Item:
-        with closing(self.apart()) as pairs:
-            for inputs, target in pairs:
-                return Item(inputs, target, choice=self.apart_choice())
         raise ValueError(f"{self._name}: the loader is empty, and was not when it was saved; resume with that one")
 
     def restart(self) -> None:

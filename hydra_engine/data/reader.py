@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hydra_engine.data.batch import Batch, Item, Splitter, pair_bytes
+from hydra_engine.data.batch import Batch, Item, Splitter
 from hydra_engine.data.calls import LeftBehind, UserCalls
 from hydra_engine.data.draws import drawing_apart
 from hydra_engine.data.epochs import Epochs
@@ -64,7 +64,7 @@ class Reader:
         self._splitter = Splitter(task, name, max_devices)
         self.num_micro_batches: Callable[[], int] = lambda: 1  # that a training batch is split into, as things stand
         self._pending: Item | BaseException | None = None  # read and not given yet; or what reading the first raised
-        self._largest: Item | None = None  # read apart, for a plan
+        self._apart: Item | None = None  # of a task that goes on with no batch left: read for a plan
         self._requests: SimpleQueue[tuple[RandomState | None, int] | None] = SimpleQueue()
         self._ready: SimpleQueue[Batch] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -77,8 +77,8 @@ class Reader:
         Where a task goes on, it may be one of a validation, or none is left and the first of an epoch is read apart.
         """
         first, trains = self._peek(), self._task.purpose is Purpose.TRAIN
-        if self._is_resumed and first is None and self._largest is None:
-            self._largest = self._epochs.first_apart()
+        if self._is_resumed and first is None and self._apart is None:
+            self._apart = self._epochs.first_apart()
         elif not self._is_resumed and (first is None or (trains and not first.training)):
             what = "training" if trains else "evaluation"
             raise ValueError(
@@ -108,7 +108,7 @@ class Reader:
         return self._sample_item().inputs
 
     def _sample_item(self) -> Item:
-        found = self._largest or self._peek()
+        found = self._apart or self._peek()
         assert found is not None
         return found
 
@@ -133,18 +133,7 @@ class Reader:
                 continue
             if self._begin_epoch is not None:
                 self._begin_epoch(ahead.epoch, self._epochs.stream)
-            if self._task.scan_batches and self._largest is None:  # before an iterator is opened
-                self._largest = self._scan()
         return ahead
-
-    def _scan(self) -> Item | None:
-        """The batch with most bytes of an epoch that is read apart, before the first epoch begins."""
-        largest, most = None, -1
-        for inputs, target in self._epochs.apart():
-            if (size := pair_bytes(self._name, inputs, target)) > most:
-                # Of a loader that reads on into the same memory it has other values, which do as well.
-                largest, most = Item(inputs, target, choice=self._epochs.apart_choice()), size
-        return largest
 
     def split_sample(self, num_micro_batches: int) -> None:
         """Split the first batch into more micro-batches than were chosen, of which none is to be larger from now on."""
@@ -153,10 +142,10 @@ class Reader:
         assert first.choice is not None
         self.chooser.limit(-(-first.choice.batch_size // num_micro_batches))
         found = first._replace(choice=replace(first.choice, micro_batches=num_micro_batches))
-        if self._largest is None:
+        if self._apart is None:
             self._pending = found
         else:
-            self._largest = found
+            self._apart = found
 
     # -- batches
 

@@ -345,16 +345,6 @@ def _conflicts(task: Any) -> Iterator[str]:
                 f"{field}: a {kind} gives its batches once, and is to be read {when}; give a loader that starts anew "
                 f"at each iter() (a list, a DataLoader, an object whose __iter__ is a generator)"
             )
-    if task.scan_batches and isinstance(task.dataloader, Iterator):
-        yield (
-            f"scan_batches: the loader is a {type(task.dataloader).__name__}, which can be read only once; give one "
-            f"that starts anew at each iter(), or leave scan_batches out"
-        )
-    if task.scan_batches and getattr(task.dataloader, "persistent_workers", False):
-        yield (
-            "scan_batches: the loader has persistent workers, which begin anew for the scan and lose their place; "
-            "give one with persistent_workers=False, or leave scan_batches out"
-        )
 
 
 def chooses(loader: object) -> bool:

@@ -127,8 +127,6 @@ class ModelTask(Opaque):
             unit. False: it keeps to the quota, where its units go before those of all preemptible tasks.
         weight: its share of compute time under the policy "fair-share", beside the other tasks' weights.
         callbacks: `hydra_engine.Callback` objects, called in a thread of the task's own; see there what they may do.
-        scan_batches*: plan for the largest batch: `generate()` then reads the whole loader once more, before training.
-            Without it, the first batch is the sample, and a larger one is made room for when it comes.
         max_retries*: how often, in one run, the task goes on after an exception of a unit, an update or its loader,
             instead of failing. In `TaskReport.retries`.
         nonfinite*: what becomes of a training step whose loss is infinite or NaN. None: nobody looks. "skip": the step
@@ -194,7 +192,6 @@ class ModelTask(Opaque):
         resume_options: str = "checkpoint",
         hparams: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] = (),
-        scan_batches: bool = False,
         priority: int = 0,
         group: str | None = None,
         min_devices: int = 1,
@@ -284,7 +281,6 @@ class ModelTask(Opaque):
         self.read_ahead = read_ahead
         self.records = tuple(records)
         self.compile = compile
-        self.scan_batches = scan_batches
 
     @property
     def may_split_weights(self) -> bool:

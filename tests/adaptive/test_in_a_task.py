@@ -78,12 +78,6 @@ def test_a_resume_with_a_larger_maximum_has_room():
     assert large.bounds[1] == 48
 
 
-def test_a_scanned_batch_is_split_as_those_that_are_trained_on():
-    orchestra = ModelOrchestrator([task(loader(), scan_batches=True)], devices=[EmulatedDevice("4MiB")])
-    orchestra.verbose = 0
-    assert orchestra.generate().tasks["t"].accumulation_steps == 2
-
-
 def test_time_comes_first_and_samples_second():
     """The loader knows how many samples it has given, whatever their tensors look like."""
 

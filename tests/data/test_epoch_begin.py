@@ -292,11 +292,3 @@ def test_one_that_does_not_return_fails_the_task(hangs):
     assert isinstance(reports["task"].exception, CallbackTimeout)
     assert reports["task"].steps == 2 * STEPS
     assert_exact(other, reports["other"])
-
-
-def test_batches_are_scanned_after_it():
-    task, callback = task_of(scan_batches=True)
-    report = orchestra_of(task).train_models().tasks["task"]
-    assert_exact(task, report)
-    assert callback.calls == calls_of()
-    assert callback.loader.opened == [0, *range(EPOCHS)]

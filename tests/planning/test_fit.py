@@ -148,7 +148,7 @@ def test_a_fixed_number_is_kept_or_the_task_fails_by_name(warned_by, options, nu
         assert_same_state(model.state_dict(), original.state_dict())
 
 
-@pytest.mark.parametrize("options", [{}, {"scan_batches": True}, {"max_retries": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_retries": 2}], ids=str)
 def test_a_fixed_number_is_no_other_whatever_else_is_asked_for(options):
     with refused(ShardDoesNotFit, task="a", says="accumulation_steps"):
         train(dense(), batches(32, 64, 512, 32), "80KiB", **options)

@@ -5,12 +5,11 @@ import gc
 import weakref
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from hydra_engine import Callback, EmulatedDevice, ModelTask
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
@@ -247,72 +246,8 @@ def model_of_any_length():
     return nn.Sequential(nn.Embedding(256, 16), *(Block(16) for _ in range(4)), nn.Linear(16, 256))
 
 
-def lengths_loader(generator=None):
-    return DataLoader(Lengths(8, 9, 40, 17, 8, 30), batch_size=1, shuffle=True, generator=generator)
-
-
 @pytest.mark.rest
-@pytest.mark.parametrize("own_generator", [pytest.param(False, marks=pytest.mark.rest), True])
-def test_a_scan_plans_for_the_largest_batch_and_changes_no_bit(own_generator):
-    def make():
-        return lengths_loader(torch.Generator().manual_seed(9) if own_generator else None)
-
-    model, original = model_of_any_length(), model_of_any_length()
-    task = task_of(model, make(), epochs=2, scan_batches=True)
-    orchestra = orchestra_of(task, memory="160KiB")
-    plan = orchestra.generate().tasks["gpt"]
-    report = orchestra.train_models().tasks["gpt"]
-    assert report.revisions == []
-    result = reference.train(
-        original, next_byte_loss, make(), lr=1e-3, epochs=2, optimizer=torch.optim.AdamW, seed=SEED
-    )
-    assert report.losses == result.losses
-    assert_same_state(model.state_dict(), original.state_dict())
-    longest = next(batch for batch in make() if batch[0].shape[1] == 40)
-    costs = profile(original, *longest, next_byte_loss, time_layers=False)
-    first = plan.boundaries[0]
-    assert plan.shard_bytes[0] <= shard_bytes(costs, 0, first)
-    assert plan.shard_bytes[-1] == shard_bytes(costs, 5, 6)
-
-
-class NumpySampler(Sampler):
-    """Shuffles with a generator of its own."""
-
-    def __init__(self, size):
-        self.size, self.generator_of_numpy = size, np.random.default_rng(6)
-
-    def __len__(self):
-        return self.size
-
-    def __iter__(self):
-        return iter(self.generator_of_numpy.permutation(self.size).tolist())
-
-
-def loader_with_a_generator_deep_inside():
-    lengths = Lengths(8, 9, 40, 17, 8, 30)
-    inner = RandomSampler(lengths, generator=torch.Generator().manual_seed(9))
-    return DataLoader(lengths, batch_sampler=BatchSampler(inner, 1, False))
-
-
-def loader_with_a_numpy_sampler():
-    lengths = Lengths(8, 9, 40, 17, 8, 30)
-    return DataLoader(lengths, batch_size=1, sampler=NumpySampler(len(lengths)))
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("make", [loader_with_a_generator_deep_inside, loader_with_a_numpy_sampler])
-def test_a_scan_puts_the_loaders_own_generators_back(make):
-    model, original = model_of_any_length(), model_of_any_length()
-    report = orchestra_of(task_of(model, make(), epochs=2, scan_batches=True), memory="160KiB").train_models()
-    result = reference.train(
-        original, next_byte_loss, make(), lr=1e-3, epochs=2, optimizer=torch.optim.AdamW, seed=SEED
-    )
-    assert report.tasks["gpt"].losses == result.losses
-    assert_same_state(model.state_dict(), original.state_dict())
-
-
-@pytest.mark.rest
-def test_without_a_scan_longer_batches_are_made_room_for_as_they_come():
+def test_longer_batches_are_made_room_for_as_they_come():
     model, original = model_of_any_length(), model_of_any_length()
     batches = list(DataLoader(Lengths(8, 9, 40, 17, 8, 30), batch_size=1))
     report = orchestra_of(task_of(model, batches, epochs=2), memory="160KiB").train_models().tasks["gpt"]
@@ -322,15 +257,9 @@ def test_without_a_scan_longer_batches_are_made_room_for_as_they_come():
     assert_same_state(model.state_dict(), original.state_dict())
 
 
-def with_persistent_workers():
-    return DataLoader(Lengths(8, 9), batch_size=1, num_workers=1, persistent_workers=True)
-
-
 @pytest.mark.parametrize(
     ("words", "call"),
     [
-        ("scan_batches persistent", lambda: task_of(gpt(), with_persistent_workers(), scan_batches=True)),
-        ("scan_batches list_iterator", lambda: task_of(gpt(), iter(loader()), scan_batches=True)),
         ("partitioner 'greedy' 'pilot'", lambda: task_of(gpt(), partitioner="greedy")),
         ("partitioner 'balanced' Balanced(4)", lambda: task_of(gpt(), partitioner="balanced")),
         *((f"memory {memory}", lambda memory=memory: EmulatedDevice(memory)) for memory in (0, -1, "0MiB")),

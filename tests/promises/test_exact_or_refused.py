@@ -51,7 +51,7 @@ IN_THE_NET = {
         loss_of_a_spread_step_runs_a_backward_itself loader_goes_on_from_gradients_of_its_batches
     """,
     "cut, two devices": """
-        scanned_batches_that_are_kept layer_above_works_on_a_batch_by_its_data
+        layer_above_works_on_a_batch_by_its_data
         shifts_indices_in_place_in_2_micro_batches
         clamps_in_a_hook own_generator sparse_embedding optimizer_GroupCounter_shard
         merges_on_eval_without_validation optimizer_SGLD_task loss_module_holds_a_layer
