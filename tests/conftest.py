@@ -4,7 +4,6 @@ import faulthandler
 import os
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,10 +21,6 @@ FOREIGN_THREADS = (
     "_pin_memory_loop",
     "tqdm_monitor",
 )
-
-# No test reads or writes what `hydra-engine probe` stored on this machine; those of the file set a place of their own.
-NO_CEILINGS = Path(__file__).parent / "nowhere" / "ceilings.json"
-os.environ["HYDRA_ENGINE_CEILINGS"] = str(NO_CEILINGS)
 
 # Tiny models: a second intra-op thread only adds noise to the timing, and the engine must use the caller's count.
 torch.set_num_threads(1)
@@ -73,7 +68,6 @@ def _nothing_left_behind(request):
             left += [thread.name] if thread.is_alive() else []
     assert not left, f"threads left by the test: {sorted(left)}"
     assert torch.get_num_threads() == num_threads_before
-    assert not NO_CEILINGS.parent.exists(), "the test stored ceilings; set HYDRA_ENGINE_CEILINGS to a place in tmp_path"
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from statistics import median
 
 import psutil
 import torch
+from link import measure
 from row import measured
 
 from hydra_engine import CudaDevice, EmulatedDevice
 from hydra_engine.devices.pool import host_memory
-from hydra_engine.devices.probe import probe
 from hydra_engine.system.cores import host_threads
 from hydra_engine.system.dram import available_dram_bytes
 from tests.fake_cuda import FakeCuda
@@ -83,13 +83,10 @@ def spec_of(scale):
 
 
 def ceilings(scale):
-    """Rates of the link, of copies in DRAM and of matrix products, as `hydra-engine probe` measures them."""
+    """Rates of the link, of copies in DRAM and of matrix products."""
     spec = spec_of(scale)
-    host = host_threads(
-        intra_op_threads=torch.get_num_threads(), device_nodes=[spec.numa_node()], computes_here=scale.is_emulated
-    )
-    found = probe(spec, num_workers=host.optimizer_threads, num_threads=host.optimizer_intra_op_threads)
-    return vars(found)
+    host = host_threads(intra_op_threads=torch.get_num_threads(), num_devices=1, computes_here=scale.is_emulated)
+    return measure(spec, host.optimizer_threads, host.optimizer_intra_op_threads)
 
 
 def beside_traffic(scale):

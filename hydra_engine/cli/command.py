@@ -283,11 +283,6 @@ def _add_resume(add: _Add) -> None:
     add("directory", metavar="DIR", help="the run's checkpoint_dir")
 
 
-def _add_probe(add: _Add) -> None:
-    named = "as in devices= of a run, or 'emulated' for the CPU (all there are)"
-    add("--device", nargs="+", metavar="NAME", help=named)
-
-
 def _add_sweep(add: _Add) -> None:
     add("function", metavar="PACKAGE.MODULE:FUNCTION", help="takes an Optuna trial, and returns a ModelTask")
     add("--trials", default="12", metavar="N", help="in all (12)")
@@ -325,14 +320,6 @@ _VERBS = {
             "hydra-engine plan my_models:sample --memory 24GiB --precision bfloat16",
             "hydra-engine plan my_models:sample --memory 8GiB --batch 64 --micro-batches auto",
         ),
-    ),
-    "probe": _Verb(
-        _add_probe,
-        "measures and stores how fast this machine's links and devices are",
-        "Measures what no training goes beyond on this machine: copies between DRAM and each kind of device, in DRAM, "
-        "and products of matrices. Prints and stores them for plans, in a file of your own (another one: "
-        "HYDRA_ENGINE_CEILINGS). Run it while the machine does nothing else.",
-        ("hydra-engine probe", "hydra-engine probe --device emulated"),
     ),
     "train": _Verb(
         _add_train,

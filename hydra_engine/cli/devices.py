@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
 
 from hydra_engine.cli.command import Mistake, mistakes, seconds
 from hydra_engine.control import ask
+from hydra_engine.devices import EmulatedDevice, resolve_devices
+from hydra_engine.system import dram
+from partitioners import format_bytes
 
 
 def run(options: argparse.Namespace) -> None:
@@ -15,7 +17,7 @@ def run(options: argparse.Namespace) -> None:
     if options.run is None:
         if what != "list":
             raise Mistake(f"RUN: None with {what}, limit: the checkpoint_dir of a run that is at work; name it")
-        print(*import_module("hydra_engine.cli.probe").machine_lines(), sep="\n")
+        _list_machine()
         return
     if (name is None) != (what == "list"):
         raise Mistake(f"NAME: {name!r} with {what}, limit: list takes none, add and remove take one; `--help`")
@@ -28,3 +30,12 @@ def run(options: argparse.Namespace) -> None:
     shown = places if name is None else {answer["name"]: places.get(answer["name"], "out")}
     for device, place in shown.items():
         print(f"{device}: {place}")
+
+
+def _list_machine() -> None:
+    """Print a line for each device that a run takes by itself."""
+    specs = resolve_devices(None, max(1, dram.available_dram_bytes() // 2))
+    for index, spec in enumerate(specs):
+        print(f"{spec.name_at(index)}: {format_bytes(spec.memory_bytes)}")
+    if any(isinstance(spec, EmulatedDevice) for spec in specs):
+        print("this process sees no GPU: a run takes one emulated device of half the free DRAM")

@@ -34,7 +34,7 @@ from hydra_engine.devices.device import DeviceGenerator, DeviceSpec, OpenDevice,
 from hydra_engine.devices.lanes import COMPUTE, QUEUES, open_lanes
 from hydra_engine.devices.libraries import load_libraries
 from hydra_engine.devices.page_locked import PageLocked
-from hydra_engine.devices.rates import LINK_RATES, MEASURED_NOW, Ceilings, dram_bytes_per_s, matmul_flops, stored
+from hydra_engine.devices.rates import Ceilings, dram_bytes_per_s, matmul_flops
 from hydra_engine.errors import DeviceFailed, DeviceLost, DeviceOutOfMemory
 from hydra_engine.native import kernel as updates
 from hydra_engine.system import host_threads
@@ -59,8 +59,8 @@ PAGE_BYTES = 2**21
 PIECE_BYTES = 2**25
 # Copies that tell the speed of the link.
 PROBE_BYTES, NUM_PROBES = 2**26, 5
-# Products and passes over DRAM are measured so often for a plan; matrices take this part of a device's memory.
-NUM_PRODUCTS, PRODUCT_SHARE = 3, 4
+# Matrices whose products are measured take this part of a device's memory.
+PRODUCT_SHARE = 4
 _MEASURED: dict[str, Ceilings] = {}  # by kind of device
 # Places in DRAM for what units leave are cut from page-locked regions of about so many bytes.
 PLACES_BYTES = 2**25
@@ -181,15 +181,14 @@ class CudaDevice(DeviceSpec):
             )
 
     def ceilings(self) -> Ceilings:
-        """Return the rates of its kind: as stored, or else measured once in a process, which keeps a device busy."""
-        found = stored(self.ceilings_name)
-        if found is None and self.ceilings_name not in _MEASURED:
+        """Return the rates of its kind, measured once in a process: that keeps a device busy."""
+        if self.ceilings_name not in _MEASURED:
             _MEASURED[self.ceilings_name] = self._measured()
-        return found or _MEASURED[self.ceilings_name]
+        return _MEASURED[self.ceilings_name]
 
     def _measured(self) -> Ceilings:
         """Return the link's rates each direction alone, those of products, and that of a pass over DRAM."""
-        host = host_threads(intra_op_threads=torch.get_num_threads(), device_nodes=[None], computes_here=False)
+        host = host_threads(intra_op_threads=torch.get_num_threads(), num_devices=1, computes_here=False)
         workers = host.optimizer_threads, host.optimizer_intra_op_threads
         synchronize, most_bytes = partial(torch.cuda.synchronize, self.index), self.memory_bytes // PRODUCT_SHARE
         with torch.cuda.device(self.index):
@@ -198,31 +197,20 @@ class CudaDevice(DeviceSpec):
             up, down = _copy_bytes_per_s(there, here), _copy_bytes_per_s(here, there)
             del there, here
             products = {
-                precision: matmul_flops(self.torch_device, dtype, most_bytes, synchronize, NUM_PRODUCTS)
+                precision: matmul_flops(self.torch_device, dtype, most_bytes, synchronize)
                 for precision, dtype in DTYPES.items()
             }
         _forget_workspaces()
         return Ceilings(
             name=self.ceilings_name,
-            origin=MEASURED_NOW,
-            dram_bytes_per_s=dram_bytes_per_s(*workers, NUM_PRODUCTS),
+            up_bytes_per_s=up,
+            down_bytes_per_s=down,
+            dram_bytes_per_s=dram_bytes_per_s(*workers),
             matmul_flops=products,
-            num_threads=workers[1],
-            **dict(zip(LINK_RATES, (up, down, up, down), strict=True)),  # type: ignore[arg-type]
         )
 
     def kernel(self) -> UpdateKernel:
         return _kernel(self.index)
-
-    def numa_node(self) -> int | None:
-        found = torch.cuda.get_device_properties(self.index)
-        try:
-            domain, bus, slot = (int(getattr(found, f"pci_{part}_id")) for part in ("domain", "bus", "device"))
-            address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
-            node = int(Path("/sys/bus/pci/devices", address, "numa_node").read_text())
-        except (AttributeError, OSError, ValueError):
-            return None
-        return node if node >= 0 else None
 
     def open(self, index: int, trace: Trace, num_threads: int, arena_bytes: int | None = None) -> OpenCudaDevice:
         self.check_free()

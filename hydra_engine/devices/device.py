@@ -200,7 +200,7 @@ class DeviceSpec(Opaque, ABC):
     """A device as users name it, and the base class of every kind: its memory, its rates, and `open`."""
 
     memory_bytes: int  # all that a run's ledger gives out
-    ceilings_name: str  # that its ceilings are stored by
+    ceilings_name: str  # of its kind, whose rates are the same
     torch_device: torch.device  # where its tensors are
     alignment_bytes: int  # that places of parameters are a multiple of, in DRAM and in slabs
     has_arena: bool  # part of its memory is for slabs and nothing else
@@ -209,7 +209,7 @@ class DeviceSpec(Opaque, ABC):
 
     @abstractmethod
     def ceilings(self) -> Ceilings:
-        """Return the rates of its link, as stored or else as measured now."""
+        """Return the rates of its link, as stated or measured."""
 
     @abstractmethod
     def open(self, index: int, trace: Trace, num_threads: int, arena_bytes: int | None = None) -> OpenDevice:
@@ -228,10 +228,6 @@ class DeviceSpec(Opaque, ABC):
 
     def kernel(self) -> Kernel | None:
         """Return what makes updates in its memory, or says why nothing can; None: the host's code does."""
-        return None
-
-    def numa_node(self) -> int | None:
-        """Return the node of the machine's memory that it is attached to, where that is known."""
         return None
 
     def for_rehearsal(self) -> DeviceSpec:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hydra_engine.devices.arena import Slab
 from hydra_engine.devices.device import DeviceSpec, OpenDevice
 from hydra_engine.devices.lanes import LOAD, STORE, EmulatedLink, open_lanes
-from hydra_engine.devices.rates import MEASURED_NOW, STATED, Ceilings, stored
+from hydra_engine.devices.rates import MEASURED_NOW, STATED, Ceilings
 from hydra_engine.system import dram
 from hydra_engine.trace import Trace
 from partitioners import format_bytes, parse_bytes
@@ -71,10 +71,10 @@ class EmulatedDevice(DeviceSpec):
         return f"EmulatedDevice({format_bytes(self.memory_bytes)})"
 
     def ceilings(self) -> Ceilings:
-        """Return the rates of its link; where none is emulated, of copies in memory, as stored or else measured now."""
+        """Return the rates of its link; where none is emulated, of copies in memory, as measured now."""
         if self.bandwidth is not None:
             return Ceilings.of_link(self.ceilings_name, float(self.bandwidth), STATED)
-        return stored(self.ceilings_name) or Ceilings.of_link(self.ceilings_name, _copy_bytes_per_s(), MEASURED_NOW)
+        return Ceilings.of_link(self.ceilings_name, _copy_bytes_per_s(), MEASURED_NOW)
 
     def check_free(self) -> None:
         pass  # nobody else has its memory

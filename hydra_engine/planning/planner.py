@@ -217,8 +217,8 @@ class Estimate:
         figure = _in_two_digits if with_homes else float
         return RunAtHand(
             device=DeviceCost(
-                load_bytes_per_s=figure(link.both_up_bytes_per_s),
-                store_bytes_per_s=figure(link.both_down_bytes_per_s),
+                load_bytes_per_s=figure(link.up_bytes_per_s),
+                store_bytes_per_s=figure(link.down_bytes_per_s),
                 unit_s=UNIT_S,
                 memory_bytes=target.budget.memory_bytes,
                 copies_compute=computes_here and link.origin != STATED,
@@ -252,8 +252,8 @@ class Estimate:
             return Spreading(one_device_because="its shards are updated before the step is through")
         links = [device.ceilings() for device in devices]
         cost = DeviceCost(
-            load_bytes_per_s=min(link.both_up_bytes_per_s for link in links),
-            store_bytes_per_s=min(link.both_down_bytes_per_s for link in links),
+            load_bytes_per_s=min(link.up_bytes_per_s for link in links),
+            store_bytes_per_s=min(link.down_bytes_per_s for link in links),
             unit_s=UNIT_S,
             memory_bytes=min(device.memory_bytes for device in devices),
         )
@@ -939,7 +939,7 @@ class Planner:
         device, step_s, number = self._target.device, 0.0, 1
         self._decide_homes()
         if self._trains:
-            rate = self._estimate.rates(device).both_up_bytes_per_s
+            rate = self._estimate.rates(device).up_bytes_per_s
             at_home, *_ = self._estimate.run_at_hand(self._target).at_home(self._planned.wanted_homes)
             keeps_from, step_s = choose_kept(self.state, device.memory_bytes, rate, at_home)
             self.state.cut = replace(self.state.cut, keeps_from=keeps_from)

@@ -506,7 +506,7 @@ class Joining:
             raise ValueError(f"{task.name}: {error}") from error
         state.norm_groups = NormGroups.of_optimizer(optimizer, state.layout.trainable_slots())
         links = [spec.ceilings() for spec in self._workers.spreading()]
-        up, down = min(each.both_up_bytes_per_s for each in links), min(each.both_down_bytes_per_s for each in links)
+        up, down = min(each.up_bytes_per_s for each in links), min(each.down_bytes_per_s for each in links)
         task.clock = StepClock(self._common.trace, task.name, up, down)
 
     def _count_room(self, task: RunningTask) -> None:

@@ -40,8 +40,8 @@ from hydra_engine.run.signals import Signals
 from hydra_engine.run.task_list import Site, Station, TaskList, one_line
 from hydra_engine.run.workers import RunOver
 from hydra_engine.schedule import Policy, Quota, checked_fairness, resolve_policy
-from hydra_engine.system import bound, host_threads, return_free_memory, say, warn
 from hydra_engine.system import dram as host_dram
+from hydra_engine.system import host_threads, return_free_memory, say, warn
 from hydra_engine.system import process as restart
 from hydra_engine.tasks import (
     FAILED,
@@ -164,8 +164,6 @@ class ModelOrchestrator(Opaque):
             or a string ("512MiB").
         optimizer_threads: of the host, that commit and update; None: as many as leave a core to each device and one to
             the loaders, 1 to 4. Each computes with as many intra-op threads as the caller.
-        numa_node: of the host, to whose cores all threads of the engine are bound while it works, the caller's too;
-            None: threads are left to the system.
         plan: the last plan. report: the last report, also after an interrupt.
     """
 
@@ -213,7 +211,6 @@ class ModelOrchestrator(Opaque):
         self.tracebacks = True
         self.buffer: int | str | None = None
         self.optimizer_threads: int | None = None
-        self.numa_node: int | None = None
         self.plan: Plan | None = None
         self.report: Report | None = None
 
@@ -321,10 +318,9 @@ class ModelOrchestrator(Opaque):
         """Plan a task and let it join a run; nobody waits meanwhile, since its loader and layers may take long."""
         tasks, devices = self._tasks, list(self._devices.pool.specs.values()) or run.site.devices
         site = replace(run.site, devices=devices, buffer=self.buffer)
-        cores, joining, plan = site.host.bound_cores, run.joining, None
+        joining, plan = run.joining, None
         try:
-            # Bound without helpers: what begins meanwhile may be the run's.
-            with joining.planning(planned), bound(cores, with_helpers=False), suppress(RunOver):
+            with joining.planning(planned), suppress(RunOver):
                 plan = site.plan_one(planned, beside, joining.borrowed, run.workers.can_hold, run.steps_left)
                 run.workers.check_room(planned)
         except BaseException:
@@ -570,10 +566,9 @@ class ModelOrchestrator(Opaque):
         signals, num_told = Signals(), 0
         with self._alone("predict"), self._run([planned], self._site(), signals) as run:
             outputs = run.outputs()
-            at_work = partial(bound, run.site.host.bound_cores, with_helpers=False)  # what begins meanwhile works on
             try:
                 while True:
-                    with signals, torch.inference_mode(False), at_work():  # not while the caller has the word
+                    with signals, torch.inference_mode(False):  # not while the caller has the word
                         found = list(islice(outputs, 1))
                     if not found:
                         break
@@ -582,7 +577,7 @@ class ModelOrchestrator(Opaque):
                         warnings.warn(doubt, stacklevel=2)
                     yield found.pop()
             finally:
-                with signals, torch.inference_mode(False), at_work():
+                with signals, torch.inference_mode(False):
                     outputs.close()
             run.report().raise_failures()
             for doubt in planned.doubts[num_told:]:
@@ -605,9 +600,8 @@ class ModelOrchestrator(Opaque):
         settings, devices = self._settings, self._devices.present
         host = host_threads(
             intra_op_threads=torch.get_num_threads(),
-            device_nodes=[device.numa_node() for device in devices],
+            num_devices=len(devices),
             optimizer_threads=self.optimizer_threads,
-            numa_node=self.numa_node,
             computes_here=any(device.torch_device.type == "cpu" for device in devices),
         )
         return Site(
@@ -616,12 +610,10 @@ class ModelOrchestrator(Opaque):
 
     @contextmanager
     def _at_work(self, what: str) -> Iterator[Site]:
-        """Be the only call under way, and keep this thread to the host's NUMA node."""
+        """Be the only call under way."""
         with self._alone(what), drawing_as_usual():
             _refuse_modes(what)
-            site = self._site()
-            with bound(site.host.bound_cores):
-                yield site
+            yield self._site()
 
     def _plan_all(self, site: Site, waiting: list[PlannedTask]) -> Plan:
         with self._tasks.planning():

@@ -1,7 +1,7 @@
 """This machine: cores, DRAM, files and locks on disk, and the command that started the process."""
 
 from hydra_engine.system import dram, process
-from hydra_engine.system.cores import HostThreads, bound, host_threads
+from hydra_engine.system.cores import HostThreads, host_threads
 from hydra_engine.system.dram import (
     DRAM_REMEDY,
     Freed,

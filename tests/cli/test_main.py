@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from hydra_engine.cli import command, main
 from hydra_engine.cli.plan import DEVICES, MOST_ROWS
-from hydra_engine.devices import rates
-from hydra_engine.devices.rates import load_all
 from hydra_engine.planning.ahead import OPTIMIZERS
 from partitioners.precision import DTYPES
 from tests.refused import names
@@ -431,71 +429,6 @@ def test_bugs_show_their_traceback_where_asked(monkeypatch, capsys):
     monkeypatch.setattr("hydra_engine.planning.ahead.OPTIMIZERS", {})
     with refuses(KeyError, says="adamw"):
         main([*arguments, "--debug"])
-
-
-# --- probe ---
-
-
-@pytest.fixture
-def file(tmp_path, monkeypatch):
-    """Where `probe` stores in this test; little is measured."""
-    monkeypatch.setenv("HYDRA_ENGINE_CEILINGS", str(tmp_path / "ceilings.json"))
-    monkeypatch.setattr(import_module("hydra_engine.cli.probe"), "EMULATED_BYTES", 2**20)
-    monkeypatch.setattr(rates, "DRAM_BYTES", 2**20)
-    monkeypatch.setattr(rates, "MATMUL_S", 1e-5)
-    return tmp_path / "ceilings.json"
-
-
-def test_probe_prints_and_stores_each_kind_of_device_once(file, capsys):
-    assert main(["probe", "--device", "emulated", "emulated"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [cells(line)[0] for line in (lines[0], *lines[2:-1])] == [
-        "at most",
-        "load",
-        "store",
-        "load during stores",
-        "store during loads",
-        "DRAM read and written",
-        "products in float32",
-        "products in bfloat16",
-        "products in float16",
-    ]
-    assert cells(lines[0])[1:] == ["cpu"]
-    found = load_all().get("cpu")
-    assert cells(lines[2])[1] == f"{found.up_bytes_per_s / 1e9:.4g} GB/s"
-    assert cells(lines[-2])[1] == f"{found.matmul_flops['float16'] / 1e12:.4g} TFLOP/s"
-    assert lines[-1] == f"stored in {file}"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="measures the CUDA devices there are")
-def test_probe_takes_the_cpu_where_there_is_nothing_else(file, capsys):
-    assert main(["probe"]) == 0
-    assert load_all().get("cpu") is not None
-
-
-def test_probe_refuses_what_it_cannot_measure(refused, file):
-    names(refused("probe", "--device", "tpu"), says="--device: 'tpu' 'emulated'")
-    assert not file.exists()
-
-
-def test_probe_leaves_a_file_alone_that_is_not_its_own(refused, file, monkeypatch):
-    file.write_text("my thesis")
-    monkeypatch.setattr(import_module("hydra_engine.cli.probe"), "probe", None)  # before any work
-    names(refused("probe"), says=f"{file} hydra-engine probe`")
-    assert file.read_text() == "my thesis"
-
-
-def test_probe_says_what_keeps_it_from_storing(file, capsys, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied", str(file))
-
-    monkeypatch.setattr("hydra_engine.devices.rates.tempfile.NamedTemporaryFile", refuse)
-    assert main(["probe", "--device", "emulated"]) == 2
-    printed = capsys.readouterr()
-    assert "products in float16" in printed.out  # they are measured all the same
-    assert printed.err.startswith("hydra-engine probe: ")
-    names(printed.err, says="ceilings: HYDRA_ENGINE_CEILINGS")
-    assert printed.err.count("\n") == 1
 
 
 # --- as a program ---

@@ -58,8 +58,6 @@ LINES = {
     # plan
     "plan": "PACKAGE.MODULE:FUNCTION, --memory --help",
     "plan {here}:sample": "--memory --help",
-    # probe
-    "probe --device": "--device: --help",
     # train
     "train": "PACKAGE.MODULE:FUNCTION --help",
     "train {here}:none_at_all": "list ModelTask",

@@ -144,7 +144,7 @@ DOORS = {
     "GradientNoiseScale": lambda i, f: vars(GradientNoiseScale(i(4), num_groups=i(2), smoothing=f(0.5))),
     "ThroughputParameters": lambda i, f: ThroughputParameters(**dict.fromkeys(PARAMETERS, f(1.5))),
     "fairness": lambda i, f: checked_fairness(f(0.5)),
-    "host_threads": lambda i, f: host_threads(intra_op_threads=1, device_nodes=[], optimizer_threads=i(2)),
+    "host_threads": lambda i, f: host_threads(intra_op_threads=1, num_devices=0, optimizer_threads=i(2)),
     "AdaptiveDataLoader": lambda i, f: adaptive(i).autoscale,
     "TaskCost": lambda i, f: TaskCost(name="t", unit_s=[f(0.5)] * 3, num_steps=i(2), load_bytes=i(4), weight=f(0.5)),
     "DeviceCost": lambda i, f: DeviceCost(speed=f(0.5), memory_bytes=i(4)),
