@@ -887,7 +887,6 @@ def walk(seed, *, failures=False, stops=False, misfits=False, changes=False, gro
         double_buffer=rng.random() < 0.7,
         min_devices=min_devices,
         quotas=quotas,
-        fairness=None if groups else rng.choice([None, None, -1, 0, 1]),
     )
     arrivals = [("device", device) for device in range(rng.randint(min_devices, MOST_DEVICES))]
     arrivals += [("task", f"task-{k}") for k in range(rng.randint(1, 6))]

@@ -49,7 +49,6 @@ def simulate(
     record: bool = False,
     scheduler: Scheduler | None = None,
     seed: int = 0,
-    fairness: float | None = None,
 ) -> Simulation:
     """Simulate training tasks to their end.
 
@@ -66,7 +65,6 @@ def simulate(
         record: keep the schedule.
         scheduler: who decides, in place of a `Scheduler` of that policy: one that measures itself, say.
         seed: of what is drawn, where devices' seconds vary.
-        fairness: as `ModelOrchestrator`'s.
 
     Raises ValueError for what cannot be simulated.
     """
@@ -80,7 +78,7 @@ def simulate(
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"tasks: {names.count(twice)} are named {twice!r}; give each a name of its own")
     if scheduler is None:
-        scheduler = Scheduler(resolve_policy(policy), double_buffer=double_buffer, fairness=fairness)
+        scheduler = Scheduler(resolve_policy(policy), double_buffer=double_buffer)
     host = host or HostCost()
     changes = in_order(changes, len(costs))
     _check_fit(tasks, costs)

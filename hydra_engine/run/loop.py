@@ -99,7 +99,6 @@ class EngineRun:
             is_resident=self.workers.is_resident,
             min_devices=self.workers.min_devices,
             has_groups=quotas is not None and quotas.are_given,
-            fairness=site.fairness,
         )
         # Who hears an event before the scheduler does. What returns None, it keeps from the scheduler.
         self._hears: dict[type, tuple[Callable[[Any], Any], ...]] = {

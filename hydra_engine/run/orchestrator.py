@@ -39,7 +39,7 @@ from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.signals import Signals
 from hydra_engine.run.task_list import Site, Station, TaskList, one_line
 from hydra_engine.run.workers import RunOver
-from hydra_engine.schedule import Policy, Quota, checked_fairness, resolve_policy
+from hydra_engine.schedule import Policy, Quota, resolve_policy
 from hydra_engine.system import dram as host_dram
 from hydra_engine.system import host_threads, return_free_memory, say, warn
 from hydra_engine.system import process as restart
@@ -115,7 +115,6 @@ class _Settings(NamedTuple):
 
     policy: Policy
     double_buffer: bool
-    fairness: float | None
     homes: str
     limit: DramLimit
     store: CheckpointStore
@@ -147,9 +146,6 @@ class ModelOrchestrator(Opaque):
         dram: the most DRAM that all tasks take together for weights, gradients, optimizer states and steps, as planned,
             in bytes or as text ("64GiB"). A task that was trained counts with its weights until they are freed. None:
             what the machine has.
-        fairness: how devices are shared out among fewer tasks (docs/schedules.md). None: for the last task to end
-            soonest. A number p: for the greatest power mean of the tasks' speedups, which is the sum for 1, the
-            geometric mean for 0, the harmonic mean for -1, and the lower, the nearer to the slowest task's speedup.
         homes: where layers are at home of tasks that leave it open (`ModelTask(homes="auto")`). "auto": where steps are
             predicted to take least time (docs/homes.md). "host": in DRAM.
         loggers: `hydra_engine.Logger`s, such as `CsvLogger("logs")`, that `train_models` gives the values of
@@ -183,7 +179,6 @@ class ModelOrchestrator(Opaque):
         max_failures: int = 0,
         quotas: Mapping[str, int | Quota] | None = None,
         dram: int | str | None = None,
-        fairness: float | None = None,
         homes: str = "auto",
         loggers: Sequence[Logger] = (),
     ) -> None:
@@ -191,7 +186,6 @@ class ModelOrchestrator(Opaque):
             raise ValueError(f"homes: {homes!r}, known: 'auto', 'host'")
         self._loggers = checked_loggers(loggers)
         self._settings = settings = _Settings(
-            fairness=checked_fairness(fairness),
             homes=homes,
             limit=DramLimit(None if dram is None else parse_bytes(dram, "dram")),
             policy=resolve_policy(policy),
@@ -604,9 +598,7 @@ class ModelOrchestrator(Opaque):
             optimizer_threads=self.optimizer_threads,
             computes_here=any(device.torch_device.type == "cpu" for device in devices),
         )
-        return Site(
-            devices, settings.double_buffer, self.buffer, host, settings.limit, settings.fairness, settings.homes
-        )
+        return Site(devices, settings.double_buffer, self.buffer, host, settings.limit, settings.homes)
 
     @contextmanager
     def _at_work(self, what: str) -> Iterator[Site]:

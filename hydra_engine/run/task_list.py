@@ -379,7 +379,6 @@ class Site:
     buffer: int | str | None
     host: HostThreads
     limit: DramLimit
-    fairness: float | None = None
     homes: str = "auto"
 
     @property

@@ -47,7 +47,7 @@ from hydra_engine.schedule.events import (
 from hydra_engine.schedule.groups import Quota
 from hydra_engine.schedule.policies import POLICIES, Candidate, Policy, RandomOrder, resolve_policy
 from hydra_engine.schedule.scheduler import Scheduler
-from hydra_engine.schedule.state import MOST_AHEAD, Activity, checked_fairness
+from hydra_engine.schedule.state import MOST_AHEAD, Activity
 from hydra_engine.schedule.units import (
     BACKWARD,
     EVALUATE,
@@ -121,7 +121,6 @@ __all__ = [
     "Unit",
     "UnitLost",
     "Update",
-    "checked_fairness",
     "evaluation_chain",
     "format_schedule",
     "parse_schedule",

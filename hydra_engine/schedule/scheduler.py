@@ -72,7 +72,7 @@ from hydra_engine.schedule.events import (
 )
 from hydra_engine.schedule.groups import Group, Quota, shared_out
 from hydra_engine.schedule.policies import Policy
-from hydra_engine.schedule.state import Activity, OnHost, Part, Phase, ScheduledTask, allocate, checked_fairness
+from hydra_engine.schedule.state import Activity, OnHost, Part, Phase, ScheduledTask, allocate
 from hydra_engine.schedule.units import BACKWARD, FUSED, Unit, part_ranges
 
 
@@ -88,15 +88,12 @@ class Scheduler:
         is_resident: Callable[[int, str, int], bool] = lambda *_: False,
         min_devices: int = 1,
         has_groups: bool = False,
-        fairness: float | None = None,
     ) -> None:
         """Make the scheduler of a run.
 
         is_resident: whether a device holds what it takes to run units of a (device, task, shard). min_devices: where
-        fewer are in, no unit begins. has_groups: tasks stand in groups, each of which brings its quota. fairness: how
-        devices are shared out among fewer tasks, as in `allocate`.
+        fewer are in, no unit begins. has_groups: tasks stand in groups, each of which brings its quota.
         """
-        self._fairness = checked_fairness(fairness)
         self._out: list[Instruction] = []
         self._dispatch = Dispatch(
             policy,
@@ -484,7 +481,7 @@ class Scheduler:
     def _share_out(self, tasks: list[ScheduledTask], num_devices: int) -> None:
         """Give tasks their numbers of devices, of which there are more."""
         remaining_s, speedups = [each.counted_s for each in tasks], [each.speedups for each in tasks]
-        numbers = allocate(remaining_s, speedups, num_devices, self._fairness)
+        numbers = allocate(remaining_s, speedups, num_devices)
         assert self._numbers is not None
         self._numbers.update(zip(tasks, numbers, strict=True))
 

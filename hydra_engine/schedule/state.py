@@ -1,8 +1,7 @@
 """State of a scheduler: how far tasks and the parts of their steps are, what devices have, and who is next.
 
 Nothing is searched through: queues of tasks are ordered by key, those of devices by number. Where there are more
-devices than tasks, an exact dynamic program shares them out: for the last task to end soonest, or for the greatest
-power mean of the tasks' speedups (Pollux, OSDI 2021, section 4.2).
+devices than tasks, an exact dynamic program shares them out, for the last task to end soonest.
 """
 
 from __future__ import annotations
@@ -21,44 +20,22 @@ import numpy as np
 from hydra_engine.schedule.events import BatchReady, Spread, TaskAdded, TaskUnits
 from hydra_engine.schedule.groups import NEVER, Standing
 from hydra_engine.schedule.units import BACKWARD, FORWARD, FUSED, Unit
-from partitioners.plain_numbers import plain
-
-# Sums of utilities that differ by less are equal: terms that are added up in another order.
-SLACK = 1e-12
-
-
-def checked_fairness(fairness: float | None) -> float | None:
-    """Return the exponent of a power mean, or None for none. Raises TypeError or ValueError for anything else."""
-    remedy = "give None, or a number such as 1 (the sum of speedups), 0 or -1 (fairer)"
-    if fairness is None:
-        return None
-    fairness = plain(fairness)
-    if isinstance(fairness, bool) or not isinstance(fairness, (int, float)):
-        raise TypeError(f"fairness: {fairness!r} is a {type(fairness).__name__}, not a number; {remedy}")
-    if not math.isfinite(fairness):
-        raise ValueError(f"fairness: {fairness!r}, limit: a finite number; {remedy}")
-    return float(fairness)
 
 
 def allocate(
     remaining_s: Sequence[float],
     speedups: Sequence[Sequence[float]],
     num_devices: int,
-    fairness: float | None = None,
 ) -> list[int]:
     """The number of devices for each task, at least 1, at most `num_devices` together.
 
     Of all such numbers those under which the last task is through soonest; among them those under which the tasks take
-    least time together; then the fewest devices for the tasks that came first. With `fairness` p, those under which the
-    power mean of the tasks' speedups, (1/J sum speedup^p)^(1/p), is greatest; then the fewest devices for the tasks
-    that came first.
+    least time together; then the fewest devices for the tasks that came first.
 
     Args:
         remaining_s: by task, seconds that it has left on one device.
         speedups: by task, how many times shorter its steps are on 1, 2, ... devices; it gets no more than these.
         num_devices: at least as many as there are tasks.
-        fairness: 1 for the sum of speedups, 0 for their geometric mean, -1 for the harmonic one; the lower, the more
-            the slowest task counts.
 
     Takes time in proportion to the speedups x devices. Raises ValueError for fewer devices than tasks, or no speedup
     given.
@@ -74,18 +51,14 @@ def allocate(
     seconds = [
         [left_s / each for each in faster[: num_free + 1]] for left_s, faster in zip(remaining_s, speedups, strict=True)
     ]
-    if fairness is None:
-        last_s = _soonest(seconds, num_free)
-        in_time = [[each if each <= last_s else math.inf for each in of_task] for of_task in seconds]
-        return _cheapest(in_time, num_free)
-    utilities = _utilities([faster[: num_free + 1] for faster in speedups], num_free, fairness)
-    return _cheapest([[-each for each in of_task] for of_task in utilities], num_free, SLACK / max(1.0, abs(fairness)))
+    last_s = _soonest(seconds, num_free)
+    return _cheapest([[each if each <= last_s else math.inf for each in of_task] for of_task in seconds], num_free)
 
 
-def _cheapest(costs: Sequence[Sequence[float]], num_free: int, slack: float = 0.0) -> list[int]:
+def _cheapest(costs: Sequence[Sequence[float]], num_free: int) -> list[int]:
     """Numbers of devices of the least sum of costs, with so many devices beside one for each task.
 
-    costs: by task, of 1, 2, ... devices. slack: costs that differ by no more are equal.
+    costs: by task, of 1, 2, ... devices.
     """
     # least[k]: costs of the tasks from this one on, with k devices beside one for each; the last task first.
     least, choices = np.zeros(num_free + 1), []
@@ -95,40 +68,13 @@ def _cheapest(costs: Sequence[Sequence[float]], num_free: int, slack: float = 0.
             if each < math.inf:
                 sums[more, more:] = least[: num_free + 1 - more] + each
         least = sums.min(axis=0)
-        choices.append((sums <= least + slack).argmax(axis=0))  # of equals the fewest devices
+        choices.append(sums.argmin(axis=0))  # of equals the fewest devices
     numbers = []
     for choice in reversed(choices):
         more = int(choice[num_free])
         numbers.append(1 + more)
         num_free -= more
     return numbers
-
-
-def _utilities(speedups: Sequence[Sequence[float]], num_free: int, fairness: float) -> list[list[float]]:
-    """What a task's speedups add to a sum that is greatest where their power mean is: (speedup^p - 1) / p.
-
-    That is the logarithm for p = 0, and near it for p near 0. Speedups are divided by one that the mean turns on, so
-    that no power of it overflows: the best of all for p > 0, else the best that the slowest task can have.
-    """
-    choosing = [faster for faster in speedups if len(faster) > 1]
-    if not choosing:
-        return [[0.0] for _ in speedups]
-    if fairness > 0:
-        unit = max(map(max, choosing))
-    else:
-        unit = 1 / _soonest([[1 / each for each in faster] for faster in choosing], num_free)
-
-    def utility(speedup: float) -> float:
-        log = math.log(speedup / unit)
-        if fairness == 0:
-            return log
-        try:
-            return math.expm1(fairness * log) / fairness
-        except OverflowError:  # far slower than the slowest has to be
-            return -math.inf
-
-    # A task that has no choice would only cover up what the others differ by.
-    return [[utility(each) for each in faster] if len(faster) > 1 else [0.0] for faster in speedups]
 
 
 def _soonest(seconds: Sequence[Sequence[float]], num_free: int) -> float:

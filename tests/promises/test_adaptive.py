@@ -758,8 +758,7 @@ def test_a_step_that_is_left_out_has_its_choice_in_the_record():
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("fairness", [None, 0.5])
-def test_several_adaptive_tasks_share_the_devices_and_none_changes_another(fairness):
+def test_several_adaptive_tasks_share_the_devices_and_none_changes_another():
     builds, tasks = (zoo.dropout, zoo.tied), []
     for seed, build in enumerate(builds):
         model, loss_fn, samples = build()
@@ -768,7 +767,7 @@ def test_several_adaptive_tasks_share_the_devices_and_none_changes_another(fairn
             ModelTask(model, loss_fn, adaptive(samples), 0.02, 2, seed=seed, name=str(seed), partitioner=shards)
         )
     with timed_by(mostly_transfers):
-        report = exact.silent(tasks, num_devices=3, fairness=fairness).train_models()
+        report = exact.silent(tasks, num_devices=3).train_models()
     for seed, build in enumerate(builds):
         assert_plain(build, tasks[seed].model, report, name=str(seed), seed=seed)
 

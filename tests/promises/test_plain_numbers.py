@@ -24,7 +24,6 @@ from hydra_engine import (
 )
 from hydra_engine.adaptive import AdaptiveDataLoader, GradientNoiseScale, LEGWScale, NoiseLevel, ThroughputParameters
 from hydra_engine.elastic import GradientAccumulation, init
-from hydra_engine.schedule import checked_fairness
 from hydra_engine.sweep import Population, Rungs, Sweep
 from hydra_engine.system.cores import host_threads
 from partitioners import Balanced, Budget, Presharded, parse_bytes
@@ -143,14 +142,13 @@ DOORS = {
     "NoiseLevel": lambda i, f: NoiseLevel(sqr=f(0.5), var=i(1), initial_batch_size=i(4)),
     "GradientNoiseScale": lambda i, f: vars(GradientNoiseScale(i(4), num_groups=i(2), smoothing=f(0.5))),
     "ThroughputParameters": lambda i, f: ThroughputParameters(**dict.fromkeys(PARAMETERS, f(1.5))),
-    "fairness": lambda i, f: checked_fairness(f(0.5)),
     "host_threads": lambda i, f: host_threads(intra_op_threads=1, num_devices=0, optimizer_threads=i(2)),
     "AdaptiveDataLoader": lambda i, f: adaptive(i).autoscale,
     "TaskCost": lambda i, f: TaskCost(name="t", unit_s=[f(0.5)] * 3, num_steps=i(2), load_bytes=i(4), weight=f(0.5)),
     "DeviceCost": lambda i, f: DeviceCost(speed=f(0.5), memory_bytes=i(4)),
     "HostCost": lambda i, f: HostCost(optimizer_threads=i(2), cores=f(1.5)),
     "Sweep": lambda i, f: sweep(num_trials=i(3), parallel=i(2), seed=i(4), dram=i(2**30), checkpoint_every=i(5)),
-    "simulate": lambda i, f: simulate([TaskCost(name="t", unit_s=[1.0], num_steps=2)], i(2), seed=i(3), fairness=i(1)),
+    "simulate": lambda i, f: simulate([TaskCost(name="t", unit_s=[1.0], num_steps=2)], i(2), seed=i(3)),
 }
 
 

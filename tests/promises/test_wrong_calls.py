@@ -409,8 +409,6 @@ MALFORMED = ("lots", "MiB", "", "-1MiB", "12QiB", "1e", "0x10", "nan", "infGiB",
 VALUES = {
     "memory": (EmulatedDevice, ValueError, MALFORMED),
     "dram": (lambda value: orchestra(dram=value), ValueError, (0, -1, "16G", 1.5, True)),
-    "fairness": (lambda value: orchestra(fairness=value), ValueError, (math.inf, -math.inf, math.nan)),
-    "fairness:": (lambda value: orchestra(fairness=value), TypeError, ("harmonic", True, [1.0])),
     "devices:": (lambda value: Quota(value), ValueError, (-1, 1.5)),
     "minimum": (lambda value: Quota(2, minimum=value), ValueError, (3, True)),
     "maximum": (lambda value: Quota(2, maximum=value), ValueError, (1, "4")),

@@ -719,17 +719,16 @@ class TestSpreadsThatChange:
         self.step(world, task)
         assert self.next_step(world, task) == (Begin("0", 1, 4), [4])
 
-    @pytest.mark.parametrize(("fairness", "expected"), [(None, {"a": 1, "b": 3}), (1, {"a": 3, "b": 1})])
-    def test_fairness_shares_out_devices(self, fairness, expected):
+    def test_devices_are_shared_out_for_the_last_task_to_end_soonest(self):
         """Task a is short and spreads well; b is long, and gains little."""
-        world = World(fairness=fairness)
+        world = World()
         known = {"a": self.spreads(3), "b": [Spread(1.0 + 0.1 * k) for k in range(3)]}
         for name, num_steps in (("a", 1), ("b", 9)):
             world.add_training(name, 1, num_steps, spreads=known[name], adapts=True, num_micro_batches=8)
         for device in range(4):
             world.add_device(device)
         begun = [each for name in "ab" for each in world.read(world.tasks[name]) if isinstance(each, Begin)]
-        assert {each.task: each.num_parts for each in begun} == expected
+        assert {each.task: each.num_parts for each in begun} == {"a": 1, "b": 3}
 
 
 def test_fair_share_gives_time_by_weight():

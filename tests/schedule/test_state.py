@@ -1,14 +1,11 @@
 """Devices are shared out among tasks; the queue of ready parts."""
 
 import itertools
-import math
 import random
 
 import pytest
 
-from hydra_engine.schedule.policies import FIFO
-from hydra_engine.schedule.scheduler import Scheduler
-from hydra_engine.schedule.state import MAX_STALE, ReadyQueue, allocate, checked_fairness
+from hydra_engine.schedule.state import MAX_STALE, ReadyQueue, allocate
 from tests.refused import refused
 
 
@@ -45,89 +42,13 @@ def test_equals_brute_force(seeds):
         assert sum(seconds) == pytest.approx(sum_s, rel=1e-12), seed
 
 
-def power_mean(values, p):
-    if p == 0:
-        return math.prod(values) ** (1 / len(values))
-    return (sum(value**p for value in values) / len(values)) ** (1 / p)
-
-
-def by_brute_force_of_means(speedups, num_devices, p):
-    """Numbers of the greatest power mean, and of equals those of the fewest devices for who came first."""
-    choices = [
-        numbers
-        for numbers in itertools.product(*(range(1, len(each) + 1) for each in speedups))
-        if sum(numbers) <= num_devices
-    ]
-    means = [power_mean([f[n - 1] for f, n in zip(speedups, numbers, strict=True)], p) for numbers in choices]
-    return list(min(numbers for numbers, mean in zip(choices, means, strict=True) if mean >= max(means) * (1 - 1e-11)))
-
-
-@pytest.mark.parametrize("seeds", SEEDS, ids=str)
-def test_fairness_equals_brute_force(seeds):
-    for seed in seeds:
-        p = (-2, -1, 0, 1, 2, -0.5, 0.5, 3.5)[seed % 8]
-        remaining_s, speedups, num_devices = random_tasks(random.Random(seed))
-        found = allocate(remaining_s, speedups, num_devices, p)
-        assert found == by_brute_force_of_means(speedups, num_devices, p), (seed, p)
-
-
-def test_fairness_goes_from_the_sum_of_speedups_to_the_slowest_task():
-    speedups = [(1.0, 2.0, 3.0, 4.0), (1.0, 1.5, 1.75, 1.75)]
-    assert allocate([1.0, 1.0], speedups, 5, 1.0) == [4, 1]  # 4 + 1
-    assert allocate([1.0, 1.0], speedups, 5, 0.0) == [3, 2]  # 3 x 1.5
-    assert allocate([1.0, 1.0], speedups, 5, -1.0) == [3, 2]  # 1/3 + 1/1.5
-    assert allocate([1.0, 1.0], speedups, 5, -20.0) == [2, 3]  # the slowest: 1.75
-    assert allocate([1.0, 1.0], speedups, 5) == [2, 3]
-
-
-def test_fairness_is_not_moved_by_the_seconds_that_tasks_have_left():
-    speedups = [(1.0, 1.8, 2.5)] * 2
-    assert allocate([10.0, 1.0], speedups, 3, -1.0) == allocate([1.0, 10.0], speedups, 3, -1.0) == [1, 2]
-    assert allocate([10.0, 1.0], speedups, 3) == [2, 1]
-
-
-@pytest.mark.parametrize("p", [-2, -1, 0, 1, 2])
-def test_of_equals_the_tasks_that_came_first_have_the_fewest_devices(p):
-    assert allocate([1.0] * 3, [(1.0, 1.5)] * 3, 5, p) == [1, 2, 2]
-    assert allocate([1.0] * 3, [(0.1, 0.3)] * 3, 4, p) == [1, 1, 2]
-    assert allocate([1.0] * 2, [(1.0, 1.0)] * 2, 4, p) == [1, 1]
-
-
-def test_the_sum_of_linear_speedups_is_the_same_however_they_are_shared_out():
-    assert allocate([1.0] * 3, [tuple(0.1 * (k + 1) for k in range(8))] * 3, 10, 1) == [1, 1, 8]
-
-
-@pytest.mark.parametrize("p", [-1e300, -1000.0, -1e-9, 1e-9, 1000.0, 1e300])
-def test_fairness_of_any_size_neither_overflows_nor_loses_who_counts_most(p):
-    speedups = [(1e-9, 1.0, 3.0), (1e-9, 1.0, 1.5)]
-    assert allocate([1.0, 1.0], speedups, 4, p) == ([3, 1] if p > 1 else [2, 2])
-
-
-def test_a_task_that_has_no_choice_does_not_cover_up_the_others():
-    assert allocate([1.0] * 3, [(1e-6,), (3.0, 4.0, 5.0), (3.0, 4.0, 5.0)], 5, -20.0) == [1, 2, 2]
-
-
-@pytest.mark.parametrize("p", [None, -1, 0, 1])
-def test_64_devices_are_shared_out_among_16_tasks(p):
+def test_64_devices_are_shared_out_among_16_tasks():
     """Where one way after the other would take years."""
     rng = random.Random(0)
     speedups = [tuple(1 + k * rng.uniform(0.1, 1.0) for k in range(64)) for _ in range(16)]
-    numbers = allocate([rng.uniform(1, 9) for _ in range(16)], speedups, 64, p)
+    numbers = allocate([rng.uniform(1, 9) for _ in range(16)], speedups, 64)
     assert sum(numbers) <= 64
     assert min(numbers) >= 1
-
-
-def test_fairness_is_none_or_a_finite_number():
-    for fairness in (None, -1, 0.5, 1):
-        assert checked_fairness(fairness) == fairness
-    for fairness in (math.inf, -math.inf, math.nan):
-        with refused(ValueError, says=f"fairness {fairness}"):
-            checked_fairness(fairness)
-    for fairness, kind in (("1", "str"), (True, "bool"), ([1], "list")):
-        with refused(TypeError, says=f"fairness {kind}"):
-            checked_fairness(fairness)
-    with refused(TypeError, says="fairness 'equal'"):
-        Scheduler(FIFO(), fairness="equal")
 
 
 @pytest.mark.parametrize(
