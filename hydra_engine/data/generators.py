@@ -106,12 +106,3 @@ def _set_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
             generator.setstate(state)
         else:
             generator.set_state(state)
-
-
-def same_states(a: Any, b: Any) -> bool:
-    """Return True if two generators' states, or two tuples of them, are equal."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_states(a[key], b[key]) for key in a)
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(same_states, a, b))
-    return bool(np.array_equal(a, b))

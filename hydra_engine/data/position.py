@@ -1,28 +1,27 @@
 """Positions of a task and its loader in their data, and the way to bring another loader to one.
 
-A loader with a `state_dict` of its own is left to it. Any other begins its epoch again, with the random states that the
-epoch began with. Then, where a sampler gives the order, its indices are drawn and dropped without loading a sample;
-else the batches before the position are loaded and dropped. At the end every generator is set to where it stood.
-Persistent workers that somebody has opened before are ended: new ones begin as those of a fresh process.
+A loader with a `state_dict` of its own, as torchdata's `StatefulDataLoader` has, is left to it. Any other begins its
+epoch again, with the random states that the epoch began with, and the batches before the position are read and dropped.
+At the end every generator is set to where it stood. Persistent workers that were opened before are ended: new ones
+begin as those of a fresh process.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import IOBase
 from itertools import islice
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # what loaders keep has no public class
 
-from hydra_engine.data.generators import contents, held_by, num_workers_of, same_states, set_states, states_of
-from hydra_engine.data.streams import RandomState, Stream, capture, copied, install, installed, random_from_state
+from hydra_engine.data.generators import contents, held_by, num_workers_of, set_states, states_of
+from hydra_engine.data.streams import RandomState, Stream, capture, copied, installed, random_from_state
 from hydra_engine.system import begin_workers
 from hydra_engine.tasks import GuidedLoader, StepChoice, from_json, to_json
 
@@ -30,7 +29,7 @@ _MISSING = object()
 _NUMBERS = (bool, int, float)
 _MOST_NUMBERS = 64  # of a list, the first ones
 _MOST_SHOWN = 40  # characters of them
-_WORKERS = "has workers that may draw, and drew in earlier epochs as well"
+_WORKERS = "has persistent workers, which may have drawn random numbers in earlier epochs"
 _KEPT = (
     "the loader keeps one iterator over all epochs, whose place in the data is not known, so that this epoch may miss "
     "samples and repeat others; give it a state_dict, or a loader that begins anew at each iter()"
@@ -174,27 +173,19 @@ def _restored(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[It
         if not begins:
             stream.state = position.random
         return iterator, None
-    is_replayed = _is_by_index(loader, stream, start.generators)
-    if start.has_workers and not is_replayed:
+    if start.has_workers:
         _make_workers(loader, stream, start.generators)
     with installed(stream), begin_workers(num_workers_of(loader)):
-        if is_replayed:
-            iterator, drew_later = _replayed(loader, position)
-        else:
-            drew_later = _passed(iterator := iter(loader), position)
-    doubt = _WORKERS if start.has_workers and not is_replayed else None
+        drew_later = _passed(iterator := iter(loader), position)
+    doubt = _WORKERS if start.has_workers else None
     if begins:
         return iterator, doubt
     # What drew at every batch may have drawn in between others that are not here, such as the model's layers.
     was_alone = stream.state._replace(device=position.random.device).same_as(position.random)
     stream.state = position.random
-    if len(states_of(loader)) != len(position.generators):
-        doubt = doubt or "makes random generators while it reads"
-    else:
-        set_states(loader, position.generators)
-    if drew_later and not was_alone:
-        who = "has a sampler that draws" if is_replayed else "draws"
-        doubt = f"{who} from the process-wide generators at every batch, as others do in between"
+    set_states(loader, position.generators)
+    if drew_later and not was_alone and not _draws_its_order_first(loader):
+        doubt = "draws from the process-wide generators at every batch, as others do in between"
     return iterator, doubt
 
 
@@ -209,9 +200,8 @@ def restore_between(loader: Any, stream: Stream, generators: tuple[Any, ...], *,
     set_states(loader, generators)
     if not (was_open and _persistent(loader)):
         return None
-    doubt = None if _is_by_index(loader, stream, generators) else _WORKERS
     _make_workers(loader, stream, generators)
-    return None if doubt is None else _told(doubt)
+    return _told(_WORKERS)
 
 
 def _told(doubt: str) -> str:
@@ -333,108 +323,7 @@ def _make_workers(loader: Any, stream: Stream, generators: tuple[Any, ...]) -> N
     set_states(loader, generators)
 
 
-# -- without loading samples
-
-
-def _has_index_stream(loader: Any) -> bool:
-    """Return True if samples are asked for by index, in an order that something else than the data set gives."""
-    own = (DataLoader.__iter__, DataLoader._get_iterator)
-    is_plain = isinstance(loader, DataLoader) and (type(loader).__iter__, type(loader)._get_iterator) == own
-    return is_plain and not isinstance(loader.dataset, IterableDataset)
-
-
-def _is_by_index(loader: Any, stream: Stream, generators: tuple[Any, ...]) -> bool:
-    """Return True if samples are asked for by index, and workers draw for none."""
-    return _has_index_stream(loader) and (loader.num_workers == 0 or not _draws_in_worker(loader, stream, generators))
-
-
-class _AdvancedOnce:
-    """A sampler whose first iterator that is used begins at a position: torch's workers open two, use the second.
-
-    What is before the position is drawn when the first index behind it is asked for, or by `advance` before.
-    """
-
-    def __init__(self, loader: Any, sampler: Iterable[Any], position: LoaderPosition) -> None:
-        self.sampler = sampler
-        # Until the position was reached. A loader keeps the iterator of its persistent workers, which keeps the
-        # sampler: a cycle, whose workers torch ends only after time-outs.
-        self.ahead: tuple[Any, LoaderPosition] | None = loader, position
-        self.drew_later = False  # at every batch, not only at the first
-        self._indices: Iterator[Any] = iter(())  # those that were opened last
-
-    def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        self._indices = iter(self.sampler)
-        return self._behind()
-
-    def _behind(self) -> Iterator[Any]:
-        self.advance()
-        yield from self._indices
-
-    def advance(self) -> None:
-        """Draw what is before the position, unless an iterator has done so."""
-        ahead, self.ahead = self.ahead, None
-        if ahead is None:
-            return
-        loader, position = ahead
-        if position.start.has_workers:  # no seed was drawn for them then, as it was just now
-            install(position.start.random)
-            set_states(loader, position.start.generators)
-            self._indices = iter(self.sampler)
-        self.drew_later = _passed(self._indices, position)
-
-
-def _replayed(loader: Any, position: LoaderPosition) -> tuple[Iterator[Any], bool]:
-    """Return the iterator, and True if the sampler draws at every batch."""
-    other = copy.copy(loader)
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    sampler = _AdvancedOnce(loader, getattr(loader, name), position)
-    vars(other)[name] = sampler  # a loader lets nobody set it, but this one is nobody else's
-    iterator = iter(other)
-    if loader.num_workers and loader.persistent_workers:
-        loader._iterator = iterator  # of the epochs that follow
-    sampler.advance()
-    return iterator, sampler.drew_later
-
-
-class _DrawsProbe(Dataset[bool]):
-    """Tells, for an index, if loading its sample draws random numbers."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, index: Any) -> bool:
-        before, own = capture(), states_of(self._dataset)
-        try:
-            self._dataset[index]
-        except Exception:  # one that takes no single index
-            return True
-        return not (capture().same_as(before) and same_states(own, states_of(self._dataset)))
-
-
-def _draws_in_worker(loader: Any, stream: Stream, generators: tuple[Any, ...]) -> bool:
-    """Return True if samples draw in workers. Asked in one: a data set may open here what a fork must not inherit."""
-    with installed(Stream(stream.state)):
-        first = next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler), None)
-        index = first if loader.batch_sampler is None else next(iter(first or ()), None)
-        if index is None:
-            return False
-        [draws] = DataLoader(
-            _DrawsProbe(loader.dataset),
-            sampler=[index],
-            batch_size=None,
-            num_workers=1,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            timeout=loader.timeout,
-        )
-    set_states(loader, generators)
-    return bool(draws)
-
-
-# -- with loading
+# -- reading on
 
 
 def _passed(iterator: Iterator[Any], position: LoaderPosition) -> bool:
@@ -448,6 +337,17 @@ def _passed(iterator: Iterator[Any], position: LoaderPosition) -> bool:
             )
         after_first = after_first or capture()
     return after_first is not None and not capture().same_as(after_first)
+
+
+def _draws_its_order_first(loader: Any) -> bool:
+    """Return True if which samples an epoch has, and in which order, is settled with its first batch."""
+    own = (DataLoader.__iter__, DataLoader._get_iterator)
+    is_plain = isinstance(loader, DataLoader) and (type(loader).__iter__, type(loader)._get_iterator) == own
+    if not is_plain or isinstance(loader.dataset, IterableDataset):
+        return False
+    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    samplers = (batches, getattr(batches, "sampler", batches))
+    return all(type(each).__module__.startswith("torch.") for each in samplers)
 
 
 @dataclass(frozen=True, kw_only=True)
