@@ -125,7 +125,6 @@ class Measured:
         self.unit_s: dict[tuple[str, int], float] = {}  # by (kind, shard)
         self.timings: dict[tuple[str, int], Timing] = {}  # likewise, of the last one, where launching is not computing
         self.known = KnownUnits()
-        self.evaluated_parts: dict[Hashable, int] = {}  # of evaluation batches too large for a layer alone
         # Bytes that a forward's graphs take beside the slab, by (shard, signature).
         self.graph_bytes: dict[tuple[int, Signature], int] = {}
         self.uncounted: set[int] = set()  # shards whose graphs hold more than can be counted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from hydra_engine.data import Batch, Reader, Stream, TaskGenerator, capture, ins
 from hydra_engine.errors import DeviceOutOfMemory, ShardDoesNotFit
 from hydra_engine.host import Shard, TaskState
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
-from hydra_engine.tasks import Purpose, batch_size, uneven
+from hydra_engine.tasks import Purpose, batch_size
 from partitioners import LayerCost, format_bytes, halved, profile_evaluation, profile_shapes, shard_bytes
 
 # The largest micro-batch is looked for until one that does not fit is no more than this many times as large.
@@ -43,7 +43,7 @@ def has_to_fit(state: TaskState, batch: Batch, *, is_spread: bool) -> bool:
     updated by then.
     """
     if not batch.training:
-        return _sizes_of_whole(batch) in state.measured.evaluated_parts
+        return False
     if batch.accumulation_steps != state.cut.num_micro_batches:
         return True
     may_fail = is_spread or _splits_early(state, batch) or bool(state.pool.early_release)
@@ -59,10 +59,6 @@ def _splits_early(state: TaskState, batch: Batch) -> bool:
     )
 
 
-def _sizes_of_whole(batch: Batch) -> Hashable:
-    return tuple(each.signature for each in batch.whole)
-
-
 def refit(
     state: TaskState, reader: Reader, batch: Batch, room: Room, *, misfit: Misfit | None = None, may_split: bool = True
 ) -> Batch:
@@ -71,15 +67,13 @@ def refit(
     `room`: of the devices. `misfit`: the shard of a unit in which a device ran out of memory. The other shards are
     looked at as well, by shapes on fake tensors: what is known to be too large need not run out, too. `may_split`:
     whether the number of micro-batches may still change for this batch. That of training batches changes under "auto"
-    alone, and for good: for those to come, too. An evaluation batch is split for itself.
+    alone, and for good: for those to come, too. An evaluation batch is never split.
 
     Raises ShardDoesNotFit when one layer is too large, and the batch cannot be split, or not any further.
     """
     if batch.training and batch.accumulation_steps != state.cut.num_micro_batches:
         batch = reader.split_again(batch, state.cut.num_micro_batches)
-    whole, known = _sizes_of_whole(batch), state.measured.known
-    if not batch.training and misfit is None and whole in state.measured.evaluated_parts:
-        return reader.split_again(batch, state.measured.evaluated_parts[whole])
+    known = state.measured.known
     if misfit is None and known.fits(batch.training, batch.signature):
         return batch
     costs: Sequence[LayerCost] | None = _measure(state, batch)
@@ -95,8 +89,6 @@ def refit(
         batch, costs = _make_room(state, reader, batch, costs, room, Misfit(shards[0].index), may_split)
     state.check_buffers()
     known.note_fitting(batch.training, batch.signature)
-    if not batch.training and len(batch.micro_batches) > 1:
-        state.measured.evaluated_parts[whole] = len(batch.micro_batches)
     return batch
 
 
@@ -131,11 +123,7 @@ def _make_room(
         batch = reader.in_smaller_pieces(batch)
         return batch, _measure(state, batch)
     number = min(2 * len(batch.micro_batches), batch.num_samples)
-    if state.task.purpose is Purpose.PREDICT:
-        power = 1 << len(batch.micro_batches).bit_length()  # the next one: twice as many would be more than are needed
-        number = uneven(power, batch.num_samples)
-    if batch.training:
-        state.split_into(number)
+    state.split_into(number)
     batch = reader.split_again(batch, number)
     return batch, _measure(state, batch)
 
@@ -203,10 +191,10 @@ def _count(state: TaskState, training: bool, inputs: Any, target: Any) -> Sequen
 
 def _why_not_split(state: TaskState, reader: Reader, batch: Batch, may_split: bool) -> tuple[str, str] | None:
     """Why a batch cannot be in more micro-batches, and a remedy, if there is one; None when it can."""
+    if not batch.training:
+        return "an evaluation batch is computed whole", ""
     if len(batch.micro_batches) >= batch.num_samples:
         return f"a batch of {batch.num_samples} samples is in {len(batch.micro_batches)} micro-batches already", ""
-    if not batch.training:
-        return None
     if batch.choice is not None:
         assert reader.chooser is not None
         why = reader.chooser.fixed_because(batch.choice.step)

@@ -814,7 +814,6 @@ class Planner:
         self._task, self.state, self._estimate = planned.task, planned.state, planned.estimate
         self._trains = planned.task.purpose is Purpose.TRAIN
         self._validates = self._trains and planned.task.validation is not None
-        self._evaluated_parts = 1  # of the sample, where an evaluation's is too large for a layer alone
         self.fault: Exception | None = None  # what layers or the loss raised, or were refused for
 
     def plan(self) -> TaskPlan:
@@ -852,10 +851,9 @@ class Planner:
         together = self._target.together
         if together is not None and is_open:  # any other number is the user's, and with it the bits
             number = together.num_micro_batches
-        # A validation computes such a batch in parts, and so do evaluations and predictions.
         chooser, first = self._planned.chooser, self._sample().choice
         is_chosen = chooser is not None and first is not None and chooser.fixed_because(first.step) is None
-        may_split = is_auto or is_chosen or not self._trains
+        may_split = is_auto or is_chosen
         while True:
             try:
                 self.cut(number)
@@ -892,7 +890,7 @@ class Planner:
         """As `PlannedTask.least_bytes`: with shards as fine as the partitioner makes them, or the user's fixed ones."""
         task, self.state.place = self._task, self._target.device.torch_device
         num_samples = self._sample().num_samples
-        costs = self._costs(self._number(num_samples) if self._trains else num_samples)
+        costs = self._costs(self._number(num_samples))
         number = len(self._sample().micro_batches)
         budget = self._target.budget.with_micro_batches(number)
         may_cut = len(costs) == 1 or task.partitioner.revise([len(costs)], 0, costs) is not None
@@ -1041,8 +1039,7 @@ class Planner:
             return self._planned.reader.sample(training=training)
 
     def _sample(self) -> Batch:
-        sample, number = self._read(training=self._trains), self._evaluated_parts
-        return sample if number == 1 else self._planned.reader.split_again(sample, number)
+        return self._read(training=self._trains)
 
     def cut(self, number: int) -> None:
         """Cut and rehearse the task in so many micro-batches, finer where it does not fit."""
@@ -1152,8 +1149,6 @@ class Planner:
     def _costs(self, number: int) -> list[LayerCost]:
         """Costs of the layers for the first of so many micro-batches."""
         task, place = self._task, self.state.place
-        if not self._trains:
-            self._evaluated_parts, number = number, 1
         self.state.split_into(number)
         inputs, target, _ = self._sample().micro_batches[0]
         with self._noting_fault(), installed(Stream(capture())), _naming(self._planned.name, task.purpose):

@@ -489,8 +489,7 @@ class ModelOrchestrator(Opaque):
 
         Changes nothing: weights, gradients, buffers, training flags and the process-wide generators are afterwards as
         they were, and training has the bits that it would have had. Only the weights' memory is another: they move into
-        the engine's, and back into ordinary storage. A batch too large for one layer alone is computed in parts, as a
-        validation's is; `Evaluation.num_parts` says so.
+        the engine's, and back into ordinary storage.
 
         Args:
             task: a task of this orchestrator or its name, or any other `ModelTask`.
@@ -537,13 +536,10 @@ class ModelOrchestrator(Opaque):
             precision: as a task's, by default "float32"; in a narrow one, outputs are given in float32.
             seed: of the random stream that the loader and layers draw from, by default 0.
 
-        Of a task, these are its own where they are not given. A batch too large for one layer alone is computed in
-        parts, and its outputs are joined by the dim that has the number of samples in parts of different sizes: with a
-        UserWarning, since they may differ from those of the whole batch: in their last bits, or more if a layer mixes
-        the samples of a batch. Where a layer takes no more than one sample, give batches of one.
+        Of a task, these are its own where they are not given.
 
         Raises at once what can be seen at once, or in planning; from the generator, what a layer or the loader raised,
-        ShardDoesNotFit where one sample is too large, ValueError for outputs of parts that cannot be joined.
+        ShardDoesNotFit where a batch is too large for a layer alone.
         """
         with self._at_work("predict") as site, Signals(), torch.inference_mode(False):
             known = self._tasks.found(model, "predict")[0] if isinstance(model, (ModelTask, str)) else model

@@ -50,9 +50,6 @@ from hydra_engine.tasks import (
     TaskReport,
     TaskStart,
     ValidationReport,
-    batch_size,
-    joined,
-    joined_outputs,
     plain_attributes,
 )
 from hydra_engine.trace import Trace
@@ -152,10 +149,6 @@ class LastCommit(NamedTuple):
     buffers: list[Tensor]
 
 
-def _sizes(batch: Batch) -> list[int]:
-    return [batch_size(inputs) for inputs, _, _ in batch.micro_batches]
-
-
 class Figures:
     """Figures of steps and of evaluated batches, outputs of predicted ones, and the epochs that are over."""
 
@@ -164,7 +157,6 @@ class Figures:
         self._lap_began_s = 0.0  # the last commit, or where training began, by time.perf_counter()
         self._evaluated_epoch = 0
         self._means: EvaluationMeans | None = None  # of the evaluation in progress
-        self._told_parts: set[tuple[int, int]] = set()  # (samples, parts) that were reported
         self._ended_epoch = -1  # the last one that was told to be over
         self.evaluation: Evaluation | None = None  # the last that is through
         self.best: BestWeights | None = None  # with keep_best
@@ -212,9 +204,8 @@ class Figures:
     def commit(self, batch: Batch) -> None:
         """Take the batch in progress over, into its evaluation's means or for the caller."""
         self._lap_s()  # no time of the next step
-        self._note_parts(batch)
         if self._planned.task.purpose is Purpose.PREDICT:
-            self._commit_prediction(batch)
+            self._commit_prediction()
         else:
             self._commit_evaluation(batch)
 
@@ -223,39 +214,7 @@ class Figures:
         if self._means is None:
             self._means = EvaluationMeans(sums_losses=self._planned.task.loss_reduction == "sum")
         self._evaluated_epoch = batch.epoch
-        # In one piece, unless it did not fit so.
-        loss = sum(staging.losses[m] * weight for m, weight in enumerate(staging.given.weights))
-        metrics = joined([(size, staging.metrics[m]) for m, size in enumerate(_sizes(batch))])
-        self._means.add(loss, batch.weight, metrics, batch.num_samples, len(batch.micro_batches))
-
-    def _note_parts(self, batch: Batch) -> None:
-        """Report, once for each size, that an evaluation batch was computed in parts.
-
-        Refuse it where the parts drew, or changed buffers, as the whole batch would have done once.
-        """
-        state, number = self._planned.state, len(batch.micro_batches)
-        staging = state.staging
-        if number == 1:
-            return
-        ends = [staging.random[len(state.cut.shards), m] for m in range(number)]
-        draws = not all(end.same_in_torch(start) for end, start in zip(ends, staging.given.start, strict=True))
-        if draws or staging.buffers:
-            does = "draws random numbers" if draws else "changes a buffer"
-            raise ValueError(
-                f"{self._report.name}: evaluation batch {batch.step} of {batch.num_samples} samples is too large for a "
-                f"layer alone, and in {number} parts a layer that {does} in eval() gives other figures; give smaller "
-                f"batches, or use a device with more memory"
-            )
-        if (batch.num_samples, number) not in self._told_parts:
-            self._told_parts.add((batch.num_samples, number))
-            reason = (
-                f"evaluation batches of {batch.num_samples} samples are too large for a layer alone, and are computed "
-                f"in {number} parts: figures may differ from those of whole ones, in their last bits or, where a layer "
-                f"or the loss does not treat each sample by itself, by more"
-            )
-            self.revise(reason)
-            if self._planned.task.purpose is Purpose.PREDICT:  # nobody gets its report
-                self._planned.doubts.append(f"{self._report.name}: {reason}")
+        self._means.add(staging.losses[0], batch.weight, staging.metrics[0], batch.num_samples)
 
     def revise(self, reason: str) -> None:
         """Report that the task goes on otherwise than planned."""
@@ -297,19 +256,12 @@ class Figures:
         weights.judge(best)
         self._report.best_step, self._report.best_value = best.step, best.value
 
-    def _commit_prediction(self, batch: Batch) -> None:
+    def _commit_prediction(self) -> None:
         """Keep what left the last shard for the caller: in memory of its own, in float32 as a loss would take it."""
         state = self._planned.state
-        found, narrow = [], state.layout.narrow
-        for m in range(len(batch.micro_batches)):
-            output = state.staging.take(len(state.cut.shards), m)
-            found.append(output.build(output.tensors if narrow is None else cast(output.tensors, torch.float32)))
-        try:
-            self.outputs.append(found[0] if len(found) == 1 else joined_outputs(found, _sizes(batch)))
-        except ValueError as error:
-            raise ValueError(
-                f"{self._report.name}: batch {batch.step} of {batch.num_samples} samples: {error}"
-            ) from None
+        output = state.staging.take(len(state.cut.shards), 0)
+        is_wide = state.layout.narrow is None
+        self.outputs.append(output.build(output.tensors if is_wide else cast(output.tensors, torch.float32)))
 
     def end_epoch(self, batch: Batch) -> None:
         """Tell, once, that a batch's epoch is over, its validation too."""

@@ -2,7 +2,7 @@
 
 from hydra_engine.tasks.callback import Callback, is_called
 from hydra_engine.tasks.chooser import BatchChooser, GuidedLoader, LaneSeconds, StepChoice, StepMeasures
-from hydra_engine.tasks.evaluation import EvaluationMeans, EvaluationTask, joined, joined_outputs, uneven
+from hydra_engine.tasks.evaluation import EvaluationMeans, EvaluationTask
 from hydra_engine.tasks.logger import Logger, StepReport, TaskStart, ValidationReport, checked_loggers
 from hydra_engine.tasks.model import Model, OneLayer, switch_off_checkpointing, uncompiled
 from hydra_engine.tasks.model_watch import ModelWatch, plain_attributes, restore_attributes

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from hydra_engine.tasks.options import check_loader, naming_task
 from hydra_engine.tasks.report import Evaluation
@@ -32,13 +30,9 @@ class EvaluationMeans:
         self._weight = 0.0
         self._metrics: dict[str, float] = {}
         self._num_samples = 0
-        self._num_parts = 1
 
-    def add(
-        self, loss: float, weight: float, metrics: Mapping[str, float], num_samples: int, num_parts: int = 1
-    ) -> None:
+    def add(self, loss: float, weight: float, metrics: Mapping[str, float], num_samples: int) -> None:
         """Take in a batch; `weight` is that of its loss."""
-        self._num_parts = max(self._num_parts, num_parts)
         self._loss += loss if self._sums_losses else loss * weight
         self._weight += weight
         for name, value in metrics.items():
@@ -49,71 +43,7 @@ class EvaluationMeans:
         """The figures of what was taken in."""
         loss = self._loss if self._sums_losses else self._loss / (self._weight or 1.0)
         metrics = {name: total / (self._num_samples or 1) for name, total in self._metrics.items()}
-        return Evaluation(loss=loss, metrics=metrics, num_samples=self._num_samples, num_parts=self._num_parts)
-
-
-def joined(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """The metrics of one batch that was evaluated in parts, each with its number of samples."""
-    if len(parts) == 1:
-        return dict(parts[0][1])
-    num_samples = sum(size for size, _ in parts) or 1
-    return {name: sum(size * part[name] for size, part in parts) / num_samples for name in parts[0][1]}
-
-
-def uneven(number: int, num_samples: int) -> int:
-    """Return the least number of parts, from `number` on, whose sizes differ, so that `joined_outputs` has its proof.
-
-    As many parts as samples where there is none.
-    """
-    while number < num_samples and num_samples % number == 0:
-        number += 1
-    return min(number, num_samples)
-
-
-def joined_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The output of one batch that was predicted in parts of these sizes: tensors are joined by their dim of samples.
-
-    That is the one dim which has a part's number of samples in every part. Parts of one size prove nothing: a mean that
-    keeps its dim, or states by layer, may have that size by chance. What is equal in parts of several sizes is taken as
-    it is. Raises ValueError for all else, such as a mean over a part's samples.
-    """
-    if len(set(sizes)) == 1:
-        raise ValueError(
-            f"it is too large for a layer alone, and {len(sizes)} parts of {sizes[0]} do not tell by which dim their "
-            f"outputs are to be joined; give batches of {sizes[0]}, or use a device with more memory"
-        )
-    flat, specs = zip(*map(pytree.tree_flatten, parts), strict=True)
-    if any(spec != specs[0] for spec in specs):
-        raise ValueError(_not_joined("outputs", "differ in their structure", len(sizes)))
-
-    def join(column: Sequence[Any]) -> Any:
-        shapes = [tuple(each.shape) if isinstance(each, Tensor) else () for each in column]
-        dims = [d for d in range(min(map(len, shapes))) if [shape[d] for shape in shapes] == list(sizes)]
-        if len(dims) == 1 and len({(*shape[: dims[0]], *shape[dims[0] + 1 :]) for shape in shapes}) == 1:
-            return torch.cat(list(column), dims[0])
-        if not dims and all(_equal(each, column[0]) for each in column):
-            return column[0]
-        kind = shapes[0] if isinstance(column[0], Tensor) else type(column[0]).__name__
-        has = f"has {len(dims)} dims" if dims else "has no dim"
-        raise ValueError(_not_joined(f"an output ({kind})", f"{has} of samples to join by", len(sizes)))
-
-    return pytree.tree_unflatten([join(column) for column in zip(*flat, strict=True)], specs[0])
-
-
-def _not_joined(what: str, why: str, number: int) -> str:
-    return (
-        f"it is too large for a layer alone, and {what} of its {number} parts {why}; give smaller batches, or use a "
-        f"device with more memory"
-    )
-
-
-def _equal(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) or isinstance(other, Tensor):
-        return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
-    try:
-        return bool(value == other)
-    except (RuntimeError, TypeError, ValueError):  # of an array, or a type of the user's own
-        return False
+        return Evaluation(loss=loss, metrics=metrics, num_samples=self._num_samples)
 
 
 class EvaluationTask(ModelTask):

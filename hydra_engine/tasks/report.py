@@ -323,17 +323,11 @@ def drop_tracebacks(error: BaseException | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Figures of a model on a loader.
-
-    num_parts: the most that a batch was computed in, since it was too large for one layer alone. Where it is above 1,
-    figures may differ from the plain loop's: in their last bits, or more if a layer, the loss or a metric does not
-    treat each sample by itself.
-    """
+    """Figures of a model on a loader."""
 
     loss: float
     metrics: dict[str, float]  # by name
     num_samples: int
-    num_parts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

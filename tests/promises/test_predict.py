@@ -183,75 +183,15 @@ def test_a_model_larger_than_the_device_predicts_within_it():
     assert_same(list(orchestra_of(memory=memory).predict(model, inputs)), plain(model, inputs))
     with refused(ShardDoesNotFit, task="predict", layer="Linear", says="batches"):
         orchestra_of(memory=memory // 2).predict(model, inputs)
-    with pytest.warns(UserWarning, match="3 parts"):
-        list(orchestra_of(memory=memory - 1).predict(model, inputs))
 
 
-@pytest.mark.parametrize("sizes", [(8, 1000, 8), pytest.param((1000, 8, 8), marks=pytest.mark.rest)], ids=str)
-def test_a_batch_too_large_for_a_layer_alone_is_computed_in_parts_and_said_so(sizes):
-    model, inputs = dense(), inputs_of(*sizes)
+def test_a_batch_too_large_for_a_layer_alone_is_refused():
+    model, inputs = dense(), inputs_of(8, 1000)
     before, outputs = everything(model), orchestra_of(memory="70KiB").predict(model, inputs)
-    with pytest.warns(UserWarning, match=r"predict: .* 1000 .* 9 parts"):
-        found = list(outputs)
-    for ours, theirs in zip(found, plain(model, inputs), strict=True):
-        torch.testing.assert_close(ours, theirs)
-        assert len(ours) != 8 or torch.equal(ours, theirs)
+    assert_same([next(outputs)], plain(model, inputs[:1]))
+    with refused(ShardDoesNotFit, task="predict", says="smaller batches whole"):
+        next(outputs)
     assert_untouched(model, before)
-
-
-class Means(nn.Module):
-    def forward(self, x):
-        return x.mean()
-
-
-def test_outputs_of_parts_that_have_no_samples_are_refused():
-    outputs = orchestra_of(memory="70KiB").predict(nn.Sequential(*dense(), Means()), inputs_of(8, 1000))
-    next(outputs)
-    with refused(task="predict", says="1 1000 dim"):
-        next(outputs)
-
-
-class KeptMeans(nn.Module):
-    def forward(self, x):
-        return x, x.mean(0, keepdim=True)
-
-
-class TimeFirst(nn.Module):
-    """Gives samples in dim 1, beside a table of a size of its own."""
-
-    def __init__(self, num):
-        super().__init__()
-        self.register_buffer("table", torch.arange(float(num)))
-
-    def forward(self, x):
-        return {"steps": torch.stack([x, 2 * x]), "table": self.table.clone()}
-
-
-@pytest.mark.parametrize(("size", "num"), [(1001, 2), pytest.param(600, 1, marks=pytest.mark.rest)])
-def test_outputs_of_parts_are_joined_by_their_dim_of_samples(size, num):
-    model, inputs = nn.Sequential(*dense(), TimeFirst(num)), inputs_of(size)
-    with pytest.warns(UserWarning, match="parts"):
-        [found] = orchestra_of(memory="70KiB").predict(model, inputs)
-    [expected] = plain(model, inputs)
-    torch.testing.assert_close(found, expected)
-
-
-def test_means_that_keep_their_dim_are_not_joined():
-    outputs = orchestra_of(memory="70KiB").predict(nn.Sequential(*dense(), KeptMeans()), inputs_of(1000))
-    with refused(task="predict", says="0 1000 (1,"):
-        next(outputs)
-
-
-@pytest.mark.parametrize("num_samples", [pytest.param(6, marks=pytest.mark.rest), 7])
-def test_parts_are_of_two_sizes_where_these_fit(num_samples):
-    model, inputs = nn.Sequential(nn.Tanh(), nn.Sigmoid()), torch.rand(num_samples, 5000)
-    with pytest.warns(UserWarning, match="parts"):
-        [found] = orchestra_of(memory="170KiB").predict(model, [inputs])
-    torch.testing.assert_close(found, *plain(model, [inputs]))
-    outputs = orchestra_of(memory="90KiB").predict(model, [inputs])  # room for one sample, and the next one
-    with refused(task="predict", says=f"{num_samples} 1"):
-        next(outputs)
-    assert_same(list(orchestra_of(memory="90KiB").predict(model, inputs.split(1))), plain(model, inputs.split(1)))
 
 
 def test_a_task_s_batches_are_predicted_as_its_validation_takes_them():

@@ -1,9 +1,7 @@
 """Means over batches, added up one after the other."""
 
-import pytest
-
 from hydra_engine import Evaluation
-from hydra_engine.tasks.evaluation import EvaluationMeans, joined
+from hydra_engine.tasks.evaluation import EvaluationMeans
 
 BATCHES = [(0.1, 3.0, {"a": 0.3}, 3), (0.2, 7.0, {"a": 0.7}, 7), (0.7, 2.0, {"a": 0.1}, 2)]
 
@@ -34,16 +32,3 @@ def test_they_are_added_one_after_the_other():
 
 def test_weights_of_zero_give_zero():
     assert means_of([(0.5, 0.0, {"a": 1.0}, 0)]) == Evaluation(loss=0.0, metrics={"a": 0.0}, num_samples=0)
-
-
-@pytest.mark.parametrize(
-    ("parts", "expected"),
-    [
-        ([(3, {"a": 0.25})], {"a": 0.25}),
-        ([(3, {"a": 1.0, "b": 0.0}), (1, {"a": 0.0, "b": 2.0})], {"a": 0.75, "b": 0.5}),
-        ([(0, {"a": 1.0}), (0, {"a": 1.0})], {"a": 0.0}),
-        ([(3, {}), (1, {})], {}),
-    ],
-)
-def test_parts_of_a_batch_are_joined_by_their_samples(parts, expected):
-    assert joined(parts) == expected
