@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         simulate,
     )
     from hydra_engine.run import ModelOrchestrator
-    from hydra_engine.schedule import Candidate, Policy, Quota
+    from hydra_engine.schedule import Candidate, Policy
     from hydra_engine.system import HostThreads
     from hydra_engine.tasks import (
         BatchChooser,
@@ -97,7 +97,6 @@ __all__ = [
     "PauseTask",
     "Plan",
     "Policy",
-    "Quota",
     "Report",
     "Retry",
     "Revision",

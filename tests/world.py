@@ -7,7 +7,6 @@ through next, or fails; `walk` draws that at random. (In `hydra_engine.planning.
 import random
 from collections import Counter
 
-from hydra_engine import Quota
 from hydra_engine.schedule.events import (
     BatchReady,
     CaptureWanted,
@@ -43,7 +42,6 @@ from hydra_engine.schedule.units import Unit, evaluation_chain, training_chain
 
 TRAIN, EVALUATE = True, False
 INSTANT = ("read", "store", "fit", "commit", "update", "move")  # what comes through but what devices compute
-NEVER = (9, 0.0)  # the rank of a task whose group may have no more devices
 
 
 class FakePart:
@@ -219,7 +217,7 @@ class World:
             **options,
         )
         self.has_groups = quotas is not None
-        self.quotas = {None: Quota(0), **(quotas or {})}
+        self.quotas = {None: 0, **(quotas or {})}
         self.double_buffer = double_buffer
         self.min_devices = min_devices
         self.tasks = {}
@@ -301,9 +299,8 @@ class World:
     def most_devices(self, task):
         """Devices that a step of the task may be spread over: of those that are in, there is one for each task."""
         if self.has_groups:
-            quota = self.quotas[task.added.group]
-            limits = [task.added.max_devices, quota.maximum, None if task.added.preemptible else quota.devices]
-            return max(1, min(limit for limit in (*limits, len(task.added.units.spreads)) if limit is not None))
+            num_spreads = len(task.added.units.spreads)
+            return num_spreads if task.added.max_devices is None else min(task.added.max_devices, num_spreads)
         num_unfinished = sum(not each.finished for each in self.tasks.values())
         return max(1, min(len(task.added.units.spreads), self.num_in - num_unfinished + 1))
 
@@ -532,7 +529,6 @@ class World:
         if self.has_groups:
             counts = self.counts()
             mine = self.rank(self.tasks[unit.task], counts)
-            assert mine < NEVER, "no more than its maximum, and of those that are not preemptible than its quota"
             waiting = [(self.rank(task, counts), task.name) for task in self.runnable(device)]
             assert mine <= min(waiting)[0], f"{unit} of rank {mine} begins before {min(waiting)}"
         self.claims[device] = None
@@ -563,8 +559,7 @@ class World:
         assert instruction.step == task.step
         most = min(task.num_micro_batches, len(task.added.units.spreads)) if task.training else 1
         assert min(most, task.added.min_devices) <= instruction.num_parts <= min(most, self.most_devices(task))
-        least = max(task.added.min_devices, self.quotas[task.added.group].minimum)
-        assert self.num_in == 0 or self.num_in >= least, "below its minimum a task begins no step"
+        assert self.num_in == 0 or self.num_in >= task.added.min_devices, "below its minimum a task begins no step"
         task.begin(instruction.num_parts)
         assert instruction.in_sums == task.spread.in_sums
         task.num_begun[task.training] += 1
@@ -646,28 +641,17 @@ class World:
     # -- groups
 
     def counts(self):
-        """Units that run, by group, and by group and preemptible."""
+        """Units that run, by group."""
         found = Counter()
         for unit in self.running.values():
             if unit is not None:
-                added = self.tasks[unit.task].added
-                found[added.group] += 1
-                found[added.group, added.preemptible] += 1
+                found[self.tasks[unit.task].added.group] += 1
         return found
 
     def rank(self, task, counts):
         """Rules of docs/elastic.md: the lowest goes first."""
-        group, quota = task.added.group, self.quotas[task.added.group]
-        if quota.maximum is not None and counts[group] >= quota.maximum:
-            return NEVER
-        if not task.added.preemptible:
-            firm = counts[group, False]
-            return (0, firm / quota.devices) if firm < quota.devices else NEVER
-        if counts[group] < quota.minimum:
-            return 1, counts[group] / quota.minimum
-        if counts[group] < quota.devices:
-            return 2, counts[group] / quota.devices
-        return 3, 0.0
+        number, quota = counts[task.added.group], self.quotas[task.added.group]
+        return number / quota if number < quota else 1.0
 
     def runnable(self, device):
         """Tasks with a unit that could run on a device now."""
@@ -683,10 +667,7 @@ class World:
             assert claim.shard not in task.leaving | task.moving, "nothing is loaded of what moves"
         on_devices = [unit for unit in self.running.values() if unit is not None]
         waiting = [part.next_unit() for task in self.tasks.values() for part in task.parts]
-        counts = self.counts() if self.has_groups else {}
-        never = {task.name for task in self.tasks.values() if self.has_groups and self.rank(task, counts) == NEVER}
-        runnable = {unit: where for unit, where in waiting if where is not None and unit.task not in never}
-        is_kept = any(not self.tasks[name].finished for name in never)  # a claim may wait for what must not run
+        runnable = {unit: where for unit, where in waiting if where is not None}
         unclaimed = [unit for unit, _ in waiting if unit is not None and unit not in self.claims.values()]
         chains = {(unit.task, unit.part) for unit in on_devices}
         assert len(chains) == len(on_devices), "the units of a task, or of a part, run one after the other"
@@ -705,7 +686,7 @@ class World:
                 assert not {"any", device} & set(runnable.values()), f"{runnable} wait beside the idle device {device}"
             if self.claims[device] is None:
                 is_mine = [each for each in unclaimed if self.tasks[each.task].homes.get(each.shard) in (None, device)]
-                is_idle = is_mine and not is_kept and (self.double_buffer or unit is None)
+                is_idle = is_mine and (self.double_buffer or unit is None)
                 assert not is_idle, f"device {device} loads nothing"
             else:
                 assert self.double_buffer or unit is None, "without double buffering nothing is loaded beside a unit"
@@ -718,12 +699,9 @@ class World:
         assert self.scheduler.finished == all(task.finished for task in self.tasks.values())
         dispatch = self.scheduler._dispatch
         for queue in (dispatch._ready, dispatch._claimed, dispatch._loadable):
-            of_groups = [(standing,) for standing in queue._of] if self.has_groups else [()]
-            for part in (part for standing in of_groups for part in queue.first(10**6, *standing)):
+            of_groups = [(group,) for group in queue._of] if self.has_groups else [()]
+            for part in (part for group in of_groups for part in queue.first(10**6, *group)):
                 assert part.key == dispatch._key(part), "who waits is ordered by what is known now"
-        for group, quota in self.quotas.items() if self.has_groups else ():
-            assert quota.maximum is None or counts[group] <= quota.maximum
-            assert counts[group, False] <= quota.devices
 
     def homes_after(self, task):
         """Homes once those that move have moved: those that were on a device are in DRAM, others on any that is in."""
@@ -845,22 +823,15 @@ def random_quotas(rng, num_devices):
     for group in "abc"[: rng.randint(1, 3)]:
         devices = rng.randint(0, num_left)
         num_left -= devices
-        minimum = rng.choice([0, 0, devices])
-        maximum = rng.choice([None, None, max(1, devices), devices + 1])
-        quotas[group] = Quota(devices, minimum=minimum, maximum=maximum)
+        quotas[group] = devices
     return quotas
 
 
 def in_any_group(rng, added, quotas):
-    """The task in one of the groups, or in none, with limits that its group's quota can meet."""
-    group = rng.choice([None, *quotas])
-    quota = quotas.get(group, Quota(0))
-    preemptible = quota.devices == 0 or rng.random() < 0.6
-    most = min(MOST_DEVICES if preemptible else quota.devices, quota.maximum or MOST_DEVICES)
-    least = rng.choice([1, 1, rng.randint(1, most)])
+    """The task in one of the groups, or in none."""
+    least = rng.choice([1, 1, rng.randint(1, MOST_DEVICES)])
     return added._replace(
-        group=group,
-        preemptible=preemptible,
+        group=rng.choice([None, *quotas]),
         min_devices=least,
         max_devices=rng.choice([None, least, least + 1]),
         priority=rng.choice([0, 0, 1]),

@@ -17,7 +17,7 @@ import psutil
 import together as cuts
 from search import at_random, best_s, in_proportion
 
-from hydra_engine import Quota, TaskCost, simulate
+from hydra_engine import TaskCost, simulate
 from hydra_engine.schedule import TaskAdded
 from hydra_engine.schedule.policies import POLICIES, resolve_policy
 from hydra_engine.schedule.scheduler import Scheduler
@@ -44,7 +44,7 @@ class Measured(Scheduler):
 
     def take(self, event):
         if self.num_groups and isinstance(event, TaskAdded):
-            group, quota = int(event.task) % self.num_groups, Quota(NUM_DEVICES // self.num_groups)
+            group, quota = int(event.task) % self.num_groups, NUM_DEVICES // self.num_groups
             event = event._replace(group=str(group), quota=quota)
         start_s = time.perf_counter()
         out = super().take(event)

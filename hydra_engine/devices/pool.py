@@ -14,7 +14,6 @@ from hydra_engine.devices.cuda import KNOWN_NAMES, CudaDevice
 from hydra_engine.devices.device import DeviceSpec
 from hydra_engine.devices.emulated import EmulatedDevice
 from hydra_engine.devices.page_locked import PageLocked
-from hydra_engine.schedule import Quota
 from hydra_engine.system import HostMemory
 from hydra_engine.tasks import ModelTask
 from partitioners.plain_numbers import plain
@@ -239,7 +238,7 @@ class Quotas:
     """Quotas of an orchestrator's groups. A task without a group is in one that has no quota, with all others like it.
 
     Args:
-        quotas: an int or a `Quota` for each group; None: there are none, and no task may be in a group.
+        quotas: devices of each group; None: there are none, and no task may be in a group.
         tasks: the tasks.
         num_devices: gives the most that there may be.
         not_over: gives the tasks of the orchestrator that count on devices now, or will again.
@@ -257,7 +256,7 @@ class Quotas:
         self._num_devices = num_devices
         self._not_over = not_over
         self.are_given = quotas is not None
-        self._quotas: dict[str | None, Quota] = {}  # by group
+        self._quotas: dict[str | None, int] = {}  # by group
         for group, quota in (quotas or {}).items():
             self._quotas[group] = found = self._checked(group, quota)
             self._check_total(group, found, self._quotas)
@@ -274,7 +273,7 @@ class Quotas:
                 f"give add_task(quota=) with its first one"
             )
 
-    def of(self, task: ModelTask) -> Quota | None:
+    def of(self, task: ModelTask) -> int | None:
         return self._quotas.get(task.group)
 
     @contextmanager
@@ -282,7 +281,7 @@ class Quotas:
         """Check a task that comes, and take in the quota of its group, if it brings one; not where the body raises."""
         with self._changing:
             brought = None if quota is None else self._brought(task, quota)
-            found = brought or self.of(task)
+            found = self.of(task) if brought is None else brought
             self._check(task, found)
             if found is not None:  # what groups had whose tasks are over is free
                 self._check_total(task.group, found, {each.group for each in (*self._not_over(), *self._coming)})
@@ -302,7 +301,7 @@ class Quotas:
             with self._changing:
                 self._coming.remove(task)
 
-    def _brought(self, task: ModelTask, quota: object) -> Quota:
+    def _brought(self, task: ModelTask, quota: object) -> int:
         """Return the quota of a group that comes with a task."""
         if not self.are_given or task.group is None or task.group in self._quotas:
             raise ValueError(
@@ -311,47 +310,34 @@ class Quotas:
             )
         return self._checked(task.group, quota)
 
-    def _check(self, task: ModelTask, quota: Quota | None) -> None:
+    def _check(self, task: ModelTask, quota: int | None) -> None:
         """Refuse a task of a group without a quota, and one that could never begin; `quota`: of its group."""
         if task.group is not None and quota is None:
             raise ValueError(
                 f"{_name(task)}: group {task.group!r} has no quota, known: {_known(self._quotas)}; name it in quotas=, "
                 f"or give add_task(quota=) with its first task"
             )
-        limits = {"the devices that there may be": self._num_devices()}
-        if quota is not None and quota.maximum is not None:
-            limits["its group's maximum"] = quota.maximum
-        if not task.preemptible and (quota is None or not quota.devices):
+        least, most = task.min_devices, self._num_devices()
+        if least > most:
             raise ValueError(
-                f"{_name(task)}: preemptible=False, limit: a group with a quota of at least 1, which the task keeps "
-                f"to; leave it out, or give its group a quota"
+                f"{_name(task)}: min_devices={least}, limit: {most}, the devices that there may be; lower it, or raise "
+                f"that"
             )
-        if not task.preemptible and quota is not None:
-            limits["its group's quota, as it is not preemptible"] = quota.devices
-        least = task.min_devices
-        for what, most in limits.items():
-            if least > most:
-                raise ValueError(f"{_name(task)}: min_devices={least}, limit: {most}, {what}; lower it, or raise that")
 
-    def _checked(self, group: object, quota: object) -> Quota:
+    def _checked(self, group: object, quota: object) -> int:
         if not isinstance(group, str) or not group:
             raise TypeError(f"quotas: {group!r} is no name of a group; give a str that is not empty")
-        if not isinstance(quota, Quota):
-            quota = plain(quota)
-            if isinstance(quota, bool) or not isinstance(quota, int):
-                raise TypeError(
-                    f"quotas: {quota!r} for group {group!r} is no number of devices; give an int, or a Quota"
-                )
-            try:
-                quota = Quota(quota)
-            except ValueError as error:
-                raise ValueError(f"quotas: group {group!r}: {error}") from None
+        quota = plain(quota)
+        if isinstance(quota, bool) or not isinstance(quota, int):
+            raise TypeError(f"quotas: {quota!r} for group {group!r} is no number of devices; give an int")
+        if quota < 0:
+            raise ValueError(f"quotas: {quota} for group {group!r}, limit: at least 0")
         return quota
 
-    def _check_total(self, group: str | None, quota: Quota, groups: Container[str | None]) -> None:
+    def _check_total(self, group: str | None, quota: int, groups: Container[str | None]) -> None:
         """Refuse a group whose quota is more than what is there beside those of the other groups that count."""
-        others = [each.devices for name, each in self._quotas.items() if name in groups and name != group]
-        total, most = quota.devices + sum(others), self._num_devices()
+        others = [each for name, each in self._quotas.items() if name in groups and name != group]
+        total, most = quota + sum(others), self._num_devices()
         if total > most:
             raise ValueError(
                 f"quotas: {total} devices with group {group!r}, limit: {most}, the devices that there may be; lower a "

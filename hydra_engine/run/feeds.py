@@ -717,7 +717,6 @@ class Joining:
                 quota=None if self._quotas is None else self._quotas.of(planned.task),
                 min_devices=planned.task.min_devices,
                 max_devices=planned.task.max_devices,
-                preemptible=planned.task.preemptible,
                 adapts=planned.task.adapts,
             )
         )

@@ -39,7 +39,7 @@ from hydra_engine.run.loop import EngineRun
 from hydra_engine.run.signals import Signals
 from hydra_engine.run.task_list import Site, Station, TaskList, one_line
 from hydra_engine.run.workers import RunOver
-from hydra_engine.schedule import Policy, Quota, resolve_policy
+from hydra_engine.schedule import Policy, resolve_policy
 from hydra_engine.system import dram as host_dram
 from hydra_engine.system import host_threads, return_free_memory, say, warn
 from hydra_engine.system import process as restart
@@ -140,7 +140,7 @@ class ModelOrchestrator(Opaque):
         keep: so many checkpoints stay of all tasks that trained, and the newest one, where a task has ended since.
         min_devices: where fewer are in, a run stands still until one is added.
         max_devices: that may be in at the same time; None: any number.
-        quotas: devices of each `ModelTask(group=)`, an int or a `hydra_engine.Quota`: {"a": 2, "b": 2}. A group
+        quotas: devices of each `ModelTask(group=)`, as ints: {"a": 2, "b": 2}. A group
             has them whenever it asks, and borrows what others leave idle (docs/elastic.md). None: no groups.
         max_failures: of devices in one run, that it survives; with one more it ends, saved, with `DeviceFailed`.
         dram: the most DRAM that all tasks take together for weights, gradients, optimizer states and steps, as planned,
@@ -177,7 +177,7 @@ class ModelOrchestrator(Opaque):
         min_devices: int = 1,
         max_devices: int | None = None,
         max_failures: int = 0,
-        quotas: Mapping[str, int | Quota] | None = None,
+        quotas: Mapping[str, int] | None = None,
         dram: int | str | None = None,
         homes: str = "auto",
         loggers: Sequence[Logger] = (),
@@ -249,7 +249,7 @@ class ModelOrchestrator(Opaque):
         with self._at_work("train_models") as site, Signals() as signals:
             return self._train(site, signals, resume)
 
-    def add_task(self, task: ModelTask, *, quota: int | Quota | None = None) -> str:
+    def add_task(self, task: ModelTask, *, quota: int | None = None) -> str:
         """Add a task; while `train_models` is at work, it is planned at once and joins in. Returns its name.
 
         From any thread, a callback's too; another task's bits are as without it. A task of the structure of one that

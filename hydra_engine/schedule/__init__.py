@@ -44,7 +44,6 @@ from hydra_engine.schedule.events import (
     UnitLost,
     Update,
 )
-from hydra_engine.schedule.groups import Quota
 from hydra_engine.schedule.policies import POLICIES, Candidate, Policy, RandomOrder, resolve_policy
 from hydra_engine.schedule.scheduler import Scheduler
 from hydra_engine.schedule.state import MOST_AHEAD, Activity
@@ -103,7 +102,6 @@ __all__ = [
     "MoveWanted",
     "Placed",
     "Policy",
-    "Quota",
     "RandomOrder",
     "Read",
     "Release",

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hydra_engine.schedule.events import Computed, Drop, Instruction, Lend, Load, Release, Run
-from hydra_engine.schedule.groups import NEVER, Group, Standing
+from hydra_engine.schedule.groups import Group
 from hydra_engine.schedule.policies import NOT_YET, Candidate, Policy
-from hydra_engine.schedule.state import Part, PartQueue, RankedQueue, ReadyQueue, ScheduledDevice, ScheduledTask, Use
+from hydra_engine.schedule.state import GroupedQueue, Part, PartQueue, ReadyQueue, ScheduledDevice, ScheduledTask, Use
 from hydra_engine.schedule.units import Unit
 
 # A task that alone takes so much of the time that all tasks take on all devices goes first on every one. With all of it
@@ -61,12 +61,11 @@ class Dispatch:
         self._share_s = 0.0  # compute time per weight that whoever was served last has had: where newcomers begin
         self._num_passes = 0  # of the task that has made the most
         self._has_affinity = getattr(policy, "has_affinity", False)
-        kind = RankedQueue if has_groups else PartQueue
+        kind = GroupedQueue if has_groups else PartQueue
         self._ready = kind()  # run-ready, unclaimed
         self._claimed = kind()  # run-ready, claimed
         self._loadable = kind()  # not run-ready, or on one device only; unclaimed
         self._has_groups = has_groups
-        self._turned_away: dict[Group, dict[ScheduledDevice, None]] = {}  # idle, and near to units that may not run
         self._idle: ReadyQueue[ScheduledDevice] = ReadyQueue()  # by number
         self._wanting: ReadyQueue[ScheduledDevice] = ReadyQueue()  # that may claim a unit
         self._touched: dict[ScheduledDevice, None] = {}  # to be looked at for what only they could take
@@ -126,8 +125,8 @@ class Dispatch:
         """Take a unit from its device, and charge its time; the device has to be touched."""
         task, device = part.task, self._devices[event.device]
         device.running = device.part = part.computing = None
-        if task.standing is not None:
-            self._count(task.standing, -1)
+        if task.group is not None:
+            self._count(task.group, -1)
         self._place(device)
         task.used_s += event.seconds - part.charged_s
         task.measured((event.unit.kind, event.unit.shard), event.seconds / part.share)
@@ -146,8 +145,8 @@ class Dispatch:
         """Put what a task offers where it belongs, after anything about it has changed: a policy sees all of it."""
         remaining_s = 0.0 if task.phase.is_over else task.remaining_s()
         self._remaining_s += remaining_s - task.counted_s
-        if task.standing is not None:
-            task.standing.group.remaining_s += remaining_s - task.counted_s
+        if task.group is not None:
+            task.group.remaining_s += remaining_s - task.counted_s
         task.counted_s = remaining_s
         for part in task.parts:
             self._put_in_place(part)
@@ -193,7 +192,7 @@ class Dispatch:
             if not part.is_ahead:
                 part.pinned_to, device.pinned[part] = device, None
 
-    def _put(self, queue: PartQueue | RankedQueue, part: Part) -> None:
+    def _put(self, queue: PartQueue | GroupedQueue, part: Part) -> None:
         part.queue = queue
         queue.put(part, part.key)
 
@@ -278,7 +277,7 @@ class Dispatch:
             return
         claim = device.claim
         is_ready = claim is not None and claim.in_turn and (not claim.under_way or claim.near is device)
-        if claim is not None and not (is_ready and self._may_run(claim, device)):
+        if not is_ready:
             claim = None
         near = self._near(device) if claim is None or self._has_groups else []
         if claim is not None and (not near or claim.rank <= min(part.rank for part in near)):
@@ -300,8 +299,7 @@ class Dispatch:
     def _near(self, device: ScheduledDevice) -> list[Part]:
         """Parts that only this device can run now: what they begin with is on its way to DRAM, or stays here."""
         found = [part for part in device.near if part.offer and part.in_turn and part.may_run_on(device)]
-        found += [part for part in device.pinned if part.in_turn and not part.under_way]
-        return [part for part in found if self._may_run(part, device)]
+        return found + [part for part in device.pinned if part.in_turn and not part.under_way]
 
     def _is_urgent(self, part: Part, claim: Part) -> bool:
         return (part.rank, part.key) < (claim.rank, claim.key) and self._is_critical(part.task)
@@ -310,7 +308,7 @@ class Dispatch:
         """Return True if the task alone takes `nearly` what all take on all devices: nothing then hides its waiting."""
         return task.counted_s * self.num_devices >= nearly * self._remaining_s
 
-    def _best(self, queue: PartQueue | RankedQueue, device: ScheduledDevice) -> Part | None:
+    def _best(self, queue: PartQueue | GroupedQueue, device: ScheduledDevice) -> Part | None:
         """Who goes first in a queue, on this device."""
         best = queue.best()
         if best is None:
@@ -379,22 +377,12 @@ class Dispatch:
 
     # -- groups
 
-    def _count(self, standing: Standing, change: int) -> None:
-        """A unit of a task that stands here begins, or ends: ranks may change."""
-        group = standing.group
-        for changed in group.count(standing, change):
-            for queue in (self._ready, self._claimed, self._loadable):
-                assert isinstance(queue, RankedQueue)
-                queue.change(changed)
-        if change < 0 and group in self._turned_away:
-            self._touched.update(self._turned_away.pop(group))
-
-    def _may_run(self, part: Part, device: ScheduledDevice) -> bool:
-        """Return True if its group may run one more unit; else the device is looked at again once it may."""
-        if not self._has_groups or part.rank < NEVER:
-            return True
-        self._turned_away.setdefault(part.standing.group, {})[device] = None
-        return False
+    def _count(self, group: Group, change: int) -> None:
+        """A unit of a task of this group begins, or ends: its rank may change."""
+        group.num_running += change
+        for queue in (self._ready, self._claimed, self._loadable):
+            assert isinstance(queue, GroupedQueue)
+            queue.change(group)
 
     def _before(self, part: Part) -> Part | None:
         """Who waits for any device, or is claimed elsewhere, and has a lower rank."""
@@ -406,18 +394,21 @@ class Dispatch:
 
     def _next_in_groups(self, device: ScheduledDevice, own: list[Part]) -> Part | None:
         """Who goes first, of what is on the device and of all others, once the unit there is through."""
-        ranks = {} if device.part is None else device.part.standing.group.ranks_without(device.part.standing)
+        running = None if device.part is None else device.part.group
+
+        def rank(part: Part) -> float:
+            return running.rank_of(running.num_running - 1) if running is part.group else part.rank
+
         for queue, parts in ((self._ready, own), (self._loadable, [])):
-            assert isinstance(queue, RankedQueue)
-            for standing in dict.fromkeys([queue.first_standing(), *ranks]):
-                if standing is not None and self._is_resident is not None:
-                    parts = parts + queue.first(MOST_LOOKED_AT, standing)
-                elif standing is not None and (best := queue.best_on(device, standing)) is not None:
+            assert isinstance(queue, GroupedQueue)
+            for group in dict.fromkeys([queue.first_group(), running]):
+                if group is not None and self._is_resident is not None:
+                    parts = parts + queue.first(MOST_LOOKED_AT, group)
+                elif group is not None and (best := queue.best_on(device, group)) is not None:
                     parts = [*parts, best]
-            by_rank = [(ranks.get(part.standing, part.rank), part) for part in parts]
-            least = min((rank for rank, _ in by_rank), default=NEVER)
-            if least < NEVER:
-                return self._first([part for rank, part in by_rank if rank == least], device)
+            if parts:
+                least = min(map(rank, parts))
+                return self._first([part for part in parts if rank(part) == least], device)
         return None
 
     def _run(self, device: ScheduledDevice, part: Part) -> None:
@@ -435,8 +426,8 @@ class Dispatch:
             part.queue.discard(part)
             part.queue = None
         part.home = device if self._has_affinity else None
-        if task.standing is not None:
-            self._count(task.standing, 1)
+        if task.group is not None:
+            self._count(task.group, 1)
         if self._is_resident is not None:
             first = self._ready.best()
             if first is not None and first is not part:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from hydra_engine.schedule.groups import Quota
 from hydra_engine.schedule.units import Unit
 
 
@@ -39,10 +38,9 @@ class TaskAdded(NamedTuple):
     weight: float = 1.0  # share of compute time, under "fair-share"
     reads_last: bool = False  # a batch may be read only once the step before it is in all weights
     group: str | None = None  # of tasks that share a quota; None: of those that have none
-    quota: Quota | None = None  # of the group, which the first task of it brings
+    quota: int | None = None  # devices of the group, which the first task of it brings
     min_devices: int = 1  # with fewer in, it begins no step; with as many, a step is spread over no fewer
     max_devices: int | None = None  # a step is spread over no more
-    preemptible: bool = True  # it may borrow devices beyond its group's quota, and gives them back
     adapts: bool = False  # its batches are chosen for the devices that a step is spread over: `Read` tells how many
 
 

@@ -70,7 +70,7 @@ from hydra_engine.schedule.events import (
     UnitLost,
     Update,
 )
-from hydra_engine.schedule.groups import Group, Quota, shared_out
+from hydra_engine.schedule.groups import Group, shared_out
 from hydra_engine.schedule.policies import Policy
 from hydra_engine.schedule.state import Activity, OnHost, Part, Phase, ScheduledTask, allocate
 from hydra_engine.schedule.units import BACKWARD, FUSED, Unit, part_ranges
@@ -175,8 +175,7 @@ class Scheduler:
     def _task_added(self, event: TaskAdded) -> None:
         task = ScheduledTask(event, event.units, order=len(self._tasks), unit_s=dict(event.units.unit_s))
         if self._groups is not None:
-            group = self._groups.setdefault(event.group, Group(event.quota or Quota(0)))
-            task.standing = group.preemptible if event.preemptible else group.firm
+            group = task.group = self._groups.setdefault(event.group, Group(event.quota or 0))
             self._members.setdefault(group, {})[task] = None
         self._want(task, len(task.speedups))
         task.estimate()
@@ -434,7 +433,7 @@ class Scheduler:
         # Shards may be numbered anew: no update of the old ones may be under way.
         if has_to_fit and (task.stale or task.leaving or task.moving):
             return
-        if max(1, self._dispatch.num_devices) < task.least_devices and phase is not Phase.LAST_STEP:
+        if max(1, self._dispatch.num_devices) < task.added.min_devices and phase is not Phase.LAST_STEP:
             self._waiting[task] = None
             return
         if task.misfit is None:
@@ -460,8 +459,8 @@ class Scheduler:
         task.phase = Phase.FINISHED
         self._dispatch.refresh(task)  # nothing is left of it
         self._num_unfinished -= 1
-        if task.standing is not None:
-            del self._members[task.standing.group][task]
+        if task.group is not None:
+            del self._members[task.group][task]
         self._out.append(Finish(task.added.task, is_settled=not task.is_releasing))
 
     def _num_devices_for(self, task: ScheduledTask) -> int:
@@ -489,17 +488,14 @@ class Scheduler:
         """Count the devices that a task's steps may be spread over, to be solved anew; it may have finished."""
         self._numbers = None
         if task.phase is not Phase.FINISHED:
-            if task.standing is not None:
-                task.standing.group.num_wanted += num_devices - task.num_wanted
+            if task.group is not None:
+                task.group.num_wanted += num_devices - task.num_wanted
             self._num_wanted += num_devices - task.num_wanted
             task.num_wanted = num_devices
 
     def _share_out_groups(self, num_devices: int) -> None:
         """Give each group its devices, and those to its tasks; a group of more tasks is not searched through."""
-        most = {}
-        for group in self._members:
-            maximum = group.quota.maximum
-            most[group] = group.num_wanted if maximum is None else min(group.num_wanted, maximum)
+        most = {group: group.num_wanted for group in self._members}
         for group, number in shared_out(most, num_devices).items():
             if 0 < len(self._members[group]) < number:
                 self._share_out(list(self._members[group]), number)

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 
 from hydra_engine.schedule.events import BatchReady, Spread, TaskAdded, TaskUnits
-from hydra_engine.schedule.groups import NEVER, Standing
+from hydra_engine.schedule.groups import Group
 from hydra_engine.schedule.units import BACKWARD, FORWARD, FUSED, Unit
 
 
@@ -194,61 +194,60 @@ class PartQueue(ReadyQueue["Part"]):
         return best
 
 
-class RankedQueue:
-    """Parts of tasks that stand in groups: those of the lowest rank first, among them by key. As a `PartQueue`."""
+class GroupedQueue:
+    """Parts of tasks in groups: those of the group of the lowest rank first, among them by key. As a `PartQueue`."""
 
     def __init__(self) -> None:
-        self._of: dict[Standing, PartQueue] = {}
-        self._standings: ReadyQueue[Standing] = ReadyQueue()  # that have a part here, and may run it
-        self._changed: dict[Standing, None] = {}  # since `_standings` was up to date
+        self._of: dict[Group, PartQueue] = {}
+        self._groups: ReadyQueue[Group] = ReadyQueue()  # that have a part here
+        self._changed: dict[Group, None] = {}  # since `_groups` was up to date
 
     def __len__(self) -> int:
-        return 0 if self.first_standing() is None else 1
+        return 0 if self.first_group() is None else 1
 
     def put(self, part: Part, key: Any) -> None:
-        standing = part.standing
-        self._of.setdefault(standing, PartQueue()).put(part, key)
-        self._changed[standing] = None
+        self._of.setdefault(part.group, PartQueue()).put(part, key)
+        self._changed[part.group] = None
 
     def discard(self, part: Part) -> None:
-        self._of[part.standing].discard(part)
-        self._changed[part.standing] = None
+        self._of[part.group].discard(part)
+        self._changed[part.group] = None
 
     def forget(self, device: ScheduledDevice) -> None:
         for queue in self._of.values():
             queue.forget(device)
 
-    def change(self, standing: Standing) -> None:
+    def change(self, group: Group) -> None:
         """Take in that a rank has changed."""
-        if standing in self._of:
-            self._changed[standing] = None
+        if group in self._of:
+            self._changed[group] = None
 
-    def first_standing(self) -> Standing | None:
+    def first_group(self) -> Group | None:
         """The one of the lowest rank, among equals that of the lowest key."""
         while self._changed:
-            standing = next(iter(self._changed))
-            best = self._of[standing].best()
-            if best is None or standing.rank == NEVER:
-                self._standings.discard(standing)
+            group = next(iter(self._changed))
+            best = self._of[group].best()
+            if best is None:
+                self._groups.discard(group)
             else:
-                self._standings.put(standing, (standing.rank, best.key))
-            del self._changed[standing]
-        return self._standings.best()
+                self._groups.put(group, (group.rank, best.key))
+            del self._changed[group]
+        return self._groups.best()
 
-    def first(self, num: int, standing: Standing | None = None) -> list[Part]:
-        """So many parts of a standing, of the first one if none is named."""
-        standing = standing or self.first_standing()
-        return self._of[standing].first(num) if standing in self._of else []
+    def first(self, num: int, group: Group | None = None) -> list[Part]:
+        """So many parts of a group, of the first one if none is named."""
+        group = group or self.first_group()
+        return self._of[group].first(num) if group in self._of else []
 
     def best(self) -> Part | None:
         """The part that goes first."""
-        standing = self.first_standing()
-        return None if standing is None else self._of[standing].best()
+        group = self.first_group()
+        return None if group is None else self._of[group].best()
 
-    def best_on(self, device: ScheduledDevice, standing: Standing | None = None) -> Part | None:
-        """The part of a standing, of the first one if none is named, that goes first on a device."""
-        standing = standing or self.first_standing()
-        return self._of[standing].best_on(device) if standing in self._of else None
+    def best_on(self, device: ScheduledDevice, group: Group | None = None) -> Part | None:
+        """The part of a group, of the first one if none is named, that goes first on a device."""
+        group = group or self.first_group()
+        return self._of[group].best_on(device) if group in self._of else None
 
 
 # Weight of the newest measurement in a unit's running time, which counts as at most so many times the estimate, and
@@ -318,21 +317,20 @@ class Part:
     offer: Unit | None = None  # load-ready
     key: Any = None  # of the offer
     claim: ScheduledDevice | None = None  # who has claimed the offer
-    queue: PartQueue | RankedQueue | None = None  # which the part is in
+    queue: PartQueue | GroupedQueue | None = None  # which the part is in
     pinned_to: ScheduledDevice | None = None  # the device in whose `pinned` it is
     is_ahead: bool = False  # of the batch after the one in progress: its first shard may be loaded already, no more
 
     @property
-    def standing(self) -> Standing:
+    def group(self) -> Group:
         """Return the task's, in a run that has groups."""
-        assert self.task.standing is not None
-        return self.task.standing
+        assert self.task.group is not None
+        return self.task.group
 
     @property
     def rank(self) -> float:
         """Return that of a unit of the task which would begin now; without groups all have one."""
-        standing = self.task.standing
-        return 0.0 if standing is None else standing.rank
+        return 0.0 if self.task.group is None else self.task.group.rank
 
     @property
     def under_way(self) -> bool:
@@ -417,7 +415,7 @@ class ScheduledTask:
     added: TaskAdded
     units: TaskUnits
     order: int
-    standing: Standing | None = None  # in its group, where there are groups
+    group: Group | None = None  # where there are groups
     phase: Phase = Phase.OPEN
     on_host: OnHost = OnHost.NOTHING
     chain: tuple[tuple[str, int], ...] = ()  # of the batch in progress; empty between batches
@@ -483,20 +481,9 @@ class ScheduledTask:
         return not (self.stale or is_moving or self.is_releasing) and self.on_host is not OnHost.COMMIT
 
     @property
-    def least_devices(self) -> int:
-        """Devices that are in while a step of it begins."""
-        minimum = 0 if self.standing is None else self.standing.group.quota.minimum
-        return max(self.added.min_devices, minimum)
-
-    @property
     def speedups(self) -> list[float]:
         """By number of devices that its steps may be spread over."""
-        limits = [self.added.max_devices]
-        if self.standing is not None:
-            quota = self.standing.group.quota
-            limits += [quota.maximum, None if self.added.preemptible else quota.devices]
-        most = min((max(1, limit) for limit in limits if limit is not None), default=None)
-        return [spread.speedup for spread in self.units.spreads[:most]]
+        return [spread.speedup for spread in self.units.spreads[: self.added.max_devices]]
 
     @property
     def activity(self) -> Activity:

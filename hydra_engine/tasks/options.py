@@ -90,7 +90,7 @@ _FUNCTIONS = {
 }
 # Modules of the data sets of Hugging Face, which are no torch.utils.data.Dataset; many projects have a `datasets`, too.
 _HUGGING_FACE = ("datasets.arrow_dataset", "datasets.iterable_dataset", "datasets.dataset_dict")
-_FLAGS = ("loader_alone", "read_ahead", "preemptible")
+_FLAGS = ("loader_alone", "read_ahead")
 _OF_THREE = "{!r} is not a bool; give True, False, or None for where DRAM is too small otherwise"
 _TIMEOUTS = ("loader_timeout_s", "callback_timeout_s")
 EMPTY_VALIDATION = (

@@ -123,8 +123,6 @@ class ModelTask(Opaque):
         group*: of tasks that share the devices which `ModelOrchestrator(quotas=)` gives that group.
         min_devices: with fewer in, it begins no step; with as many, a step is spread over no fewer, as far as it has
             micro-batches. max_devices: a step is spread over no more; None: over all of its group's.
-        preemptible*: it may run on devices beyond its group's quota that are idle, and gives them back at the end of a
-            unit. False: it keeps to the quota, where its units go before those of all preemptible tasks.
         weight: its share of compute time under the policy "fair-share", beside the other tasks' weights.
         callbacks: `hydra_engine.Callback` objects, called in a thread of the task's own; see there what they may do.
         max_retries*: how often, in one run, the task goes on after an exception of a unit, an update or its loader,
@@ -196,7 +194,6 @@ class ModelTask(Opaque):
         group: str | None = None,
         min_devices: int = 1,
         max_devices: int | None = None,
-        preemptible: bool = True,
         weight: float = 1.0,
         max_retries: int = 0,
         nonfinite: str | None = None,
@@ -246,7 +243,6 @@ class ModelTask(Opaque):
         self.group = group
         self.min_devices = min_devices
         self.max_devices = max_devices
-        self.preemptible = preemptible
         self.weight = float(weight)
         self.max_retries = max_retries
         self.nonfinite = nonfinite

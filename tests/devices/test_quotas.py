@@ -8,8 +8,8 @@ from hydra_engine.devices import Quotas
 from tests.refused import refused
 
 
-def task(group, *, preemptible=True):
-    return SimpleNamespace(name=None, group=group, min_devices=1, max_devices=None, preemptible=preemptible)
+def task(group):
+    return SimpleNamespace(name=None, group=group, min_devices=1, max_devices=None)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_group_that_comes_again_has_its_quota_if_that_is_free(quotas, tasks):
         add(quotas, tasks, task("b"))
     tasks.pop(1)
     add(quotas, tasks, task("b"))
-    assert quotas.of(task("b")).devices == 2
+    assert quotas.of(task("b")) == 2
 
 
 def test_a_group_whose_first_task_is_being_planned_counts(quotas, tasks):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import Callback, ModelTask, Quota
+from hydra_engine import Callback, ModelTask
 from hydra_engine.devices import COMPUTE
 from hydra_engine.schedule import Unit
 from hydra_engine.schedule.policies import NOT_YET, ShardedLRTF
@@ -195,9 +195,9 @@ def test_a_group_borrows_idle_devices_and_gives_them_back_within_a_unit():
 def test_a_step_is_spread_over_as_many_devices_as_the_task_says():
     CROSSING.to("")
     wide = task("wide", group="a", accumulation_steps=4, min_devices=4)
-    narrow = task("narrow", group="a", accumulation_steps=4, min_devices=2, max_devices=2, preemptible=False)
+    narrow = task("narrow", group="a", accumulation_steps=4, min_devices=2, max_devices=2)
     plain = [copy.deepcopy(nn.Sequential(*each.model)) for each in (wide, narrow)]
-    report = orchestra_of(wide, narrow, quotas={"a": Quota(2, minimum=1, maximum=4)}).train_models()
+    report = orchestra_of(wide, narrow, quotas={"a": 2}).train_models()
     units = [unit for units in units_by_device(report).values() for unit in units]
     for name, number in (("wide", 4), ("narrow", 2)):
         assert {unit.part for unit in units if unit.task == name} == set(range(number))
@@ -232,7 +232,6 @@ def test_a_task_that_comes_while_others_train_is_of_a_known_group_or_brings_its_
         (task("b"), None, ValueError, "'b' 'a'"),
         (task("b"), 3, ValueError, "5 'b' 4"),
         (task("a1"), 1, ValueError, "'a1' 1"),
-        (task("b", preemptible=False), 0, ValueError, "preemptible=False"),
         (task("x", group="b"), "2", TypeError, "'2' 'b'"),
         (raises, 2, RuntimeError, "8x6 4x3"),  # as it is planned
     ]
@@ -294,7 +293,7 @@ def test_a_quota_stays_for_the_tasks_that_count_on_it():
         threads[0].start()
         while orchestra._quotas.of(first) is None:
             pass
-        second = task("b2", group="b", preemptible=False)
+        second = task("b2", group="b")
         planning = threading.Thread(target=lambda: told.append(orchestra.add_task(second)))
         planning.start()
         while orchestra._quotas._num_tasks["b"] < 2:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_engine import Callback, CudaDevice, EmulatedDevice, Model, ModelOrchestrator, ModelTask, Quota
+from hydra_engine import Callback, CudaDevice, EmulatedDevice, Model, ModelOrchestrator, ModelTask
 from hydra_engine.adaptive import AdaptiveDataLoader
 from hydra_engine.errors import ShardDoesNotFit
 from partitioners import Presharded
@@ -243,7 +243,6 @@ OPTIONS = [
     ({"min_devices": 3, "max_devices": 2}, ValueError, "3 max_devices=2"),
     ({"max_devices": 0}, ValueError, "0"),
     ({"max_devices": 1.5}, TypeError, "1.5"),
-    ({"preemptible": 0}, TypeError, "0"),
     ({"weight": 0}, ValueError, "0"),
     ({"max_retries": -1}, ValueError, "-1"),
     ({"nonfinite": "ignore"}, ValueError, "ignore 'skip'"),
@@ -351,21 +350,6 @@ CALLS_OF_A_TASK = {
         ValueError,
         "min_devices=5 4",
     ),
-    "more devices than the group's maximum": (
-        lambda: in_group({"g": Quota(1, maximum=2)}, min_devices=3),
-        ValueError,
-        "min_devices=3 2",
-    ),
-    "more devices to keep than the group's": (
-        lambda: in_group({"g": 1}, min_devices=2, preemptible=False),
-        ValueError,
-        "min_devices=2 1",
-    ),
-    "to keep a device of none": (
-        lambda: in_group({"g": 0}, preemptible=False),
-        ValueError,
-        "preemptible=False 1",
-    ),
 }
 
 # About no task that has a name, or about all of them: (call, error, words).
@@ -409,9 +393,6 @@ MALFORMED = ("lots", "MiB", "", "-1MiB", "12QiB", "1e", "0x10", "nan", "infGiB",
 VALUES = {
     "memory": (EmulatedDevice, ValueError, MALFORMED),
     "dram": (lambda value: orchestra(dram=value), ValueError, (0, -1, "16G", 1.5, True)),
-    "devices:": (lambda value: Quota(value), ValueError, (-1, 1.5)),
-    "minimum": (lambda value: Quota(2, minimum=value), ValueError, (3, True)),
-    "maximum": (lambda value: Quota(2, maximum=value), ValueError, (1, "4")),
 }
 OTHER_CALLS |= {
     f"{name} {value!r}": (partial(call, value), error, f"{name} {value}")

@@ -6,11 +6,9 @@ from itertools import count, groupby
 
 import pytest
 
-from hydra_engine import Quota
 from hydra_engine.schedule.events import Begin, Run, Spread, StopRequested
 from hydra_engine.schedule.groups import Group, shared_out
 from hydra_engine.schedule.policies import POLICIES
-from hydra_engine.schedule.units import Unit
 from tests.world import TRAIN, World
 
 SPREADS = tuple(Spread(float(k + 1), frozenset(), True) for k in range(4))  # twice as fast on two devices, and so on
@@ -31,8 +29,7 @@ def played(world, *arrivals):
             if unit is not None and unit not in started:
                 started.add(unit)
                 heapq.heappush(ends, (now_s + 1.0, next(ties), device))
-        found = {group: number for group, number in world.counts().items() if not isinstance(group, tuple)}
-        counts.append((now_s, found))
+        counts.append((now_s, dict(world.counts())))
         if arrivals and (not ends or arrivals[0][0] <= ends[0][0]):
             now_s, call = arrivals.pop(0)
             call()
@@ -45,7 +42,7 @@ def played(world, *arrivals):
 
 
 def two_groups(num_devices=4, policy="sharded-lrtf", **quotas):
-    world = World(policy, quotas=quotas or {"a": Quota(2), "b": Quota(2)})
+    world = World(policy, quotas=quotas or {"a": 2, "b": 2})
     for device in range(num_devices):
         world.add_device(device)
     return world
@@ -104,7 +101,7 @@ def test_a_step_that_is_spread_takes_its_groups_devices_alone_from_its_next_begi
 
 
 def test_without_a_quota_a_group_has_what_is_left_and_priority_decides_beside_borrowers():
-    world = World(double_buffer=False, quotas={"a": Quota(1)})
+    world = World(double_buffer=False, quotas={"a": 1})
     for name, group, priority in (("x", None, 0), ("y", None, 1), ("a0", "a", 0), ("a1", "a", 2), ("a2", "a", 0)):
         world.add_training(name, 1, group=group, priority=priority)
     world.settle()
@@ -114,71 +111,23 @@ def test_without_a_quota_a_group_has_what_is_left_and_priority_decides_beside_bo
     assert [world.running[device].task for device in range(3)] == ["a1", "y", "x"]
 
 
-def test_where_fewer_devices_are_in_than_quotas_groups_get_them_in_proportion_after_their_minimum():
-    for quotas, numbers in (
-        ({"a": Quota(2), "b": Quota(4)}, {"a": 1, "b": 2}),
-        ({"a": Quota(2, minimum=2), "b": Quota(4)}, {"a": 2, "b": 1}),
-        ({"a": Quota(2), "b": Quota(4, minimum=3)}, {"b": 3}),
-    ):
-        world = two_groups(0, **quotas)
-        for group, number in (("a", 3), ("b", 6)):
-            for k in range(number):
-                world.add_training(f"{group}{k}", 1, 9, group=group)
-        for device in range(3):
-            world.add_device(device)
-        world.settle()
-        for device in range(3):  # what began before all were in is through
-            world.compute(device)
-            world.settle()
-        found = world.counts()
-        assert {group: found[group] for group in "ab" if found[group]} == numbers
-
-
-def test_tasks_that_are_not_preemptible_keep_to_the_quota_and_go_first_there():
-    world = two_groups(4, a=Quota(2), b=Quota(1))
-    for k in range(3):
-        world.add_training(f"p{k}", 1, 30, group="a", priority=9)
-    for k in range(3):
-        world.add_training(f"n{k}", 1, 4, group="a", preemptible=False)
+def test_where_fewer_devices_are_in_than_quotas_groups_get_them_in_proportion():
+    world = two_groups(0, a=2, b=4)
+    for group, number in (("a", 3), ("b", 6)):
+        for k in range(number):
+            world.add_training(f"{group}{k}", 1, 9, group=group)
+    for device in range(3):
+        world.add_device(device)
     world.settle()
-    firm = []
-    while any(not world.tasks[f"n{k}"].finished for k in range(3)):
-        firm.append(world.counts()["a", False])
-        world.compute(min(device for device, unit in world.running.items() if unit is not None))
+    for device in range(3):  # what began before all were in is through
+        world.compute(device)
         world.settle()
-    # Never more than two, and never fewer once they have come to them, as long as two are left.
-    assert max(firm) == 2
-    assert firm[firm.index(2) :].count(2) >= 8
+    assert world.counts() == {"a": 1, "b": 2}
 
 
-def test_a_group_at_its_maximum_leaves_devices_idle():
-    world = two_groups(4, a=Quota(1, maximum=2))
-    for k in range(4):
-        world.add_training(f"a{k}", 2, 3, group="a")
-    assert played(world) == [(0.0, {"a": 2}), (18.0, {})]
-
-
-def test_a_device_is_looked_at_again_once_its_group_is_below_its_maximum():
-    """Device 0 has made what a1 goes on from, and is idle, since a2 runs; once that is through, a1 goes on there."""
-    world = two_groups(2, a=Quota(0, maximum=1), b=Quota(2))
-    for name, num_shards in (("a1", 2), ("b0", 1), ("b1", 1), ("a2", 1)):
-        world.add_training(name, num_shards, 1, group=name[0])
-        world.read(world.tasks[name])
-    assert world.running == {0: Unit("a1", "f", 0, 0), 1: Unit("b0", "fb", 0, 0)}
-    world.compute(0)  # and what it leaves is on its way to DRAM
-    assert world.running[0] == Unit("b1", "fb", 0, 0)
-    world.compute(1)
-    assert world.running[1] == Unit("a2", "fb", 0, 0)
-    world.compute(0)
-    assert world.running[0] is None
-    world.compute(1)
-    assert world.running == {0: Unit("a1", "fb", 1, 0), 1: None}
-
-
-@pytest.mark.parametrize(("options", "quota"), [({"min_devices": 3}, Quota(2)), ({}, Quota(3, minimum=3))])
-def test_below_its_minimum_a_task_begins_no_step_and_finishes_the_one_it_is_in(options, quota):
-    world = two_groups(3, a=quota)
-    world.add_training("a", 1, 4, spreads=SPREADS, group="a", **options, num_micro_batches=4)
+def test_below_its_minimum_a_task_begins_no_step_and_finishes_the_one_it_is_in():
+    world = two_groups(3, a=2)
+    world.add_training("a", 1, 4, spreads=SPREADS, group="a", min_devices=3, num_micro_batches=4)
     task = world.tasks["a"]
     world.settle()
     assert [unit.part for unit in world.running.values()] == [0, 1, 2]
@@ -193,7 +142,7 @@ def test_below_its_minimum_a_task_begins_no_step_and_finishes_the_one_it_is_in(o
 
 
 def test_a_task_that_waits_for_devices_can_be_stopped():
-    world = two_groups(1, a=Quota(1))
+    world = two_groups(1, a=1)
     world.add_training("a", 1, 4, min_devices=2)
     world.settle()
     assert world.running == {0: None}
@@ -207,10 +156,9 @@ def test_devices_are_shared_out_by_quotas_and_what_is_left_by_what_there_is_to_d
         made = {Group(quota, remaining_s): most for quota, remaining_s, most in groups}
         return list(shared_out(made, num_devices).values())
 
-    assert numbers(4, (Quota(2), 1.0, 4), (Quota(2), 9.0, 4)) == [2, 2]
-    assert numbers(4, (Quota(2), 1.0, 1), (Quota(2), 9.0, 4)) == [1, 3]
-    assert numbers(6, (Quota(1), 1.0, 6), (Quota(1), 9.0, 6)) == [1, 5]
-    assert numbers(3, (Quota(2), 9.0, 4), (Quota(4), 9.0, 4)) == [1, 2]
-    assert numbers(3, (Quota(2, minimum=2), 9.0, 4), (Quota(4), 9.0, 4)) == [2, 1]
-    assert numbers(4, (Quota(0), 9.0, 4), (Quota(2), 1.0, 4)) == [2, 2]
-    assert numbers(9, (Quota(2), 1.0, 0), (Quota(2), 1.0, 3)) == [0, 3]
+    assert numbers(4, (2, 1.0, 4), (2, 9.0, 4)) == [2, 2]
+    assert numbers(4, (2, 1.0, 1), (2, 9.0, 4)) == [1, 3]
+    assert numbers(6, (1, 1.0, 6), (1, 9.0, 6)) == [1, 5]
+    assert numbers(3, (2, 9.0, 4), (4, 9.0, 4)) == [1, 2]
+    assert numbers(4, (0, 9.0, 4), (2, 1.0, 4)) == [2, 2]
+    assert numbers(9, (2, 1.0, 0), (2, 1.0, 3)) == [0, 3]

@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 
-from hydra_engine import Quota
 from hydra_engine.schedule.dispatch import MOST_PASSED
 from hydra_engine.schedule.events import (
     BatchReady,
@@ -900,8 +899,7 @@ def test_a_policy_that_raises_once_leaves_every_device_where_it_is_found(num_dev
     for num_calls in range(1, 60):
         tasks = [task_added(name, 5, num_steps=3, early_release=True) for name in "ab"]
         if options.get("has_groups"):
-            quota = Quota(1, maximum=1)
-            tasks = [task_added(name, 5, num_steps=3, group=name[0], quota=quota) for name in ("a0", "a1", "b0")]
+            tasks = [task_added(name, 5, num_steps=3, group=name[0], quota=1) for name in ("a0", "a1", "b0")]
         scheduler = Scheduler(raises_at(num_calls), **options)
         events = [*(DeviceAdded(index) for index in range(num_devices)), *tasks]
         running, num_read = {}, Counter()
