@@ -110,7 +110,7 @@ IN_GROUPS += [("in a group", is_so) for is_so in (False, True)]
         pytest.param(range(5000, 5030), {"stops": True, "misfits": True, "changes": True}, CHANGES, id="changes"),
         pytest.param(range(7030, 7050), {"groups": True, "changes": True}, IN_GROUPS, id="groups"),
         pytest.param(
-            (165, *range(205, 229)), {}, {("parts", number) for number in range(1, MOST_DEVICES + 1)}, id="spreads"
+            (165, *range(205, 230)), {}, {("parts", number) for number in range(1, MOST_DEVICES + 1)}, id="spreads"
         ),
     ],
 )
