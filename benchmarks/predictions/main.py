@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
-from hydra_engine.planning.planner import UNIT_S
+from hydra_engine.planning.planned import UNIT_S
 from hydra_engine.planning.trial import update_bytes_per_s
 from partitioners import Budget, Optimal, Presharded, format_bytes, predict_step, profile, shard_bytes
 

@@ -148,7 +148,7 @@ class Epochs:
         if self.lead is not None and start is not None:
             self.lead.choice = start.choice
         self._name = name
-        self._keeps_positions = keeps
+        self.keeps_positions = keeps
         self._training = _Loader(task.dataloader, task, name, calls)
         self._validation = _Loader(task.validation, task, name, calls)
         self.stream = stream
@@ -276,7 +276,7 @@ class Epochs:
         """Return the states that an epoch is about to begin with, if positions are kept."""
         if num_steps == 0 and isinstance(self._task.dataloader, GuidedLoader):
             self._task.dataloader.begin_anew()  # wherever another task, or a plan, has left it
-        if not self._keeps_positions:
+        if not self.keeps_positions:
             return None
         if self._unread is None:
             self._unread = numbers_of(self._training.loader)

@@ -94,6 +94,11 @@ class Reader:
         return self._epochs.beginning
 
     @property
+    def keeps_positions(self) -> bool:
+        """True if batches say where the task stands."""
+        return self._epochs.keeps_positions
+
+    @property
     def stream(self) -> Stream:
         """The task's random stream, while the reader is at rest: what draws between two reads moves it."""
         return self._epochs.stream

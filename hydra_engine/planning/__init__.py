@@ -5,20 +5,30 @@ from hydra_engine.planning.ahead import AheadPlan, Machine, Sample, ShardEstimat
 from hydra_engine.planning.costs import DeviceChange, DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.cuts import PredictedCut
 from hydra_engine.planning.fit import Misfit, Room, has_to_fit, largest_micro_batch, refit, shared_out
-from hydra_engine.planning.planner import (
+from hydra_engine.planning.planned import (
     DramLimit,
     PlannedTask,
+    Shared,
     Spreading,
+    check_apart,
+    check_dram,
+    check_nothing_shared,
+    check_shared_buffers,
+    check_sharing,
+    known_steps,
+)
+from hydra_engine.planning.planner import (
     Target,
     arena_bytes,
     check_arena,
-    check_dram,
     fits_arena,
-    known_steps,
+    least_bytes,
+    make_plan,
     planned_homes,
+    predicted_cost,
     rehearsed_s,
+    way_of,
     ways_together,
 )
-from hydra_engine.planning.sharing import check_apart, check_nothing_shared, check_shared_buffers, check_sharing
 from hydra_engine.planning.simulate import simulate
 from hydra_engine.planning.world import Simulation

@@ -17,7 +17,7 @@ from hydra_engine.errors import HostOutOfMemory
 from hydra_engine.host import NUM_LOANS, ModelLayout
 from hydra_engine.planning.costs import DeviceCost, TaskCost
 from hydra_engine.planning.cuts import CutChoice, PredictedCut, RunAtHand, cut_cost
-from hydra_engine.planning.planner import UNIT_S, UPDATE_SHARE
+from hydra_engine.planning.planned import UNIT_S, UPDATE_SHARE
 from hydra_engine.planning.simulate import simulate
 from hydra_engine.planning.world import Simulation
 from hydra_engine.tasks import Model, batch_size

@@ -82,7 +82,7 @@ class Feeds:
         task = self._common.tasks[event.task]
         batch = task.feed.next_batch = task.planned.reader.take()
         self._look_ahead(task)
-        is_spread = task.may_spread and len(task.planned.spreading.spreads) > 1
+        is_spread = task.may_spread and len(task.planned.decisions.spreading.spreads) > 1
         return self.has_answered(event)._replace(
             has_to_fit=has_to_fit(task.state, batch, is_spread=is_spread),
             num_micro_batches=len(batch.micro_batches) if batch.training else 1,
@@ -639,7 +639,7 @@ class Joining:
             self._common.events.put,
             timeout_s=planned.task.callback_timeout_s,
             num_threads=self._common.host.intra_op_threads,
-            draws=planned.callback_draws,
+            draws=planned.calls.draws,
             stream=planned.reader.stream,
         )
         retries = Retries(planned.task.max_retries, planned.report)
@@ -686,8 +686,8 @@ class Joining:
             task.optimizer = optimizer
             optimizer.secure = task.secure
             state.loss_scale = optimizer.loss_scale
-        if planned.stopping is not None:
-            task.end.obey(planned.stopping, "a callback's on_epoch_begin")
+        if planned.calls.stop is not None:
+            task.end.obey(planned.calls.stop, "a callback's on_epoch_begin")
         self._begin_waiting()
 
     def _begin_waiting(self, *, late: bool = False) -> None:

@@ -157,8 +157,8 @@ class HostWork:
         if is_other:
             state.measured.unit_s = shared_out(old_s, old.shards, state.cut.shards)
             task.figures.revise(str(error) if unit is not None else "a batch of a larger shape came")
-        number = len(step.batch.micro_batches) if step.batch.training else planned.num_micro_batches
-        is_new_number = planned.chooser is None and number != planned.num_micro_batches
+        number = len(step.batch.micro_batches) if step.batch.training else planned.decisions.num_micro_batches
+        is_new_number = planned.chooser is None and number != planned.decisions.num_micro_batches
         if is_other or was_part or is_new_number:
             specs = self._workers.spreading()
             planned.spread_over(specs if task.may_spread else specs[:1], number)
@@ -182,9 +182,10 @@ class HostWork:
 
     def _is_wider(self, task: RunningTask, spreading: Spreading, serial: int) -> None:
         may_spread = task.life is Life.TRAINING and task.may_spread and task.state.cut.serial == serial
-        known = task.planned.spreading.spreads
+        known = task.planned.decisions.spreading.spreads
         if may_spread and len(spreading.spreads) > len(known):
-            task.planned.spreading = spreading._replace(spreads=(*known, *spreading.spreads[len(known) :]))
+            spreads = (*known, *spreading.spreads[len(known) :])
+            task.planned.decide(spreading=spreading._replace(spreads=spreads))
             self._common.due.append(SpreadsKnown(task.name, task.planned.spreads))
 
     # -- a step is committed
@@ -488,11 +489,11 @@ def _learned(task: RunningTask, measures: StepMeasures | None, put: Callable[[Ev
     parts = task.state.staging.parts
     num_devices = 1 if parts is None else len(parts.ranges)
     seconds = clock.end(num_devices=num_devices)
-    most = len(planned.spreading.spreads)
+    most = len(planned.decisions.spreading.spreads)
     if chooser.learn(choice, seconds, num_devices, measures) and most > 1:
         speedups = chooser.speedups(most)
-        if speedups != planned.speedups:
-            planned.speedups = speedups
+        if speedups != planned.decisions.speedups:
+            planned.decide(speedups=speedups)
             put(SpreadsKnown(task.name, planned.spreads))
     return replace(choice, seconds=seconds)
 

@@ -419,7 +419,8 @@ class RunningTask:
 
     def called(self) -> dict[str, Any]:
         """Return what callbacks keep, and have changed of modules, for a checkpoint. They are not called meanwhile."""
-        now, before, saved = plain_attributes(*self.planned.roots), self.planned.attributes, self.planned.saved
+        calls, saved = self.planned.calls, self.planned.saved
+        now, before = plain_attributes(*calls.roots), calls.attributes
         is_changed = self.notifier.model is not None and self.notifier.model.is_changed
         return {
             "callbacks": [[type(each).__qualname__, copied(each.state_dict())] for each in self.planned.task.callbacks],

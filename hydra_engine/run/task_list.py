@@ -16,12 +16,12 @@ from hydra_engine.checkpoints import Checkpoint, CheckpointStore, SavedTask, nev
 from hydra_engine.data import Beginning
 from hydra_engine.devices import DeviceSpec, EmulatedDevice, OpenDevice
 from hydra_engine.errors import CheckpointError, ShardDoesNotFit
-from hydra_engine.host import FrozenBlocks
 from hydra_engine.native import native
 from hydra_engine.planning import (
     DramLimit,
     PlannedTask,
     Rehearsals,
+    Shared,
     Target,
     TaskCost,
     check_apart,
@@ -31,8 +31,12 @@ from hydra_engine.planning import (
     check_sharing,
     fits_arena,
     known_steps,
+    least_bytes,
+    make_plan,
     planned_homes,
+    predicted_cost,
     rehearsed_s,
+    way_of,
     ways_together,
 )
 from hydra_engine.run.ending import INTERRUPTED
@@ -72,11 +76,12 @@ class TaskList:
         self.changing = threading.RLock()
         self._is_planning = False  # all tasks, which the thread that holds `changing` now does
         self._store = store
-        self._limit = limit
-        self._max_devices = max_devices
-        self._frozen = FrozenBlocks()
-        self._rehearsals = Rehearsals(lambda: None if store.directory is None else store.directory / PLANS)
-        self._alignment_bytes = max(device.alignment_bytes for device in devices)
+        self._shared = Shared(
+            alignment_bytes=max(device.alignment_bytes for device in devices),
+            max_devices=max_devices,
+            limit=limit,
+            rehearsals=Rehearsals(lambda: None if store.directory is None else store.directory / PLANS),
+        )
         # A device that is lost takes the process with it, and what was committed is saved.
         self._may_be_lost = not all(isinstance(device, EmulatedDevice) for device in devices)
         self._planned: dict[str, PlannedTask] = {}
@@ -136,17 +141,18 @@ class TaskList:
         if station in (Station.TRAINING, Station.OVER):
             self._store.elsewhere.pop(planned.name, None)  # from now on what is saved here counts
         if not planned.has_left:
-            self._limit.enter(planned)
+            self._shared.limit.enter(planned)
         if station is not Station.JOINING and (found := self._paused.pop(planned.name, None)) is not None:
             self._told += (*found[0].reader.messages, *found[0].doubts)
 
     def save_plans(self) -> None:
         """Save plans beside checkpoints, for a resume in another process, but for those that a task failed with."""
         for planned in self.all:
-            if planned.adopted is not None and planned.report.status == FAILED:
-                self._rehearsals.forget(planned.adopted)
-                planned.adopted = None
-        self._rehearsals.save()
+            adopted = planned.decisions.adopted
+            if adopted is not None and planned.report.status == FAILED:
+                self._shared.rehearsals.forget(adopted)
+                planned.decide(adopted=None)
+        self._shared.rehearsals.save()
 
     def drop(self, planned: PlannedTask) -> None:
         """Nobody will train a task."""
@@ -224,24 +230,12 @@ class TaskList:
             )
         if before is not None:
             self._store.paused[name] = before.beginning
-        return self._made(task, name, beginning=self._store.paused.get(name))
+        return self._made(task, name, self._store.paused.get(name))
 
-    def _made(
-        self, task: ModelTask, name: str, saved: SavedTask | None = None, beginning: Beginning | None = None
-    ) -> PlannedTask:
+    def _made(self, task: ModelTask, name: str, start: SavedTask | Beginning | None = None) -> PlannedTask:
         has_homes = task.homes not in ("auto", "host")  # it may have to begin again
-        return PlannedTask(
-            task,
-            name,
-            self._frozen,
-            alignment_bytes=self._alignment_bytes,
-            keeps_positions=self._store.may_save or self._may_be_lost or task.max_retries > 0 or has_homes,
-            saved=saved,
-            beginning=beginning,
-            limit=self._limit,
-            rehearsals=self._rehearsals,
-            max_devices=self._max_devices,
-        )
+        keeps_positions = self._store.may_save or self._may_be_lost or task.max_retries > 0 or has_homes
+        return PlannedTask(task, name, self._shared, keeps_positions=keeps_positions, start=start)
 
     def named(self, name: str, what: str, remedy: str = "") -> PlannedTask:
         """Return the task of a name that `what` was called with."""
@@ -289,7 +283,7 @@ class TaskList:
     def apart(self, task: EvaluationTask, name: str, what: str) -> PlannedTask:
         """Check a task that is not one of those to train; it must not read what they have yet to read."""
         check_apart(what, task.validation, self.at(Station.WAITING))
-        return PlannedTask(task, name, alignment_bytes=self._alignment_bytes)
+        return PlannedTask(task, name, Shared(alignment_bytes=self._shared.alignment_bytes))
 
     @property
     def cut_off(self) -> list[PlannedTask]:
@@ -351,7 +345,7 @@ class TaskList:
         planned.reader.close()
         if is_new and beginning is not None:  # it was paused before its first step
             task.seed = beginning.seed
-            return self._made(task, name, beginning=beginning)
+            return self._made(task, name, beginning)
         if saved is not None and saved.goes_on(task):
             saved.begin(task)
             return self._made(task, name, saved)
@@ -413,7 +407,7 @@ class Site:
 
     def _plan_together(self, tasks: Sequence[PlannedTask], plans: list[TaskPlan]) -> None:
         """Plan tasks anew that are trained otherwise as it is best for all of them together."""
-        ways, own = ways_together(tasks), [each.way for each in tasks]
+        ways, own = ways_together(tasks), [way_of(each) for each in tasks]
         if not ways:
             return
         before_s, refused = rehearsed_s(tasks), {}
@@ -424,7 +418,8 @@ class Site:
                 first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
                 refused[k] = f"; another, for all tasks together, was refused: {first_line}"
         # Smaller micro-batches were taken to take seconds in proportion: the rehearsal knows better.
-        if any(tasks[k].way[1] != own[k][1] for k in ways.keys() - refused.keys()) and rehearsed_s(tasks) >= before_s:
+        others = [k for k in ways.keys() - refused.keys() if way_of(tasks[k])[1] != own[k][1]]
+        if others and rehearsed_s(tasks) >= before_s:
             found = "; another, for all tasks together, was rehearsed, and is predicted to be no faster"
             refused |= dict.fromkeys(ways.keys() - refused.keys(), found)
         for k, because in refused.items():
@@ -442,7 +437,7 @@ class Site:
             device, found = self._smallest, []
             for each in tasks:
                 with suppress(Exception):  # of its own, and told where that task is planned
-                    found.append(each.least_bytes(device))
+                    found.append(least_bytes(each, device))
         if found:
             most = max(found, key=lambda each: each.num_bytes)
             least = most.num_bytes
@@ -491,7 +486,7 @@ class Site:
             self._check_free()
             if not (planned.task.purpose is Purpose.PREDICT and planned.reader.is_empty):  # then there is nothing to do
                 with self._telling_least([planned]):
-                    planned.make_plan(self._target(torch.get_num_threads()))
+                    make_plan(planned, self._target(torch.get_num_threads()))
         except BaseException:
             planned.reader.close()
             raise
@@ -505,7 +500,7 @@ class Site:
 
     def _plan(self, planned: PlannedTask, **options: Any) -> TaskPlan:
         target = self._target(self.host.intra_op_threads, devices=self.devices, host=self.host, **options)
-        return planned.make_plan(target)
+        return make_plan(planned, target)
 
     def _target(self, num_threads: int, **options: Any) -> Target:
         device = self._smallest
@@ -534,7 +529,7 @@ def _matched(found: Checkpoint, names: Sequence[str]) -> Iterator[str]:
 
 def _left(tasks: Sequence[PlannedTask], steps_left: Callable[[str], int | None]) -> list[TaskCost]:
     """Return what these tasks have yet to take; none, where it was not predicted what one of them takes."""
-    found = [(each.as_planned, steps_left(each.name)) for each in tasks]
+    found = [(predicted_cost(each), steps_left(each.name)) for each in tasks]
     found = [(cost, number) for cost, number in found if number != 0]
     numbers = known_steps([number for _, number in found])
     costs = [replace(cost, num_steps=n) for (cost, _), n in zip(found, numbers, strict=True) if cost is not None]

@@ -393,7 +393,7 @@ class HomeMoves:
         """Give homes to a task that begins, if it asks for some."""
         homes = task.state.homes
         homes.secure, homes.close_all = task.secure_dram, partial(self._close_all, task)
-        homes.has_start = task.planned.saved is None and task.planned.keeps_positions
+        homes.has_start = task.planned.saved is None and task.planned.reader.keeps_positions
         self._left_s = {key: at_s for key, at_s in self._left_s.items() if key[0] != task.name}  # of one before it
         self._common.later(self.share_out)  # once the scheduler knows it
 

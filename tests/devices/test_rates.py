@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.devices import rates
 from hydra_engine.devices.rates import MEASURED_NOW, STATED, Ceilings, dram_bytes_per_s
-from hydra_engine.planning.planner import PlannedTask
+from hydra_engine.planning import PlannedTask
 from partitioners import STATED_RATES, Budget
 from tests.refused import refused
 
@@ -108,7 +108,7 @@ def test_loads_and_stores_are_predicted_at_their_own_rates(has_rates, monkeypatc
         seen.extend(devices)
         raise LookupError
 
-    monkeypatch.setattr("hydra_engine.planning.planner.predict_spreads", predict)
+    monkeypatch.setattr("hydra_engine.planning.planned.predict_spreads", predict)
     with pytest.raises(LookupError):
         plan_of(EmulatedDevice("8MiB"), EmulatedDevice("8MiB", bandwidth="4500000000"), accumulation_steps=2)
     assert {(cost.load_bytes_per_s, cost.store_bytes_per_s) for cost in seen} == {(4.5e9, 4e9)}
@@ -116,7 +116,7 @@ def test_loads_and_stores_are_predicted_at_their_own_rates(has_rates, monkeypatc
 
 @pytest.mark.parametrize(("dram", "expected"), [(3e3, 1e3), (1e18, 1e15)])
 def test_an_update_is_no_faster_than_dram(has_rates, monkeypatch, dram, expected):
-    monkeypatch.setattr("hydra_engine.planning.planner.update_bytes_per_s", lambda _: 1e15)  # what a cache holds
+    monkeypatch.setattr("hydra_engine.planning.planned.update_bytes_per_s", lambda _: 1e15)  # what a cache holds
     has_rates(replace(CPU, dram_bytes_per_s=dram))
     planned = PlannedTask(ModelTask([nn.Linear(8, 4)], F.cross_entropy, [], 0.1), "net")
     budget = planned.estimate.budget(Budget(memory_bytes=2**23), EmulatedDevice("8MiB"))

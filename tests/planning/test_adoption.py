@@ -499,7 +499,7 @@ def test_a_plan_that_is_kept_for_others_keeps_no_model():
     task = task_of("first")
     orchestra.add_task(task)
     orchestra.generate()
-    known = orchestra._tasks._rehearsals._found
+    known = orchestra._tasks._shared.rehearsals._found
     assert len(known) == 2
     layer = weakref.ref(task.model[2])
     del orchestra, task

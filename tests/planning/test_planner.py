@@ -15,7 +15,8 @@ from hydra_engine import Callback, EmulatedDevice, ModelTask
 from hydra_engine.errors import HostOutOfMemory, ShardDoesNotFit
 from hydra_engine.host import kept_pools
 from hydra_engine.planning.cuts import Kept
-from hydra_engine.planning.planner import Estimate, Planner, check_dram
+from hydra_engine.planning.planned import Estimate, check_dram
+from hydra_engine.planning.planner import Planner
 from hydra_engine.schedule.events import Spread
 from partitioners import Balanced, Presharded, profile, shard_bytes, unit_bytes
 from tests import reference
@@ -179,7 +180,7 @@ def test_auto_gives_a_device_that_would_idle_a_part_of_each_step():
     kept = mock.patch(
         "hydra_engine.planning.planner.choose_kept", return_value=Kept(4, 1.0)
     )  # however long a step takes here
-    with mock.patch("hydra_engine.planning.planner.predict_spreads", spreads), kept:
+    with mock.patch("hydra_engine.planning.planned.predict_spreads", spreads), kept:
         assert orchestra_of(wide(), memory="8MiB", num_devices=3).generate().tasks["task-0"].accumulation_steps == 3
         tasks = [wide(), wide()]
         plan = orchestra_of(*tasks, memory="8MiB", num_devices=3).generate()

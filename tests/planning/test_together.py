@@ -151,8 +151,8 @@ def choose(monkeypatch, wanted, *, rehearsed_s=(2.0, 1.0)):
         [index, *_] = [k for k, way in enumerate(seen[-1]) if wanted(way, seen[-1][0])]
         return PredictedRun((index, 0), 1.0, 2.0, 2)
 
-    all_options, seconds = planner.PlannedTask.options, iter(rehearsed_s)
-    monkeypatch.setattr(planner.PlannedTask, "options", options)
+    all_options, seconds = planner.options_of, iter(rehearsed_s)
+    monkeypatch.setattr(planner, "options_of", options)
     monkeypatch.setattr(WholeRun, "best", best)
     monkeypatch.setattr(WholeRun, "makespan_s", lambda *_: next(seconds))
     return seen

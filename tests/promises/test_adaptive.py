@@ -90,7 +90,7 @@ def spread(*, in_sums):
         return tuple(1.0 + k for k in range(most))
 
     with (
-        mock.patch("hydra_engine.planning.planner.predict_spreads", predict),
+        mock.patch("hydra_engine.planning.planned.predict_spreads", predict),
         mock.patch.object(Adaptation, "speedups", speedups),
     ):
         yield

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import hydra_engine.planning.fit
 from hydra_engine import ModelTask, ShardDoesNotFit
 from hydra_engine.host.measured import MOST_KNOWN, NUM_METERED
-from hydra_engine.planning.planner import PlannedTask
+from hydra_engine.planning import PlannedTask
 from partitioners import Presharded
 from tests import exact, reference
 from tests.audit import audited

@@ -274,7 +274,7 @@ def test_a_device_that_comes_back_goes_on_with_its_figures():
 
 def test_a_step_is_spread_over_a_device_that_came(monkeypatch):
     """Steps of a task with four micro-batches, which began on one device."""
-    monkeypatch.setattr("hydra_engine.planning.planner.predict_spreads", predicted_twice_as_fast)
+    monkeypatch.setattr("hydra_engine.planning.planned.predict_spreads", predicted_twice_as_fast)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     data = [(torch.ones(8, 4) * k, torch.ones(8, 2)) for k in range(30)]

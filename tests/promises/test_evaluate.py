@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.errors import ShardDoesNotFit
-from hydra_engine.planning import PlannedTask, Target
+from hydra_engine.planning import PlannedTask, Target, make_plan
 from hydra_engine.tasks.evaluation import EvaluationTask
 from partitioners import Budget, Presharded, profile, profile_evaluation, shard_bytes
 from tests import exact, reference, zoo
@@ -226,7 +226,7 @@ def test_what_a_shard_takes_is_what_the_profile_says(ends):
     costs = profile_evaluation(model, *loader[0], F.cross_entropy)
     task = EvaluationTask.of(of_classes(model, partitioner=Presharded(ends)), loader)
     target = Target(device=EmulatedDevice("1MiB"), budget=Budget(memory_bytes=2**20), num_threads=1)
-    plan = PlannedTask(task, "a").make_plan(target)
+    plan = make_plan(PlannedTask(task, "a"), target)
     bounds = [shard_bytes(costs, *shard) for shard in pairwise([0, *ends])]
     if len(ends) == 4:
         assert plan.shard_bytes == bounds

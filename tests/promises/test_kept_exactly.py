@@ -216,7 +216,7 @@ def test_a_task_without_room_leaves_nothing_behind():
     with mock.patch.object(HostMemory, "new", fails_once):
         report = orchestra.train_models()
     assert [task.status for task in report.tasks.values()] == ["failed", "finished"]
-    assert not orchestra._tasks._frozen._blocks
+    assert not orchestra._tasks._shared.frozen._blocks
     assert base.weight.untyped_storage().nbytes() == base.weight.nbytes
 
 

@@ -31,7 +31,7 @@ def spread(num_parts, *, in_sums):
         ordered = task.ordered | backward if in_sums else task.ordered
         return (*[Spread(NEVER)] * (num_parts - 1), Spread(1.0, frozenset(ordered), in_sums))
 
-    return mock.patch("hydra_engine.planning.planner.predict_spreads", predict)
+    return mock.patch("hydra_engine.planning.planned.predict_spreads", predict)
 
 
 def parts_of(report):
