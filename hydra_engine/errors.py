@@ -86,9 +86,9 @@ class LoaderTimeout(TimeoutError):
 
     def __init__(self, task: str, timeout_s: float, thread: str, what: str = "its loader gave no batch") -> None:
         super().__init__(
-            f"{task}: {what} in {timeout_s:g} s (loader_timeout_s); its thread {thread!r} was left "
+            f"{task}: {what} in {timeout_s:g} s (timeout_s); its thread {thread!r} was left "
             f"behind: look for what it waits on (a worker that died, a network share, a lock), or raise "
-            f"loader_timeout_s; None waits for ever"
+            f"timeout_s; None waits for ever"
         )
         self.timeout_s = timeout_s
 
@@ -98,9 +98,9 @@ class CallbackTimeout(TimeoutError):
 
     def __init__(self, task: str, callback: str, timeout_s: float, thread: str) -> None:
         super().__init__(
-            f"{task}: its callback {callback} did not return in {timeout_s:g} s (callback_timeout_s); its thread "
+            f"{task}: its callback {callback} did not return in {timeout_s:g} s (timeout_s); its thread "
             f"{thread!r} was left behind: look for what it waits on (a lock, a barrier, a task that has ended, a "
-            f"network share), or raise callback_timeout_s; None waits for ever"
+            f"network share), or raise timeout_s; None waits for ever"
         )
         self.timeout_s = timeout_s
 

@@ -58,7 +58,7 @@ class Reader:
         self._name = name
         self._is_resumed = start is not None and start.num_steps > 0
         self._begin_epoch = begin_epoch
-        self._calls = UserCalls(name, task.loader_timeout_s)
+        self._calls = UserCalls(name, task.timeout_s)
         stream = Stream(RandomState(seeded(task.seed), random.getstate(), np.random.get_state(), task.seed))
         self._epochs = Epochs(task, name, self._calls, stream, start, chooser, keeps=keeps_positions)
         self._splitter = Splitter(task, name, max_devices)
@@ -122,7 +122,7 @@ class Reader:
             try:
                 self._pending = self._read_first()
             except LeftBehind:  # it was planned beside a run, which would not wait for it
-                timeout_s = self._task.loader_timeout_s or math.inf
+                timeout_s = self._task.timeout_s or math.inf
                 self._pending = LoaderTimeout(self._name, timeout_s, threading.current_thread().name)
                 raise self._pending from None
             except BaseException as error:
@@ -217,7 +217,7 @@ class Reader:
         return self._ready.get_nowait()
 
     def leave_behind(self) -> float | None:
-        """Leave the thread to itself if user code did not come back in `loader_timeout_s`; else seconds until then."""
+        """Leave the thread to itself if user code did not come back in `timeout_s`; else seconds until then."""
         return self._calls.leave_late()
 
     def close(self) -> bool:

@@ -232,8 +232,8 @@ class Feeds:
 
     def await_loader(self, planned: PlannedTask) -> None:
         """Look after a loader once it has taken as long as it may, if that is limited."""
-        if planned.task.loader_timeout_s is not None:
-            self._common.await_((LOADER, planned), planned.task.loader_timeout_s)
+        if planned.task.timeout_s is not None:
+            self._common.await_((LOADER, planned), planned.task.timeout_s)
 
     def forget(self, planned: PlannedTask) -> None:
         """Look after nobody of a task any more."""
@@ -270,7 +270,7 @@ class Feeds:
 
     def _leave_loader(self, planned: PlannedTask, task: RunningTask | None) -> LoaderTimeout | None:
         """Leave a loader to itself; the task may be planned still, while others train."""
-        name, timeout_s, thread = planned.name, planned.task.loader_timeout_s, planned.reader.thread_name
+        name, timeout_s, thread = planned.name, planned.task.timeout_s, planned.reader.thread_name
         assert timeout_s is not None
         left_s = planned.reader.leave_behind()
         if left_s is not None:  # it was asked only later, after others' loaders
@@ -637,7 +637,7 @@ class Joining:
             planned.report,
             end,
             self._common.events.put,
-            timeout_s=planned.task.callback_timeout_s,
+            timeout_s=planned.task.timeout_s,
             num_threads=self._common.host.intra_op_threads,
             draws=planned.calls.draws,
             stream=planned.reader.stream,

@@ -47,7 +47,7 @@ class LiveTrial:
         found = None if self.report is None else self.report.exception
         if isinstance(found, CallbackTimeout):
             return found
-        timeout_s, callbacks = self.task.callback_timeout_s, self.task.callbacks
+        timeout_s, callbacks = self.task.timeout_s, self.task.callbacks
         if self.ended_s is None or timeout_s is None or time.monotonic() < self.ended_s + timeout_s * len(callbacks):
             return None
         return CallbackTimeout(self.name, "on_task_end or on_task_pause", timeout_s, f"{self.name}-callbacks")

@@ -17,7 +17,7 @@ class Callback:
     change what the loss reads, and draw random numbers, from the task's own stream. Replacing modules or parameters,
     or giving them another shape, fails the task by name. After a pause, an interrupt or a retry, `on_epoch_begin`,
     `on_validation` and `on_epoch` may come again, with what they have changed before. Other tasks train meanwhile. A
-    call that does not return in the task's `callback_timeout_s` fails its task.
+    call that does not return in the task's `timeout_s` fails its task.
 
     `report.last_step` and `report.last_validation` have the values that loggers get.
 

@@ -13,7 +13,7 @@ from hydra_engine.tasks.splitting import LABELS, unpack_batch
 from hydra_engine.tasks.task import ModelTask, Purpose
 
 # Options of a task that hold of its evaluations too.
-_SHARED = ("partitioner", "precision", "loss_reduction", "seed", "unpack", "split", "loader_timeout_s", "loader_alone")
+_SHARED = ("partitioner", "precision", "loss_reduction", "seed", "unpack", "split", "timeout_s", "loader_alone")
 
 
 class EvaluationMeans:

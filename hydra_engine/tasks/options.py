@@ -92,7 +92,6 @@ _FUNCTIONS = {
 _HUGGING_FACE = ("datasets.arrow_dataset", "datasets.iterable_dataset", "datasets.dataset_dict")
 _FLAGS = ("loader_alone", "read_ahead")
 _OF_THREE = "{!r} is not a bool; give True, False, or None for where DRAM is too small otherwise"
-_TIMEOUTS = ("loader_timeout_s", "callback_timeout_s")
 EMPTY_VALIDATION = (
     "validation: the loader has no batches; look at drop_last, the sampler and the length of the data, or leave "
     "validation out"
@@ -141,7 +140,7 @@ TYPES: tuple[Rule, ...] = (
     ("max_retries", _is_int, "{!r} is not an int; give a number of retries, 0 for none"),
     ("weight", _is_number, "{!r} is not a number; 1 is every task's"),
     ("max_grad_norm", _or_none(_is_number), "{!r} is not a number; give a norm such as 1.0, or leave it out"),
-    *((field, _or_none(_is_number), "{!r} is not a number; None waits for ever") for field in _TIMEOUTS),
+    ("timeout_s", _or_none(_is_number), "{!r} is not a number; None waits for ever"),
     *((field, _is_a(bool), "{!r} is not a bool; give True or False") for field in _FLAGS),
     ("split_weights", _or_none(_is_a(bool)), _OF_THREE),
     ("compile", _is_a(bool), "{!r} is not a bool; give True for torch.compile of each layer, or False"),
@@ -231,10 +230,7 @@ LIMITS: tuple[Rule, ...] = (
     _known("best", MIN, MAX),
     ("patience", _or_none(lambda value: value >= 1), "{}, limit: at least 1; None for no end"),
     ("weight", lambda value: 0 < value < math.inf, "{}, limit: finite, above 0; 1 is every task's"),
-    *(
-        (field, _or_none(lambda value: 0 < value < math.inf), "{}, limit: finite, above 0; None waits for ever")
-        for field in _TIMEOUTS
-    ),
+    ("timeout_s", _or_none(lambda value: 0 < value < math.inf), "{}, limit: finite, above 0; None waits for ever"),
 )
 
 

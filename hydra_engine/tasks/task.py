@@ -33,10 +33,9 @@ from partitioners.reach import Opaque
 OptimizerFactory: TypeAlias = "Callable[..., torch.optim.Optimizer]"
 SchedulerFactory: TypeAlias = "Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]"
 
-# Seconds for one batch of a loader: the longest that torch.distributed's collectives wait by default.
-LOADER_TIMEOUT_S = 1800.0
-# Seconds for one call of a callback: it may wait for other tasks, as long as a loader may.
-CALLBACK_TIMEOUT_S = LOADER_TIMEOUT_S
+# Seconds for one batch of a loader, or one call of a callback: the longest that torch.distributed's collectives wait by
+# default.
+TIMEOUT_S = 1800.0
 
 
 class Purpose(Enum):
@@ -129,15 +128,14 @@ class ModelTask(Opaque):
             instead of failing. In `TaskReport.retries`.
         nonfinite*: what becomes of a training step whose loss is infinite or NaN. None: nobody looks. "skip": the step
             changes nothing. "stop": the task ends with the step before it. "raise": it fails with `NonFiniteLoss`.
-        loader_timeout_s*: seconds in which the loader has to open its iterator, or give a batch, of `validation` too;
-            the task then fails with `LoaderTimeout`, and the others go on. None: for ever.
+        timeout_s*: seconds in which the loader has to open its iterator, or give a batch, of `validation` too, and in
+            which a callback has to return from one call; the task then fails with `LoaderTimeout` or `CallbackTimeout`,
+            and the others go on. None: for ever.
         loader_alone: read the loaders, `validation` too, always alone, with the task's states of torch, `random` and
             `numpy.random` in place of the process-wide ones. False: only if they draw from `random` or `numpy.random`
             as they are opened or give their first batch; `report.messages` names one that draws from these later.
         read_ahead: ask the loader for the next batch while a step computes. False: only once the step is in all of the
             model's parameters and buffers, for a loader that reads them (gradients are not there).
-        callback_timeout_s*: seconds in which a callback has to return from one call; the task then fails with
-            `CallbackTimeout`, and the others go on. None: for ever.
         records: attributes of layers or of the loss that forwards change and nothing reads, by which no result differs:
             ("loss_fn.history", "blocks.1.norms"). An attribute that is not named is refused, if it changes again where
             a batch runs again: each device's copy would have one of its own.
@@ -197,10 +195,9 @@ class ModelTask(Opaque):
         weight: float = 1.0,
         max_retries: int = 0,
         nonfinite: str | None = None,
-        loader_timeout_s: float | None = LOADER_TIMEOUT_S,
+        timeout_s: float | None = TIMEOUT_S,
         loader_alone: bool = False,
         read_ahead: bool = True,
-        callback_timeout_s: float | None = CALLBACK_TIMEOUT_S,
         records: Sequence[str] = (),
         compile: bool = False,
     ) -> None:
@@ -212,7 +209,7 @@ class ModelTask(Opaque):
         priority, weight, min_devices, max_devices = map(plain, (priority, weight, min_devices, max_devices))
         homes = plain(homes)
         ema_decay, max_grad_norm = map(plain, (ema_decay, max_grad_norm))
-        loader_timeout_s, callback_timeout_s = map(plain, (loader_timeout_s, callback_timeout_s))
+        timeout_s = plain(timeout_s)
         loss_fn = uncompiled(loss_fn)
         options = locals()
         with naming_task(name):
@@ -246,8 +243,7 @@ class ModelTask(Opaque):
         self.weight = float(weight)
         self.max_retries = max_retries
         self.nonfinite = nonfinite
-        self.loader_timeout_s = loader_timeout_s
-        self.callback_timeout_s = callback_timeout_s
+        self.timeout_s = timeout_s
         self.precision = precision
         self.split_weights = split_weights
         self.moments = moments

@@ -277,7 +277,7 @@ def test_loader_may_wait_for_anothers_callback(validation):
         if k == 3:
             assert tells.over.wait(PATIENCE_S)
 
-    waiting = task("waiting", Loader(wait), loader_timeout_s=PATIENCE_S)
+    waiting = task("waiting", Loader(wait), timeout_s=PATIENCE_S)
     other = task("other", Loader(), seed=2, dropout=0.5, callbacks=[tells], validation=Loader() if validation else None)
     report = train(waiting, other)
     assert_as_plain(report, waiting, plain(Loader()))

@@ -282,7 +282,7 @@ def test_one_that_does_not_return_fails_the_task(hangs):
     go_on = threading.Event()
     hangs.append(threading.Event())
     block = lambda: (hangs[0].set(), go_on.wait(PATIENCE_S))  # noqa: E731
-    task, _ = task_of(at=("begin", 2), action=block, callback_timeout_s=0.2)
+    task, _ = task_of(at=("begin", 2), action=block, timeout_s=0.2)
     other, _ = task_of(name="other")
     reports = orchestra_of(task, other).train_models().tasks
     go_on.set()

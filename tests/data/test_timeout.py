@@ -97,7 +97,7 @@ def draws_outside():
 @covering(strength=1, at=[-1, 4], num_devices=[1, 2])
 def test_others_go_on_with_their_bits_and_no_retry_helps(at, num_devices, hanging):
     loader = hanging(at)
-    task, model = victim(build(loader), loader_timeout_s=SHORT_S, max_retries=3)
+    task, model = victim(build(loader), timeout_s=SHORT_S, max_retries=3)
     other, other_model = exact.task_of("dropout")
     before = draws_outside()
     report = exact.run([other, task], num_devices=num_devices)
@@ -111,12 +111,12 @@ def test_others_go_on_with_their_bits_and_no_retry_helps(at, num_devices, hangin
     assert outcome.losses == expected.losses  # what was read before is trained on
     exact.assert_same_state(zoo.state(model), expected.state)
     exact.assert_as_expected(report, "dropout", other_model, exact.expected("dropout"))
-    names(outcome.error, task="victim", says="0.2 loader_timeout_s victim-reader")
+    names(outcome.error, task="victim", says="0.2 timeout_s victim-reader")
 
 
 @pytest.mark.rest
 def test_validation_batch_counts_too(hanging):
-    task, _ = victim(loader_timeout_s=SHORT_S, validation=hanging(3))
+    task, _ = victim(timeout_s=SHORT_S, validation=hanging(3))
     assert run_beside(task).steps == 10
 
 
@@ -130,7 +130,7 @@ def test_split_counts_too(hanging):
             loader.hang()
         return hydra_engine.split(inputs, target, number)
 
-    task, _ = victim(accumulation_steps=2, split=split, loader_timeout_s=SHORT_S)
+    task, _ = victim(accumulation_steps=2, split=split, timeout_s=SHORT_S)
     run_beside(task)
 
 
@@ -139,7 +139,7 @@ def test_close_does_not_wait_for_it_again_and_a_thread_that_wakes_up_late_change
     """But what it draws itself before it comes back, which nobody can prevent."""
     monkeypatch.setattr("hydra_engine.data.reader.JOIN_S", 3 * PATIENCE_S)
     loader = hanging(4)
-    task, model = victim(build(loader), loader_timeout_s=SHORT_S)
+    task, model = victim(build(loader), timeout_s=SHORT_S)
     start_s = time.monotonic()
     outcome = run_beside(task)
     assert time.monotonic() - start_s < 3 * PATIENCE_S
@@ -156,7 +156,7 @@ def test_close_does_not_wait_for_it_again_and_a_thread_that_wakes_up_late_change
 
 @pytest.mark.rest
 def test_it_is_a_timeout_of_the_builtin_kind_and_another_run_in_the_same_process_is_undisturbed(hanging):
-    task, _ = victim(build(hanging(4)), loader_timeout_s=SHORT_S)
+    task, _ = victim(build(hanging(4)), timeout_s=SHORT_S)
     with refused(TimeoutError, task="victim", says="loader 0.2") as caught:
         exact.run([task])
     assert isinstance(caught.value, LoaderTimeout)
@@ -179,8 +179,8 @@ def test_waiting_for_anothers_loader_does_not_count(hanging, monkeypatch):
             assert slow.hangs.wait(PATIENCE_S)
 
     monkeypatch.setattr(GlobalGenerators, "_wait", waits)
-    task, model = victim(build(slow), loader_timeout_s=None, loader_alone=True)
-    other, other_model = exact.task_of("dropout", loader_timeout_s=SHORT_S, loader_alone=True, callbacks=[Meets()])
+    task, model = victim(build(slow), timeout_s=None, loader_alone=True)
+    other, other_model = exact.task_of("dropout", timeout_s=10 * SHORT_S, loader_alone=True, callbacks=[Meets()])
     report = exact.run([task, other])
     assert slow.go_on.is_set()
     exact.assert_as_expected(report, "dropout", other_model, exact.expected("dropout"))
@@ -189,7 +189,7 @@ def test_waiting_for_anothers_loader_does_not_count(hanging, monkeypatch):
 
 def test_evaluation_has_it_too(hanging):
     model, loss_fn, _ = trapped_model()
-    task = ModelTask(model, loss_fn, [], loader_timeout_s=SHORT_S, name="victim")
+    task = ModelTask(model, loss_fn, [], timeout_s=SHORT_S, name="victim")
     other, _ = exact.task_of("mlp")
     orchestra = exact.orchestrator([other])
     with refused(LoaderTimeout, task="victim"):
@@ -197,13 +197,13 @@ def test_evaluation_has_it_too(hanging):
 
 
 def test_the_default_is_half_an_hour_and_times_that_are_none_are_refused():
-    assert victim()[0].loader_timeout_s == 1800
+    assert victim()[0].timeout_s == 1800
     for value, error in (
         *((number, ValueError) for number in (0, -1, float("inf"))),
         *((other, TypeError) for other in ("1", True)),
     ):
-        with refused(error, says="loader_timeout_s"):
-            victim(loader_timeout_s=value)
+        with refused(error, says="timeout_s"):
+            victim(timeout_s=value)
 
 
 class TestInbox:
@@ -279,7 +279,7 @@ def test_thread_that_is_left_behind_at_the_end_loses_the_lock_too(hanging, monke
     monkeypatch.setattr("hydra_engine.data.reader.JOIN_S", 0.01)
     before = draws_outside()
     loader = hanging(0)
-    reader = Reader(victim(build(loader), loader_timeout_s=None)[0], "victim")
+    reader = Reader(victim(build(loader), timeout_s=None)[0], "victim")
     reader.start(lambda _: None, 1)
     reader.request(None)
     assert loader.hangs.wait(PATIENCE_S)
@@ -291,7 +291,7 @@ def test_thread_that_is_left_behind_at_the_end_loses_the_lock_too(hanging, monke
 
 def test_answer_that_came_in_time_is_not_lost():
     events = []
-    task = ModelTask([nn.Linear(2, 2)], nn.MSELoss(), [(torch.ones(1, 2), torch.ones(1, 2))], loader_timeout_s=1e-6)
+    task = ModelTask([nn.Linear(2, 2)], nn.MSELoss(), [(torch.ones(1, 2), torch.ones(1, 2))], timeout_s=1e-6)
     reader = Reader(task, "task")
     came = threading.Event()
     reader.start(lambda event: (events.append(event), came.set()), 1)

@@ -369,7 +369,7 @@ def in_background(job, *, after):
 def test_loader_that_hangs_while_a_task_joins_is_timed_out(is_alone, hangs):
     hanging, first, second = Gate(3), task("first", seed=1), task("second", seed=5)
     hangs.append(hanging.hangs)
-    victim = task("victim", seed=2, loader_timeout_s=0.2, loader_alone=is_alone)
+    victim = task("victim", seed=2, timeout_s=0.2, loader_alone=is_alone)
     victim.dataloader = hanging
     orchestra = orchestra_of(first, victim)
     first.callbacks = (At(1, lambda: hanging.hangs.wait(30)),)  # is still at work then
@@ -407,7 +407,7 @@ def test_loader_that_hangs_as_a_planned_task_is_set_up_is_timed_out(monkeypatch,
     hangs.append(hanging.hangs)
     joined, add = threading.Event(), Joining.add
     monkeypatch.setattr(Joining, "add", lambda *args: (add(*args), joined.set())[0])
-    victim = task("victim", At(1, begun.set), seed=2, loader_timeout_s=0.2)
+    victim = task("victim", At(1, begun.set), seed=2, timeout_s=0.2)
     victim.dataloader = hanging
     orchestra = orchestra_of(first, victim)
     orchestra.generate()
@@ -454,7 +454,7 @@ class Factories:
 def test_factory_that_hangs_fails_its_task_alone(hangs):
     factories = Factories()
     hangs.append(factories.hangs)
-    victim = task("victim", seed=2, optimizer=factories.optimizer, loader_timeout_s=0.2)
+    victim = task("victim", seed=2, optimizer=factories.optimizer, timeout_s=0.2)
     first = task("first", seed=1)
     orchestra = orchestra_of(victim, first)
     orchestra.generate()
@@ -507,7 +507,7 @@ def test_task_may_be_stopped_while_it_is_set_up():
 
 def test_run_ends_while_a_task_that_would_join_hangs_in_its_loader(hangs):
     """The validation of the one that trains is opened meanwhile, for the first time, for which it has to be alone."""
-    hanging, joining = Gate(0), task("joining", seed=5, loader_timeout_s=0.2)
+    hanging, joining = Gate(0), task("joining", seed=5, timeout_s=0.2)
     hangs.append(hanging.hangs)
     joining.dataloader = hanging
     begun = threading.Event()
@@ -521,7 +521,7 @@ def test_run_ends_while_a_task_that_would_join_hangs_in_its_loader(hangs):
     thread.join(30)
     [error] = errors
     assert isinstance(error, TimeoutError)
-    names(error, task="joining", says="loader_timeout_s 0.2")
+    names(error, task="joining", says="timeout_s 0.2")
     orchestra.stop_task("first")  # nobody holds what it needs
 
 

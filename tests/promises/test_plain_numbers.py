@@ -46,8 +46,7 @@ OPTIONS = {
     "weight": 0.5,
     "max_grad_norm": 1.5,
     "ema_decay": 0.5,
-    "loader_timeout_s": 60,
-    "callback_timeout_s": 60.5,
+    "timeout_s": 60.5,
 }
 
 

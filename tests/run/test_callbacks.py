@@ -21,7 +21,7 @@ from tests.run.test_forget import task as plain_task
 from tests.run.test_notifier import join_threads
 
 PATIENCE_S = 30
-SHORT_S = 0.1
+SHORT_S = 0.4
 
 
 class Log(Callback):
@@ -155,7 +155,7 @@ def blocks(hangs):
 def test_one_that_does_not_return_fails_its_task_alone(at, num_devices, blocks):
     """With the weights of its last committed step; also where its end was to come next."""
     blocked = blocks(at)
-    mine, other = task("a", blocked, callback_timeout_s=SHORT_S), task("b", Log())
+    mine, other = task("a", blocked, timeout_s=SHORT_S), task("b", Log())
     reports = train(mine, other, num_devices=num_devices)
     assert_finished(reports["b"], other)
     failed = reports["a"]
@@ -167,7 +167,7 @@ def test_one_that_does_not_return_fails_its_task_alone(at, num_devices, blocks):
 
 @pytest.mark.rest
 def test_one_that_does_not_return_at_the_end_does_not_hold_up_the_runs(blocks):
-    reports = train(task("a", blocks("end"), callback_timeout_s=SHORT_S), other := task("b"))
+    reports = train(task("a", blocks("end"), timeout_s=SHORT_S), other := task("b"))
     assert isinstance(reports["a"].exception, CallbackTimeout)
     assert reports["a"].steps == STEPS * EPOCHS
     assert_finished(reports["b"], other)
@@ -175,7 +175,7 @@ def test_one_that_does_not_return_at_the_end_does_not_hold_up_the_runs(blocks):
 
 def test_what_a_late_one_raises_changes_nothing(blocks):
     blocked = blocks(2, StopTask())
-    mine = task("a", blocked, callback_timeout_s=SHORT_S)
+    mine = task("a", blocked, timeout_s=SHORT_S)
     report = train(mine, task("b"))["a"]
     error, weights = report.error, [parameter.detach().clone() for parameter in mine.model.parameters()]
     blocked.go_on.set()
@@ -219,7 +219,7 @@ def test_tasks_come_and_go_while_one_blocks(blocks):
         assert blocked.inside.wait(PATIENCE_S)
         orchestra.add_task(added)
 
-    orchestra = orchestra_of(task("a", blocked, callback_timeout_s=SHORT_S), stopped, task("b", At(3, act)))
+    orchestra = orchestra_of(task("a", blocked, timeout_s=SHORT_S), stopped, task("b", At(3, act)))
     reports = orchestra.train_models().tasks
     assert [reports[name].status for name in ("a", "b", "stopped")] == ["failed", "finished", "stopped"]
     assert_finished(reports["added"], added)
@@ -248,8 +248,8 @@ def test_one_whose_new_task_hangs_as_it_is_planned_holds_up_nobody(blocks, hangs
         orchestra.add_task(added)
         orchestra.stop_task("hangs")
 
-    first = task("a", At(1, lambda report: orchestra.add_task(hangs)), callback_timeout_s=SHORT_S)
-    orchestra = orchestra_of(first, second := task("b", At(1, act), loader_timeout_s=None))
+    first = task("a", At(1, lambda report: orchestra.add_task(hangs)), timeout_s=SHORT_S)
+    orchestra = orchestra_of(first, second := task("b", At(1, act), timeout_s=None))
     reports = orchestra.train_models().tasks
     loader.go_on.set()
     blocks("never")  # whose fixture waits for the thread
@@ -292,7 +292,7 @@ def test_others_are_saved_while_one_blocks(tmp_path, blocks, monkeypatch, option
 def test_ctrl_c_does_not_wait_for_it_for_ever(monkeypatch, blocks, timeout_s):
     monkeypatch.setattr("hydra_engine.run.notifier.INTERRUPTED_S", SHORT_S)
     blocked = blocks(3)
-    mine = task("a", blocked, callback_timeout_s=timeout_s)
+    mine = task("a", blocked, timeout_s=timeout_s)
 
     def interrupt(report):
         assert blocked.inside.wait(PATIENCE_S)
@@ -341,10 +341,6 @@ def test_weights_in_a_callback_are_those_of_its_step(num_devices):
         expected.insert((k + 1) * (STEPS + 1) - 1, expected[(k + 1) * (STEPS + 1) - 2])
     for weights, plain in zip(seen, expected, strict=True):
         assert all(map(torch.equal, weights, plain))
-
-
-def test_the_default_is_a_loaders():
-    assert task("a").callback_timeout_s == task("a").loader_timeout_s == 1800
 
 
 class Factories:

@@ -173,7 +173,7 @@ def test_a_call_that_does_not_return_is_left_behind_and_what_waited_goes_on(hung
     assert calls == ["step 0", "job"]
     failed = events.get_nowait()
     assert isinstance(failed.error, CallbackTimeout)
-    names(failed.error, task="late", says="Log.on_step 1e-09 callback_timeout_s")
+    names(failed.error, task="late", says="Log.on_step 1e-09 timeout_s")
     assert notifier._end.ending.error is failed.error
     assert notifier._end.is_stopped
     notifier.end()  # nobody is there to be told

@@ -216,7 +216,7 @@ def test_a_trial_whose_callback_does_not_return_gives_way_to_the_next(hook, monk
 
     setattr(blocked, hook, block)
     try:
-        trial = beside_two(blocked, callback_timeout_s=0.2)
+        trial = beside_two(blocked, timeout_s=0.2)
     finally:
         may_return.set()
         for each in [thread for thread in threading.enumerate() if thread.name == "trial-1-callbacks"]:
