@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_engine import CudaDevice, EmulatedDevice, Model, ModelOrchestrator, ModelTask  # noqa: F401 - for the pages
+from hydra_engine import CudaDevice, EmulatedDevice, KeepBest, Model, ModelOrchestrator, ModelTask  # noqa: F401 - for the pages
 
 torch.manual_seed(0)
 inputs = torch.randn(64, 16)

@@ -71,7 +71,7 @@ class SavedTask:
     def goes_on(self, task: ModelTask) -> bool:
         """Return True if there is more to train. A failed task is tried again, one that struck a device is not."""
         if self.over == FINISHED:
-            best, patience = self._state.get("best"), task.patience
+            best, patience = self._state.get("best"), None if task.keep_best is None else task.keep_best.patience
             has_waited = best is not None and patience is not None and best["num_worse"] >= patience
             return task.epochs > self.position.epoch + 1 and not has_waited
         return self.over in (None, FAILED)
@@ -132,11 +132,11 @@ class SavedTask:
         best = self._state.get("best")
         if best is None or task.keep_best is None:
             return
-        saved, now = (best["by"], best["direction"]), (task.keep_best, task.best)
+        saved, now = (best["by"], best["direction"]), (task.keep_best.by, task.keep_best.direction)
         if saved != now:
             raise ValueError(
-                f"{self._name}: keep_best: {now[0]!r} with best {now[1]!r}, and it was saved with {saved[0]!r} and "
-                f"{saved[1]!r}, whose values do not compare; resume with those, or without keep_best"
+                f"{self._name}: keep_best: {now[0]!r} with direction {now[1]!r}, and it was saved with {saved[0]!r} "
+                f"and {saved[1]!r}, whose values do not compare; resume with those, or without keep_best"
             )
 
     def check_adapts(self, task: ModelTask) -> None:

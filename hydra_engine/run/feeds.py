@@ -488,8 +488,8 @@ class Joining:
                 planned.doubts += planned.saved.put_optimizer(optimizer)
             if planned.chooser is not None:
                 self._begin_to_choose(task, planned.chooser, optimizer.optimizer)
-            if planned.task.keep_best is not None:
-                best = Best(by=planned.task.keep_best, direction=planned.task.best, epoch_first=planned.report.steps)
+            if (keeps := planned.task.keep_best) is not None:
+                best = Best(by=keeps.by, direction=keeps.direction, epoch_first=planned.report.steps)
                 task.figures.best = BestWeights(state.pool, best)
                 if planned.saved is not None:
                     planned.saved.put_best(task.figures.best)

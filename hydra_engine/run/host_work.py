@@ -588,7 +588,7 @@ def _of_validation(task: RunningTask) -> list[str]:
     is_due = trained.purpose is Purpose.TRAIN and trained.validation is not None and not report.validation_losses
     if not is_due or task.end.ending is None or task.end.ending.kind is not EndKind.FINISHED:
         return []
-    judged = "" if trained.keep_best is None else f", and keep_best={trained.keep_best!r} had nothing to choose by"
+    judged = "" if trained.keep_best is None else f", and keep_best={trained.keep_best.by!r} had nothing to choose by"
     return [
         f"no validation took place, since validation_interval is {trained.validation_interval} and the task had "
         f"{report.steps} steps{judged}; give a smaller interval, or 'epoch'"

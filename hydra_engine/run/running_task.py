@@ -542,7 +542,8 @@ class RunningTask:
 
     def reach_epoch(self, epoch: int) -> None:
         """All steps of the epochs before this one are committed."""
-        if self.planned.task.keep_best == TRAINING_LOSS and epoch > self.epoch:
+        keeps = self.planned.task.keep_best
+        if keeps is not None and keeps.by == TRAINING_LOSS and epoch > self.epoch:
             self.epoch, self.epoch_is_over = epoch, True
             self.judge_epoch()
 
@@ -639,10 +640,11 @@ class Common:
 
     def end_early(self, task: RunningTask) -> None:
         """End a task as finished where nothing has become better for as long as its user waits."""
-        best, patience, by = task.figures.best, task.planned.task.patience, task.planned.task.keep_best
-        has_waited = best is not None and patience is not None and best.best.num_worse >= patience
-        if has_waited and task.end.ending is None and task.life is Life.TRAINING:
-            task.end.finish(early_because=f"{by} was no better for {patience} times (patience)")
+        best, keeps = task.figures.best, task.planned.task.keep_best
+        if best is None or keeps is None or keeps.patience is None or best.best.num_worse < keeps.patience:
+            return
+        if task.end.ending is None and task.life is Life.TRAINING:
+            task.end.finish(early_because=f"{keeps.by} was no better for {keeps.patience} times (patience)")
             self.due.append(TaskStopped(task.name))
 
     def when_told(self, task: RunningTask, job: Callable[[], None]) -> None:

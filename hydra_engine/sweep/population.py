@@ -107,8 +107,8 @@ class Population:
             )
         if task.keep_best is not None:
             raise ValueError(
-                f"population: {name} has keep_best {task.keep_best!r}, limit: none, since members are ranked by their "
-                f"last validation; leave it out"
+                f"population: {name} has keep_best {task.keep_best.by!r}, limit: none, since members are ranked by "
+                f"their last validation; leave it out"
             )
         if task.early_release:
             raise ValueError(

@@ -19,6 +19,7 @@ from hydra_engine.tasks.report import (
     CheckpointReport,
     DeviceReport,
     Evaluation,
+    KeepBest,
     Plan,
     Report,
     Retry,

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from hydra_engine.tasks.callback import Callback
 from hydra_engine.tasks.chooser import GuidedLoader
 from hydra_engine.tasks.model import Model
-from hydra_engine.tasks.report import MAX, MIN, TRAINING_LOSS, VALIDATION_LOSS
+from hydra_engine.tasks.report import TRAINING_LOSS, VALIDATION_LOSS
 from partitioners.boundary import UnfitTensor, check_fit
 from partitioners.plain_numbers import plain
 from partitioners.precision import DTYPES
@@ -159,8 +159,6 @@ TYPES: tuple[Rule, ...] = (
         ),
         "{!r} does not map names to functions; give {{'accuracy': accuracy}}",
     ),
-    ("keep_best", _or_none(_is_a(str)), "{!r} is not a str; give 'validation_loss', a name in metrics=, or 'loss'"),
-    ("patience", _or_none(_is_int), "{!r} is not an int; give a number of validations, None for no end"),
     (
         "hparams",
         _or_none(lambda value: isinstance(value, Mapping) and all(isinstance(key, str) for key in value)),
@@ -227,8 +225,6 @@ LIMITS: tuple[Rule, ...] = (
         _or_none(lambda value: isinstance(value, (int, float)) and 0 <= value < 1),
         "{!r}, limit: 0 <= ema_decay < 1; 0.999 is common",
     ),
-    _known("best", MIN, MAX),
-    ("patience", _or_none(lambda value: value >= 1), "{}, limit: at least 1; None for no end"),
     ("weight", lambda value: 0 < value < math.inf, "{}, limit: finite, above 0; 1 is every task's"),
     ("timeout_s", _or_none(lambda value: 0 < value < math.inf), "{}, limit: finite, above 0; None waits for ever"),
 )
@@ -369,13 +365,9 @@ def _chooser_conflicts(task: Any) -> Iterator[str]:
 
 
 def _best_conflicts(task: Any) -> Iterator[str]:
-    by, metrics = task.keep_best, task.metrics or {}
-    if by is None:
-        if task.patience is not None:
-            yield f"patience: {task.patience} without keep_best; name the figure that is to get better"
-        if task.best != MIN:
-            yield f"best: {task.best!r} without keep_best; name the figure that is to be large"
+    if task.keep_best is None:
         return
+    by, metrics = task.keep_best.by, task.metrics or {}
     is_validated = task.validation is not None
     known = [TRAINING_LOSS, *([VALIDATION_LOSS] if is_validated else []), *metrics]
     if by not in known:

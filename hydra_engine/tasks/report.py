@@ -20,6 +20,7 @@ from hydra_engine.tasks.logger import StepReport, ValidationReport
 from hydra_engine.tasks.report_file import load, save
 from hydra_engine.trace import MemoryUse, Span
 from partitioners import format_bytes
+from partitioners.plain_numbers import make_plain, whole_number
 from partitioners.profile import noted
 
 # The lane of a span that says that a step began again.
@@ -44,6 +45,33 @@ def best_index(values: Sequence[float], direction: str) -> int | None:
     """Return the place of the best number, the first of equal ones; None if there is none."""
     numbers = [k for k, value in enumerate(values) if value == value]
     return min(numbers, key=lambda k: values[k] if direction == MIN else -values[k], default=None)
+
+
+@dataclass(frozen=True)
+class KeepBest:
+    """What `ModelTask(keep_best=)` goes by.
+
+    Args:
+        by: a figure: "validation_loss", a name in `metrics`, or "loss", the mean of an epoch's training losses.
+        direction: "min" or "max", which is better.
+        patience: end the task as finished after so many validations (epochs, by "loss") in which nothing was better.
+    """
+
+    by: str
+    direction: str = MIN
+    patience: int | None = None
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        if not isinstance(self.by, str):
+            raise TypeError(
+                f"keep_best: {self.by!r} is not a str; give 'validation_loss', a name in metrics=, or 'loss', or a "
+                f"KeepBest of one"
+            )
+        if self.direction not in (MIN, MAX):
+            raise ValueError(f"keep_best: direction {self.direction!r}, known: {MIN!r}, {MAX!r}")
+        if self.patience is not None:
+            whole_number("keep_best: patience", self.patience)
 
 
 @dataclass(frozen=True, kw_only=True)

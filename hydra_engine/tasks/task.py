@@ -24,6 +24,7 @@ from hydra_engine.tasks.options import (
     plain_values,
     splits_against,
 )
+from hydra_engine.tasks.report import KeepBest
 from hydra_engine.tasks.splitting import LossReduction, Split, unpack_batch
 from hydra_engine.tasks.splitting import split as split_batch
 from partitioners import Fastest, Partitioner, make_partitioner
@@ -111,9 +112,7 @@ class ModelTask(Opaque):
         metrics: name -> function (output, target) -> number, of each validation batch; a validation's figure is their
             mean, weighted by samples. In `TaskReport.validation_metrics`.
         keep_best*: hand the model back as it was where this figure was best, weights and buffers, however the task
-            ends: "validation_loss", a name in `metrics`, or "loss", the mean of an epoch's training losses.
-        best: "min" or "max", of `keep_best`.
-        patience: end the task as finished after so many validations (epochs, by "loss") in which nothing was better.
+            ends: a `hydra_engine.KeepBest`, which may end it early; or the figure's name alone, where less is better.
         resume_options*: where the task goes on from a checkpoint, whose options of the optimizer and whose schedule
             count: those of the "checkpoint", as with torch's `load_state_dict`, with a line in `report.messages` for
             each that the program gives otherwise; or those of the "program". A changed schedule is the program's.
@@ -182,9 +181,7 @@ class ModelTask(Opaque):
         validation: Iterable[Any] | None = None,
         validation_interval: int | str = "epoch",
         metrics: Mapping[str, Callable[[Any, Any], float | Tensor]] | None = None,
-        keep_best: str | None = None,
-        best: str = "min",
-        patience: int | None = None,
+        keep_best: KeepBest | str | None = None,
         resume_options: str = "checkpoint",
         hparams: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] = (),
@@ -205,14 +202,16 @@ class ModelTask(Opaque):
         epochs, seed, accumulation_steps, max_device_batch = map(
             plain, (epochs, seed, accumulation_steps, max_device_batch)
         )
-        validation_interval, patience, max_retries = map(plain, (validation_interval, patience, max_retries))
+        validation_interval, max_retries = map(plain, (validation_interval, max_retries))
         priority, weight, min_devices, max_devices = map(plain, (priority, weight, min_devices, max_devices))
         homes = plain(homes)
         ema_decay, max_grad_norm = map(plain, (ema_decay, max_grad_norm))
         timeout_s = plain(timeout_s)
         loss_fn = uncompiled(loss_fn)
-        options = locals()
         with naming_task(name):
+            if keep_best is not None and not isinstance(keep_best, KeepBest):
+                keep_best = KeepBest(keep_best)
+            options = locals()
             check_options(options)
             if isinstance(partitioner, str):
                 partitioner = make_partitioner(partitioner)
@@ -265,8 +264,6 @@ class ModelTask(Opaque):
         self.validation_interval = validation_interval
         self.metrics = dict(metrics or {})
         self.keep_best = keep_best
-        self.best = best
-        self.patience = patience
         self.hparams = plain_values(hparams or {})
         self.callbacks = tuple(callbacks)
         self.loader_alone = loader_alone

@@ -63,7 +63,6 @@ _OTHERWISE: dict[str, tuple[Any, str]] = {
     "split_weights": (None, ""),
     "grad_scaler": (None, ""),
     "keep_best": (None, _BRIEF),
-    "patience": (None, _BRIEF),
     "max_device_batch": (None, _BRIEF),
     "nonfinite": (None, _BRIEF),
     "compile": (False, "whose results are those of plain PyTorch without rounding"),

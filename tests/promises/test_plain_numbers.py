@@ -38,7 +38,6 @@ OPTIONS = {
     "seed": 7,
     "accumulation_steps": 2,
     "validation_interval": 3,
-    "patience": 2,
     "priority": -1,
     "min_devices": 1,
     "max_devices": 1,

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hydra_engine
-from hydra_engine import Callback, CheckpointError, ModelTask, StopTask
+from hydra_engine import Callback, CheckpointError, KeepBest, ModelTask, StopTask
 from hydra_engine.checkpoints.checkpoint import load_newest, newest_first, read_manifest
 from hydra_engine.run.feeds import Joining
 from hydra_engine.system import process as restart
@@ -189,7 +189,7 @@ CASES = {
         "metrics": {"mean": lambda x, _: x.mean()},
     },
     "best by validation": {"validation": shuffled, "draws": True, "keep_best": "validation_loss", "batch_norm": True},
-    "best by training loss": {"keep_best": "loss", "patience": 5},
+    "best by training loss": {"keep_best": KeepBest("loss", patience=5)},
     "bfloat16": {"precision": "bfloat16", "ema_decay": 0.9},
     "float16": {"precision": "float16", "grad_scaler": lambda: torch.amp.GradScaler("cpu", growth_interval=2)},
     "float16, skips": {"precision": "float16", "grad_scaler": lambda: torch.amp.GradScaler("cpu", init_scale=2.0**40)},

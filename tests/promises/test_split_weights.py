@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import Callback, HostOutOfMemory, ModelTask
+from hydra_engine import Callback, HostOutOfMemory, KeepBest, ModelTask
 from partitioners import Presharded
 from tests import exact, zoo
 from tests.covering import covering
@@ -102,7 +102,7 @@ OPTIONS = {
     "early release": {"early_release": True},
     "early release, room for all": {"early_release": "all"},
     "averages": {"ema_decay": 0.9},
-    "best": {"keep_best": "loss", "best": "max"},
+    "best": {"keep_best": KeepBest("loss", "max")},
     "own optimizer": {"optimizer": Rebinding},
 }
 
@@ -123,7 +123,7 @@ def test_an_update_that_raises_and_is_tried_again_starts_from_the_weights_before
 
 @covering(
     first_and_second=[(True, False), (False, True), (True, True)],
-    options=[{"ema_decay": 0.9}, {"keep_best": "loss", "best": "max"}],
+    options=[{"ema_decay": 0.9}, {"keep_best": KeepBest("loss", "max")}],
     strength=1,
 )
 def test_a_task_that_is_saved_goes_on_with_or_without(tmp_path, first_and_second, options):

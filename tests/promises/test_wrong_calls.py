@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_engine import Callback, CudaDevice, EmulatedDevice, Model, ModelOrchestrator, ModelTask
+from hydra_engine import Callback, CudaDevice, EmulatedDevice, KeepBest, Model, ModelOrchestrator, ModelTask
 from hydra_engine.adaptive import AdaptiveDataLoader
 from hydra_engine.errors import ShardDoesNotFit
 from partitioners import Presharded
@@ -220,11 +220,6 @@ OPTIONS = [
     ({"keep_best": True}, TypeError, "True"),
     ({"keep_best": "loss", "ema_decay": 0.9}, ValueError, "ema_decay"),
     ({"keep_best": "loss", "metrics": {"loss": F.mse_loss}, **VALIDATED}, ValueError, "'loss'"),
-    ({"best": "lowest", "keep_best": "loss"}, ValueError, "lowest 'min'"),
-    ({"best": "max"}, ValueError, "max keep_best"),
-    ({"patience": 3}, ValueError, "3 keep_best"),
-    ({"patience": 0, "keep_best": "loss"}, ValueError, "0"),
-    ({"patience": 1.5, "keep_best": "loss"}, TypeError, "1.5"),
     ({"hparams": ["lr"]}, TypeError, "'lr'"),
     ({"records": "loss_fn.history"}, TypeError, "loss_fn.history"),
     ({"records": [1]}, TypeError, "1"),
@@ -392,6 +387,9 @@ MALFORMED = ("lots", "MiB", "", "-1MiB", "12QiB", "1e", "0x10", "nan", "infGiB",
 VALUES = {
     "memory": (EmulatedDevice, ValueError, MALFORMED),
     "dram": (lambda value: orchestra(dram=value), ValueError, (0, -1, "16G", 1.5, True)),
+    "direction": (partial(KeepBest, "loss"), ValueError, ("lowest",)),
+    "patience": (partial(KeepBest, "loss", "min"), ValueError, (0,)),
+    "patience:": (partial(KeepBest, "loss", "min"), TypeError, (1.5,)),
 }
 OTHER_CALLS |= {
     f"{name} {value!r}": (partial(call, value), error, f"{name} {value}")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import Callback, ModelTask, StopTask
+from hydra_engine import Callback, KeepBest, ModelTask, StopTask
 from hydra_engine.checkpoints.checkpoint import load_newest
 from partitioners import Presharded
 from tests import exact, reference, zoo
@@ -143,7 +143,7 @@ def test_the_model_has_the_weights_of_its_best_epoch(case):
 
 
 def test_the_best_of_a_metric_may_be_its_highest():
-    task = task_of(keep_best="minus_error", best="max", metrics={"error": error, "minus_error": minus_error})
+    task = task_of(keep_best=KeepBest("minus_error", "max"), metrics={"error": error, "minus_error": minus_error})
     report = run(task)
     values = report.validation_metrics["minus_error"]
     assert report.best_value == values[BEST] == max(values)
@@ -160,7 +160,7 @@ def test_validations_in_the_middle_of_an_epoch():
 
 
 def test_of_equal_values_the_first_one_is_kept():
-    task = task_of(keep_best="same", metrics={"same": lambda output, target: 1.0}, patience=2)
+    task = task_of(keep_best=KeepBest("same", patience=2), metrics={"same": lambda output, target: 1.0})
     report = run(task)
     assert (report.best_step, report.steps, report.stopped_early) == (STEPS, 3 * STEPS, True)
     assert_is_plain(task, STEPS)
@@ -185,7 +185,7 @@ def test_a_task_without_a_validation_says_that_nothing_was_judged(interval):
 
 
 def test_without_any_number_the_last_weights_stay():
-    task = task_of(keep_best="none", metrics={"none": lambda output, target: float("nan")}, patience=3)
+    task = task_of(keep_best=KeepBest("none", patience=3), metrics={"none": lambda output, target: float("nan")})
     report = run(task)
     assert (report.best_step, report.best_value, report.steps) == (None, None, 3 * STEPS)
     assert_is_plain(task, 3 * STEPS)
@@ -234,7 +234,7 @@ TOLD = [
 @pytest.mark.parametrize(("case", "told"), TOLD)
 def test_patience_ends_a_task_as_finished(case, told):
     callback = told()
-    task = task_of(patience=2, callbacks=[callback], **CASES[case])
+    task = task_of(keep_best=KeepBest("validation_loss", patience=2), callbacks=[callback], **CASES[case])
     other = task_of(name="other")
     report = orchestra_of(task, other).train_models()
     found = report.tasks["task"]
@@ -252,7 +252,9 @@ def test_patience_ends_a_task_as_finished(case, told):
 @pytest.mark.parametrize(("case", "told"), TOLD)
 def test_patience_counts_epochs_by_the_training_loss(case, told):
     callback = told()
-    task = task_of(validated=False, loader=Scaled(), keep_best="loss", patience=2, callbacks=[callback], **CASES[case])
+    task = task_of(
+        validated=False, loader=Scaled(), keep_best=KeepBest("loss", patience=2), callbacks=[callback], **CASES[case]
+    )
     report = run(task)
     assert (report.status, report.stopped_early, report.steps) == ("finished", True, 4 * STEPS)
     assert callback.calls == [0, 1, 2, 3]
@@ -260,7 +262,7 @@ def test_patience_counts_epochs_by_the_training_loss(case, told):
 
 
 def test_with_its_last_batch_a_task_ends_by_itself():
-    task = task_of(epochs=4, patience=2)
+    task = task_of(epochs=4, keep_best=KeepBest("validation_loss", patience=2))
     report = run(task)
     assert (report.status, report.stopped_early, report.steps) == ("finished", False, 4 * STEPS)
     assert_is_plain(task, 2 * STEPS)
@@ -288,7 +290,10 @@ def test_a_callback_that_raises_at_the_last_validation_fails_the_task():
             if report.stopped_early or len(report.validation_losses) == 4:
                 raise RuntimeError("boom")
 
-    task, other = task_of(patience=2, callbacks=[Raises()]), task_of(name="other")
+    task, other = (
+        task_of(keep_best=KeepBest("validation_loss", patience=2), callbacks=[Raises()]),
+        task_of(name="other"),
+    )
     report = orchestra_of(task, other).train_models().tasks["task"]
     assert report.status == "failed"
     assert_is_plain(task, 2 * STEPS)
@@ -320,7 +325,7 @@ class Boom(RuntimeError):
 )
 def test_a_resumed_task_has_the_same_best(tmp_path, by, case, after):
     def task(**options):
-        return task_of(validation=steady(2, seed=2), keep_best=by, patience=2, **CASES[case], **options)
+        return task_of(validation=steady(2, seed=2), keep_best=KeepBest(by, patience=2), **CASES[case], **options)
 
     whole = task()
     expected = run(whole, directory=tmp_path / "whole", checkpoint_every=1)
@@ -340,7 +345,8 @@ def test_a_resumed_task_has_the_same_best(tmp_path, by, case, after):
 
 def test_a_task_that_ended_early_is_over_until_its_patience_is_longer(tmp_path):
     def task(patience, begun=0):
-        return task_of(validation=Scaled(2, seed=2, scales=(0.5, 5.0, 5.0, 5.0, 5.0), begun=begun), patience=patience)
+        validation = Scaled(2, seed=2, scales=(0.5, 5.0, 5.0, 5.0, 5.0), begun=begun)
+        return task_of(validation=validation, keep_best=KeepBest("validation_loss", patience=patience))
 
     first = task(2)
     report = run(first, directory=tmp_path)

@@ -19,6 +19,7 @@ from hydra_engine import (
     CheckpointError,
     EmulatedDevice,
     HostOutOfMemory,
+    KeepBest,
     ModelOrchestrator,
     ModelTask,
     StopTask,
@@ -818,8 +819,7 @@ def test_the_value_of_a_trial_is_that_of_the_weights_it_leaves():
             trial,
             Notes(trial.number),
             metrics={"accuracy": accuracy},
-            keep_best="accuracy",
-            best="max",
+            keep_best=KeepBest("accuracy", "max"),
             hparams=given[trial.number],
         )
 
