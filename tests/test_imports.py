@@ -47,7 +47,7 @@ WITHOUT = {
     "pictures": ("concurrent", "queue", "threading", "time", "torch"),
 }
 # Modules of planning that predict runs, from numbers alone.
-SIMULATOR = ("costs", "simulate", "world")
+SIMULATOR = ("costs", "cuts", "simulate", "world")
 # May be imported inside a function, so that the package works without them.
 OPTIONAL = (
     *("IPython", "matplotlib", "optuna", "peft", "pynvml", "ray", "rich", "shtab"),

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from hydra_engine.host import Shard, TaskState, Wanted, share_out
+from hydra_engine.host import Wanted, share_out
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.simulate import alike, bound_s, num_spread_units, predict_spreads, simulate
 from hydra_engine.planning.world import wanted_homes
@@ -302,7 +302,7 @@ def cut_cost(
     free = run.device.memory_bytes - _most_bytes(task, at_home) - max(slabs)
     free -= sum(task.of_shard("home_bytes", j) for j in at_home) / run.devices_per_task
     rate = run.device.load_bytes_per_s or math.inf
-    kept = _choose_kept(slabs, graphs, forward_s, lowest, sum(task.unit_s), free, rate)
+    kept = kept_within(slabs, graphs, forward_s, lowest, sum(task.unit_s), free, rate)
     return replace(task, graph_bytes=[(graphs[j] or 0) if j >= kept.keeps_from else 0 for j in range(num)])
 
 
@@ -563,25 +563,7 @@ class Kept(NamedTuple):
     step_s: float  # of the device or its link, whichever takes longer
 
 
-def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float, at_home: Collection[int] = ()) -> Kept:
-    """Which graphs are worth keeping on a device beside these shards' homes, and what a step then takes.
-
-    Below the shard that the backward begins with, one after the other is needed again soonest. Of what the budget
-    leaves beside two slabs and a unit's work, the first may keep graphs, which saves running their forwards again and
-    loading them, and the next ones their slabs alone, which takes less and saves loads. A step takes as long as what
-    the device computes or what its link carries, whichever is more; of equals the fewest graphs.
-    """
-    shards, unit_s = state.cut.shards, state.measured.unit_s
-    slabs = [shard.slab_bytes - (shard.own_bytes if shard.index in at_home else 0) for shard in shards]
-    forward_s = [unit_s.get((FORWARD, shard.index), 0.0) for shard in shards]
-    graphs = [_graph_bytes(state, shard) if state.may_keep_graph(shard) else None for shard in shards]
-    free = memory_bytes - max(slabs[shard.index] + state.work_bytes(shard) for shard in shards) - max(slabs)
-    free -= sum(state.home_bytes(shards[j]) for j in at_home)
-    lowest, compute_s = state.cut.lowest_backward, _compute_s(state)
-    return _choose_kept(slabs, graphs, forward_s, lowest, compute_s, free, link_bytes_per_s)
-
-
-def _choose_kept(
+def kept_within(
     slabs: Sequence[int],
     graphs: Sequence[int | None],
     forward_s: Sequence[float],
@@ -590,7 +572,12 @@ def _choose_kept(
     free: float,
     rate: float,
 ) -> Kept:
-    """As `choose_kept`, from figures by shard.
+    """Choose which graphs are worth keeping on a device, from figures by shard, and what a step then takes.
+
+    Below the shard that the backward begins with, one after the other is needed again soonest. Of what is free, the
+    first may keep graphs, which saves running their forwards again and loading them, and the next ones their slabs
+    alone, which takes less and saves loads. A step takes as long as what the device computes or what its link carries,
+    whichever is more; of equals the fewest graphs.
 
     graphs: None where a backward needs a forward of its own. lowest: that has a backward. compute_s: of a step that
     keeps nothing. free: bytes beside two slabs and a unit's work. rate: of the link.
@@ -611,25 +598,3 @@ def _choose_kept(
         compute_s -= forward_s[keeps_from]
         loaded -= slabs[keeps_from]
     return best
-
-
-def least_step_s(state: TaskState) -> float:
-    """Seconds of a step on a device of any memory: no forward is run twice that need not be, and nothing loaded."""
-    kept = filter(state.may_keep_graph, state.cut.shards)
-    return _compute_s(state) - sum(state.measured.unit_s.get((FORWARD, shard.index), 0.0) for shard in kept)
-
-
-def _compute_s(state: TaskState) -> float:
-    return sum(state.measured.unit_s.get(node, 0.0) for node in state.cut.chains[True])
-
-
-def kept_bytes(state: TaskState, shard: Shard) -> int:
-    """Bytes of a shard's graphs for a step; 0 where they are not kept."""
-    is_kept = shard.index >= state.cut.keeps_from and state.may_keep_graph(shard)
-    return (_graph_bytes(state, shard) or 0) if is_kept else 0
-
-
-def _graph_bytes(state: TaskState, shard: Shard) -> int | None:
-    """The most that it was seen to take."""
-    known = list(state.measured.graph_bytes.items())  # a lane may add to them meanwhile
-    return max((num_bytes for (j, _), num_bytes in known if j == shard.index), default=None)

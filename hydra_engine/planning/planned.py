@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from hydra_engine.host import (
     FrozenBlocks,
     HostPool,
     ModelLayout,
+    Shard,
     TaskState,
     Wanted,
     has_hooks,
@@ -33,10 +34,10 @@ from hydra_engine.host import (
 )
 from hydra_engine.planning.adoption import Rehearsals
 from hydra_engine.planning.costs import DeviceCost, TaskCost
-from hydra_engine.planning.cuts import CutChoice, PredictedCut, kept_bytes
+from hydra_engine.planning.cuts import CutChoice, Kept, PredictedCut, kept_within
 from hydra_engine.planning.simulate import predict_spreads
 from hydra_engine.planning.trial import trial_state_bytes, update_bytes_per_s
-from hydra_engine.schedule import MOST_AHEAD, Spread, part_ranges
+from hydra_engine.schedule import FORWARD, MOST_AHEAD, Spread, part_ranges
 from hydra_engine.system import dram
 from hydra_engine.tasks import (
     FINISHED,
@@ -645,6 +646,40 @@ def _split_weights(planned: Sequence[PlannedTask]) -> None:
                 f"{each.name}: DRAM is too small for float32 weights beside the narrow ones, so they are split "
                 f"(split_weights); results are the same, and other threads of yours than callbacks' read zeros"
             )
+
+
+def choose_kept(state: TaskState, memory_bytes: int, link_bytes_per_s: float, at_home: Collection[int] = ()) -> Kept:
+    """Which graphs are worth keeping on a device beside these shards' homes, and what a step then takes."""
+    shards, unit_s = state.cut.shards, state.measured.unit_s
+    slabs = [shard.slab_bytes - (shard.own_bytes if shard.index in at_home else 0) for shard in shards]
+    forward_s = [unit_s.get((FORWARD, shard.index), 0.0) for shard in shards]
+    graphs = [_graph_bytes(state, shard) if state.may_keep_graph(shard) else None for shard in shards]
+    free = memory_bytes - max(slabs[shard.index] + state.work_bytes(shard) for shard in shards) - max(slabs)
+    free -= sum(state.home_bytes(shards[j]) for j in at_home)
+    lowest, compute_s = state.cut.lowest_backward, _compute_s(state)
+    return kept_within(slabs, graphs, forward_s, lowest, compute_s, free, link_bytes_per_s)
+
+
+def least_step_s(state: TaskState) -> float:
+    """Seconds of a step on a device of any memory: no forward is run twice that need not be, and nothing loaded."""
+    kept = filter(state.may_keep_graph, state.cut.shards)
+    return _compute_s(state) - sum(state.measured.unit_s.get((FORWARD, shard.index), 0.0) for shard in kept)
+
+
+def _compute_s(state: TaskState) -> float:
+    return sum(state.measured.unit_s.get(node, 0.0) for node in state.cut.chains[True])
+
+
+def kept_bytes(state: TaskState, shard: Shard) -> int:
+    """Bytes of a shard's graphs for a step; 0 where they are not kept."""
+    is_kept = shard.index >= state.cut.keeps_from and state.may_keep_graph(shard)
+    return (_graph_bytes(state, shard) or 0) if is_kept else 0
+
+
+def _graph_bytes(state: TaskState, shard: Shard) -> int | None:
+    """The most that it was seen to take."""
+    known = list(state.measured.graph_bytes.items())  # a lane may add to them meanwhile
+    return max((num_bytes for (j, _), num_bytes in known if j == shard.index), default=None)
 
 
 def check_sharing(planned: Sequence[PlannedTask]) -> None:

@@ -34,16 +34,16 @@ from hydra_engine.planning.cuts import (
     RunAtHand,
     Way,
     WholeRun,
-    choose_kept,
-    kept_bytes,
-    least_step_s,
 )
 from hydra_engine.planning.planned import (
     FIRST_READ,
     UNIT_S,
     Estimate,
     PlannedTask,
+    choose_kept,
+    kept_bytes,
     known_steps,
+    least_step_s,
     noting,
     size_of,
 )

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import ModelTask
-from hydra_engine.planning.cuts import Kept, choose_kept, least_step_s
+from hydra_engine.planning.cuts import Kept
+from hydra_engine.planning.planned import choose_kept, least_step_s
 from hydra_engine.worker.runner import Runner
 from partitioners import Presharded
 from tests import exact, zoo

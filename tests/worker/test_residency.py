@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from hydra_engine import DeviceCost, ModelTask, TaskCost, simulate
 from hydra_engine.devices.budget import SLABS, WORK, Ledger, Residents, Ticket
 from hydra_engine.host.pool import HostPool
-from hydra_engine.planning.cuts import kept_bytes
+from hydra_engine.planning.planned import kept_bytes
 from hydra_engine.schedule.units import BACKWARD, FORWARD, FUSED
 from partitioners import Presharded
 from tests import exact, reference, zoo
