@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from hydra_engine import TaskCost, simulate
 from hydra_engine.schedule.dispatch import MOST_PASSED
 from hydra_engine.schedule.events import (
     BatchReady,
@@ -45,8 +46,26 @@ def test_a_device_that_is_not_here_is_neither_lent_nor_taken_back():
         assert scheduler.handle(event) == []
 
 
+def simulated(policy, *tasks, double_buffer=False, **options):
+    """The units that one device computes, in the simulator's world, where all else takes next to nothing."""
+    scheduler = Scheduler(resolve_policy(policy), double_buffer=double_buffer, **options)
+    found = simulate(tasks, 1, record=True, scheduler=scheduler)
+    return [str(placed.unit) for placed in found.schedule]
+
+
+def cost(name, num_shards, num_steps=1, *, seconds=1.0, **options):
+    """A task whose units all take as long; while one is committed, another one computes."""
+    unit_s = [seconds] * (2 * num_shards - 1)
+    return TaskCost(name=name, unit_s=unit_s, num_steps=num_steps, commit_s=1e-3, **options)
+
+
 class TestInStep:
     """Tasks of two shards on one device: a step is f0, fb1, b0."""
+
+    def test_tasks_pass_through_their_shards_side_by_side(self):
+        tasks = [cost(name, 2, 2, seconds=seconds) for name, seconds in (("a", 1.0), ("b", 5.0), ("c", 0.1))]
+        step = [f"{task}.{unit}@{{}}" for unit in ("f0", "fb1", "b0") for task in "abc"]
+        assert simulated("in-step", *tasks) == [unit.format(k) for k in range(2) for unit in step]
 
     def order(self, world, num):
         """The units that the device computes."""
@@ -63,13 +82,6 @@ class TestInStep:
                     world.update(task, shard)
         return found
 
-    def test_tasks_pass_through_their_shards_side_by_side(self):
-        world = World("in-step", num_devices=1, double_buffer=False)
-        for name, seconds in (("a", 1.0), ("b", 5.0), ("c", 0.1)):
-            world.begin_task(name, 2, 9, seconds=seconds)
-        step = [f"{task}.{unit}@{{}}" for unit in ("f0", "fb1", "b0") for task in "abc"]
-        assert self.order(world, 18) == [unit.format(k) for k in range(2) for unit in step]
-
     def test_one_that_comes_late_catches_up_with_the_pass_that_the_others_are_in(self):
         world = World("in-step", num_devices=1, double_buffer=False)
         world.begin_task("a", 2, 9)
@@ -81,46 +93,31 @@ class TestInStep:
 
 
 class TestLocality:
-    """Device 0 holds shard 0 of every task whose name ends with "x"."""
+    """The device holds shard 0 of every task whose name ends with "x"."""
 
-    def world(self, *names, num_steps=9):
-        world = World("locality", double_buffer=False, is_resident=lambda _, task, shard: task[-1] == "x")
-        for k, name in enumerate(names):
-            world.begin_task(name, 1, num_steps, seconds=float(len(names) - k))  # the first is the longest
-        return world
+    def order(self, *tasks, policy="locality"):
+        """The tasks that it computes."""
+        units = simulated(policy, *tasks, is_resident=lambda _, task, shard: task[-1] == "x")
+        return [unit.partition(".")[0] for unit in units]
 
-    def order(self, world, num):
-        """The tasks that device 0 computes."""
-        found = []
-        world.add_device(0)
-        for _ in range(num):
-            task = world.tasks[world.running[0].task]
-            found.append(task.name)
-            world.run(task)
-            world.read(task)
-            world.commit(task)
-            world.update(task, 0)
-        return found
+    def tasks(self, *names, num_steps=9):
+        """The first is the longest."""
+        return [cost(name, 1, num_steps, seconds=float(len(names) - k)) for k, name in enumerate(names)]
 
     def test_what_is_on_the_device_goes_first_the_longest_first(self):
-        # While one is committed, another one computes.
-        assert self.order(self.world("a", "bx", "cx"), 4) == ["bx", "cx", "bx", "cx"]
+        assert self.order(*self.tasks("a", "bx", "cx"))[:4] == ["bx", "cx", "bx", "cx"]
 
     def test_the_longest_waits_for_a_few_at_most(self):
-        order = self.order(self.world("a", "bx", "cx", num_steps=20), 20)
+        order = self.order(*self.tasks("a", "bx", "cx", num_steps=20))[:20]
         assert order.index("a") == MOST_PASSED
         assert order.count("a") == 2
 
     def test_priority_goes_before_what_is_on_the_device(self):
-        world = self.world("bx")
-        world.begin_task("urgent", 1, priority=1)
-        assert self.order(world, 2) == ["urgent", "bx"]
+        assert self.order(*self.tasks("bx"), cost("urgent", 1, priority=1))[:2] == ["urgent", "bx"]
 
     def test_elsewhere_it_is_sharded_lrtf(self):
-        world = World("sharded-lrtf", double_buffer=False)
-        for name, seconds in (("a", 2.0), ("b", 1.0)):
-            world.begin_task(name, 1, 9, seconds=seconds)
-        assert self.order(self.world("a", "b"), 6) == self.order(world, 6)
+        tasks = self.tasks("a", "b")
+        assert self.order(*tasks) == self.order(*tasks, policy="sharded-lrtf")
 
 
 # One task in three shards on one device, two steps. Each line: what comes through, and what the scheduler says to it.
@@ -307,18 +304,21 @@ def two_tasks(policy, **options):
 
 @pytest.mark.parametrize("policy", ["fair-share", "fifo", "round-robin", "sharded-lrtf"])
 def test_two_equal_tasks_alternate_on_one_device(policy):
+    order = simulated(policy, cost("a", 2), cost("b", 2), double_buffer=True)
+    assert order == ["a.f0@0", "b.f0@0", "a.fb1@0", "b.fb1@0", "a.b0@0", "b.b0@0"]
+
+
+def test_what_runs_was_loaded_while_the_unit_before_it_computed():
     #           compute   a.f0   b.f0   a.fb1  b.fb1  a.b0   b.b0
-    #           load             b.f0   a.fb1  b.fb1  a.b0   b.b0      each while the unit before it computes
-    world = two_tasks(policy, a=1.0, b=1.0)
+    #           load             b.f0   a.fb1  b.fb1  a.b0   b.b0
+    world = two_tasks("fifo", a=1.0, b=1.0)
     world.add_device(0)
-    order, loaded = [], world.running[0]
+    loaded = world.running[0]
     while any(world.running.values()):
         unit = world.running[0]
-        assert unit == loaded, "what runs was loaded while the unit before it computed"
-        order.append(f"{unit.task}.{unit.kind}{unit.shard}")
+        assert unit == loaded
         loaded = world.claims[0]
         world.run(world.tasks[unit.task])
-    assert order == ["a.f0", "b.f0", "a.fb1", "b.fb1", "a.b0", "b.b0"]
 
 
 def test_device_computes_another_task_while_one_is_updated():
@@ -731,17 +731,10 @@ class TestSpreadsThatChange:
 
 
 def test_fair_share_gives_time_by_weight():
-    world = World("fair-share", num_devices=1, double_buffer=False)
-    for name, weight in (("a", 3.0), ("b", 1.0)):
-        world.add_training(name, 1, 200, weight=weight)
-    had = Counter()
-    world.settle()
-    while sum(had.values()) < 80:
-        # What ran last is not ready before it is committed; with two tasks alone they would alternate.
-        unit = world.running[0]
-        had[unit.task] += 1
-        world.compute(0, seconds=1.0 if unit.task == "a" else 3.0)
-        world.settle()
+    tasks = [cost("a", 1, 200, seconds=1.0, weight=3.0), cost("b", 1, 200, seconds=3.0)]
+    # What ran last is not ready before it is committed; with two tasks alone they would alternate.
+    order = simulated("fair-share", *tasks)[:80]
+    had = Counter(unit[0] for unit in order)
     assert had["a"] / had["b"] == pytest.approx(1.0, rel=0.1)  # equal numbers of units: the seconds are 1 to 3
 
 
