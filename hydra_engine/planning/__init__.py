@@ -7,8 +7,8 @@ from hydra_engine.planning.fit import Misfit, Room, has_to_fit, largest_micro_ba
 from hydra_engine.planning.planned import (
     DramLimit,
     PlannedTask,
-    Shared,
     Spreading,
+    TaskContext,
     check_apart,
     check_dram,
     check_nothing_shared,

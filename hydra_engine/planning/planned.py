@@ -63,6 +63,8 @@ UPDATE_SHARE = 0.75
 
 FIRST_READ = "as the first batch of its loader was read"
 
+_DECIDING = threading.Lock()  # held while decisions of a task are replaced
+
 
 class Spreading(NamedTuple):
     """Predictions of a step that is spread over several devices."""
@@ -277,13 +279,13 @@ class DramLimit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class TaskContext:
     """What the tasks of an orchestrator share as they are planned."""
 
     alignment_bytes: int = ALIGNMENT_BYTES  # that every parameter's place is a multiple of, on all of the devices
     max_devices: int = 1  # that batches are split for, with `max_device_batch`
     frozen: FrozenBlocks = field(default_factory=FrozenBlocks)
-    limit: DramLimit = field(default_factory=lambda: DramLimit())
+    limit: DramLimit = field(default_factory=DramLimit)
     rehearsals: Rehearsals = field(default_factory=Rehearsals)
 
 
@@ -331,7 +333,7 @@ class PlannedTask:
         self,
         task: ModelTask,
         name: str,
-        shared: Shared | None = None,
+        shared: TaskContext | None = None,
         *,
         keeps_positions: bool = False,
         start: SavedTask | Beginning | None = None,
@@ -342,7 +344,7 @@ class PlannedTask:
         that batches are split for, and with them its bits.
         """
         self.task, self.name, self._start = task, name, start
-        self.shared = shared = Shared() if shared is None else shared
+        self.shared = shared = TaskContext() if shared is None else shared
         self.report = TaskReport(name=name, seed=task.seed, hparams=dict(task.hparams))
         if (saved := self.saved) is not None:
             self.report = saved.report(task, goes_on=True)
@@ -449,8 +451,9 @@ class PlannedTask:
         return self.reader.chooser
 
     def decide(self, **changes: Any) -> None:
-        """Replace some of what was chosen for it."""
-        self.decisions = replace(self.decisions, **changes)
+        """Replace some of what was chosen for it. From any thread."""
+        with _DECIDING:
+            self.decisions = replace(self.decisions, **changes)
 
     @property
     def beginning(self) -> Beginning:

@@ -20,8 +20,8 @@ from hydra_engine.native import native
 from hydra_engine.planning import (
     DramLimit,
     PlannedTask,
-    Shared,
     Target,
+    TaskContext,
     TaskCost,
     check_apart,
     check_arena,
@@ -73,7 +73,7 @@ class TaskList:
         self.changing = threading.RLock()
         self._is_planning = False  # all tasks, which the thread that holds `changing` now does
         self._store = store
-        self._shared = Shared(
+        self._shared = TaskContext(
             alignment_bytes=max(device.alignment_bytes for device in devices),
             max_devices=max_devices,
             limit=limit,
@@ -273,7 +273,7 @@ class TaskList:
     def apart(self, task: EvaluationTask, name: str, what: str) -> PlannedTask:
         """Check a task that is not one of those to train; it must not read what they have yet to read."""
         check_apart(what, task.validation, self.at(Station.WAITING))
-        return PlannedTask(task, name, Shared(alignment_bytes=self._shared.alignment_bytes))
+        return PlannedTask(task, name, TaskContext(alignment_bytes=self._shared.alignment_bytes))
 
     @property
     def cut_off(self) -> list[PlannedTask]:
