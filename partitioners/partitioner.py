@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,6 @@ from partitioners.cost import (
     Budget,
     Flags,
     LayerCost,
-    LayerTooLarge,
     Partitioner,
     ShardTable,
     fewest_shards,
@@ -208,41 +207,14 @@ class Optimal(_Halving):
     whose parameters are loaded meanwhile. O(layers^3) additions, in arrays. It finds a partition whenever there is one.
     """
 
+    weighs_times = True
+
     def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
         """Return cumulative end indices.
 
         Raises LayerTooLarge, naming the layer where all partitions end, when none fits.
         """
-        return self._best(StepModel(costs, budget), costs, budget)
-
-    def choose(
-        self, costs_of: Callable[[int], Sequence[LayerCost]], numbers: Iterable[int], budget: Budget
-    ) -> tuple[int, list[int]]:
-        """Return the number of micro-batches with the shortest predicted step, and its partition.
-
-        costs_of: a function from the number of micro-batches in a step to the layers' costs for one of them. It is
-            called for each of `numbers`, in order, until a larger number that fits makes the step no shorter.
-
-        Raises LayerTooLarge when none fits.
-        """
-        least_s, found, error = np.inf, None, None
-        for number in numbers:
-            costs, each = costs_of(number), budget.with_micro_batches(number)
-            model = StepModel(costs, each)
-            try:
-                boundaries = self._best(model, costs, each)
-            except LayerTooLarge as too:
-                error = too
-                continue
-            seconds = model.predict(boundaries).total_s
-            if seconds >= least_s:
-                break
-            least_s, found = seconds, (number, boundaries)
-        if found is None:
-            raise error or ValueError("numbers: none, limit: at least one; pass numbers of micro-batches to try")
-        return found
-
-    def _best(self, model: StepModel, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
+        model = StepModel(costs, budget)
         num, fits = len(costs), _wanted(costs, model.table, budget)
         # By (first, last): least seconds of layers [0, last) whose last shard is [first, last), and where the shard
         # before it begins.
@@ -273,6 +245,8 @@ class Fastest(_Halving):
     The engine predicts each of them in a simulation of the run at hand: its tasks, devices, links and optimizer. Where
     nothing of a run is known, `partition` predicts one task alone on a device.
     """
+
+    weighs_times = True
 
     def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:
         """Return the candidate with the least `predict_step`, of equals the one with fewest shards.

@@ -27,7 +27,7 @@ from partitioners import (
     Budget,
     Fastest,
     LayerCost,
-    Optimal,
+    LayerTooLarge,
     Partitioner,
     Rates,
     StepTime,
@@ -314,7 +314,7 @@ def plan_ahead(
     """The plan of one task; no seconds are measured.
 
     num_samples: of the batch; None: as many as the sample has.
-    num_micro_batches: None: the power of two with the least predicted step, which only `Optimal` can choose.
+    num_micro_batches: None: the power of two with the least predicted step.
     """
     _, inputs, target, loss_fn = sample
     model = as_layers(sample.model, inputs)
@@ -346,15 +346,17 @@ def plan_ahead(
             time_layers=False,
         )
 
-    if num_micro_batches is not None:
-        boundaries = partitioner.partition(costs_of(num_micro_batches), machine.budget(num_micro_batches))
-    elif isinstance(partitioner, Optimal):
-        powers = (2**k for k in range(num_samples.bit_length()))
-        num_micro_batches, boundaries = partitioner.choose(costs_of, powers, machine.budget())
-    else:
-        raise ValueError(
-            f"micro-batches: 'auto', limit: Optimal alone chooses them, not {partitioner!r}; pass a number"
-        )
+    def predicted_s(number: int) -> float:
+        budget = machine.budget(number)
+        try:
+            ends = partitioner.partition(costs_of(number), budget)
+        except LayerTooLarge:
+            return math.inf
+        return predict_step(costs_of(number), ends, budget).total_s
+
+    if num_micro_batches is None:
+        num_micro_batches = min((2**k for k in range(num_samples.bit_length())), key=predicted_s)
+    boundaries = partitioner.partition(costs_of(num_micro_batches), machine.budget(num_micro_batches))
     costs = costs_of(num_micro_batches)
     shards = [
         ShardEstimate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -243,13 +243,8 @@ class Planner:
         number = self._number(1)
         if is_auto and saved is not None:
             number = saved.accumulation_steps  # with others, its losses would differ from those before
-        if any(hasattr(task.partitioner, name) for name in ("choose", "candidates")):  # it weighs times, not only bytes
-            budget = self._estimate.budget(self._target.budget, device)
-            self._target = replace(self._target, budget=budget)
-            if is_open and hasattr(task.partitioner, "choose"):
-                powers = [2**k for k in range(num_samples.bit_length())]
-                with suppress(LayerTooLarge):  # for several micro-batches by an upper bound: tried below all the same
-                    number, _ = task.partitioner.choose(self._costs, powers, budget)
+        if getattr(task.partitioner, "weighs_times", False):  # not bytes alone
+            self._target = replace(self._target, budget=self._estimate.budget(self._target.budget, device))
         together = self._target.together
         if together is not None and is_open:  # any other number is the user's, and with it the bits
             number = together.num_micro_batches

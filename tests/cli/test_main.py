@@ -368,7 +368,6 @@ OPTIONS = {
     ("--devices", "1.5"): "--devices: '1.5'",
     ("--micro-batches", "many"): "--micro-batches: 'many'",
     ("--micro-batches", "9"): "micro-batches: 9, 8",
-    ("--micro-batches", "auto", "--partitioner", "pilot"): "micro-batches: 'auto' Optimal",
     ("--partitioner", "best"): "'best' pilot balanced:N",
     ("--partitioner", "balanced"): "partitioner: 'balanced' balanced:N",
     ("--partitioner", "balanced:0"): "--partitioner '0'",

@@ -24,10 +24,8 @@ from partitioners.steptime import StepModel
 from tests.covering import covering
 from tests.partitions import (
     PLENTY_BYTES,
-    ZERO,
     fitting_partitions,
     layers,
-    partitions,
     random_device,
     random_layers,
     seeds,
@@ -398,89 +396,6 @@ def test_models_deeper_than_brute_force_reaches_are_cut_to_fit():
     assert predict_step(costs, found, budget).total_s <= predict_step(costs, fewest, budget).total_s
 
 
-def asked(costs_of):
-    """The same, and the list of numbers that it was asked for."""
-    numbers = []
-
-    def noting(number):
-        numbers.append(number)
-        return costs_of(number)
-
-    return noting, numbers
-
-
-def sized(seconds_of, bytes_of=lambda number: 0):
-    """A model of one layer, given seconds and bytes of a micro-batch by their number."""
-    return lambda number: [replace(ZERO, grad_bytes=1, forward_s=seconds_of(number), peak_bytes=bytes_of(number))]
-
-
-def test_choose_takes_the_number_of_micro_batches_with_the_shortest_step_and_asks_no_further():
-    step_s = {1: 8.0, 2: 6.0, 4: 5.0, 8: 7.0, 16: 1.0}
-    costs_of, numbers = asked(sized(lambda number: step_s[number] / number))
-    assert Optimal().choose(costs_of, step_s, Budget(memory_bytes=100)) == (4, [1])
-    assert numbers == [1, 2, 4, 8]
-
-
-def test_choose_passes_over_numbers_whose_micro_batches_do_not_fit():
-    costs_of, numbers = asked(sized(lambda number: 1.0, lambda number: 400 // number))
-    assert Optimal().choose(costs_of, [1, 2, 4, 8], Budget(memory_bytes=101)) == (4, [1])
-    assert numbers == [1, 2, 4, 8]
-
-
-def test_choose_replaces_the_budgets_own_number():
-    costs_of = sized(lambda number: 1.0)
-    budget = Budget(memory_bytes=100, num_micro_batches=64)
-    assert Optimal().choose(costs_of, [2, 3], budget) == (2, [1])
-
-
-def test_choose_refuses_when_no_number_fits_and_without_numbers():
-    costs_of = sized(lambda number: 1.0, lambda number: 400 // number)
-    with refused(LayerTooLarge, says="99") as caught:
-        Optimal().choose(costs_of, [1, 2, 4], Budget(memory_bytes=99))
-    assert (caught.value.available_bytes, caught.value.needed_bytes) == (99, 101)
-    with refused(ValueError, says="numbers"):
-        Optimal().choose(costs_of, [], Budget(memory_bytes=99))
-
-
-@seeds(10)
-def test_choose_equals_asking_for_every_number_until_the_step_grows(seed):
-    rng = random.Random(3000 + seed)
-    for _ in range(10):
-        whole = random_layers(rng, most=6)
-        budget = random_device(rng, whole)
-
-        def costs_of(number, whole=whole):
-            names = ("input_bytes", "output_bytes", "saved_bytes", "peak_bytes", "forward_peak_bytes", "target_bytes")
-            return [
-                replace(
-                    cost,
-                    forward_s=cost.forward_s / number,
-                    backward_s=cost.backward_s / number,
-                    **{name: (getattr(cost, name) or 0) // number for name in names},
-                )
-                for cost in whole
-            ]
-
-        fastest = {}
-        for number in (1, 2, 3, 5):
-            costs, each = costs_of(number), replace(budget, num_micro_batches=number)
-            fitting = fitting_partitions(costs, each)
-            if not fitting:
-                continue
-            seconds = least_s(costs, each, fitting)
-            if fastest and seconds > min(fastest.values()) * (1 - 1e-12):
-                break
-            fastest[number] = seconds
-        if not fastest:
-            with pytest.raises(LayerTooLarge):
-                Optimal().choose(costs_of, (1, 2, 3, 5), budget)
-            continue
-        number, found = Optimal().choose(costs_of, (1, 2, 3, 5), budget)
-        found_s = predict_step(costs_of(number), found, replace(budget, num_micro_batches=number)).total_s
-        assert found_s == pytest.approx(min(fastest.values()), rel=1e-9, abs=1e-12)
-        assert found in list(partitions(len(whole)))
-
-
 @pytest.fixture
 def own_names(monkeypatch):
     """Names that a test registers are forgotten after it."""
@@ -508,10 +423,6 @@ def test_each_call_makes_its_own():
     assert make_partitioner("pilot") is not make_partitioner("pilot")
 
 
-def choose(*numbers):
-    return Optimal().choose(sized(lambda number: 1.0), numbers, Budget(memory_bytes=100))
-
-
 NO_ENDS = ([], [0, 3], [-1], [3, 3], [6, 3], [1.0, 2], [True, 2], ["3"], [None], np.array([1.5]))
 
 
@@ -523,7 +434,6 @@ NO_ENDS = ([], [0, 3], [-1], [3, 3], [6, 3], [1.0, 2], [True, 2], ["3"], [None],
         (Balanced, (0, -1, 2.0, True, "2", None), "num_shards {}"),
         (lambda by: Balanced(2, by=by), ("layers", "", None), "{!r} 'time' 'bytes'"),
         (lambda layers: Optimal().partition(layers, BUDGET), ([],), "layers"),
-        (choose, (0, -1, 1.5), "num_micro_batches"),
         (make_partitioner, ("Pilot", "best", ""), "{!r} 'balanced' 'presharded'"),
         (lambda number: make_partitioner("balanced", num_shards=number), (0,), "num_shards 0"),
         (lambda ends: make_partitioner("presharded", boundaries=ends), ([3, 3],), "boundaries"),

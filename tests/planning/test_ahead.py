@@ -191,8 +191,6 @@ def test_auto_splits_a_batch_that_does_not_fit_whole():
 def test_micro_batches_are_refused_by_value():
     with refused(ValueError, says="micro-batches 9 8"):
         ahead(options={"num_micro_batches": 9})
-    with refused(ValueError, says="micro-batches 'auto' Optimal"):
-        ahead(options={"num_micro_batches": None})
 
 
 def test_a_batch_that_no_tensor_holds_cannot_be_resized():
