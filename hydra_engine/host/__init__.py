@@ -5,7 +5,7 @@ from hydra_engine.host.frozen import FrozenBlocks
 from hydra_engine.host.home import Home, kernel_refused, no_home_because
 from hydra_engine.host.hooks import has_hooks
 from hydra_engine.host.layout import LayerFault, ModelLayout, Shard, Slot, Structure, writes
-from hydra_engine.host.measured import Measured, UnitBytes
+from hydra_engine.host.measured import KnownUnits, Measured, UnitBytes
 from hydra_engine.host.optimizer import (
     TORCHS,
     Released,

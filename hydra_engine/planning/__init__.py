@@ -1,5 +1,6 @@
 """The cost of a run before it runs: profiles, cuts, rehearsals, predictions."""
 
+from hydra_engine.planning.adoption import Rehearsals
 from hydra_engine.planning.ahead import AheadPlan, Machine, Sample, ShardEstimate, plan_ahead, predict_training
 from hydra_engine.planning.costs import DeviceChange, DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.cuts import PredictedCut

@@ -4,16 +4,27 @@ Two tasks are of a kind if all is equal that a rehearsal depends on: the classes
 of tensors, plain attributes, options, and the code of the model, the loss, the metrics and their hooks, with what
 closures and globals hold. Values of parameters and buffers do not count, nor does the first batch, whose sizes are
 compared apart.
+
+Plans are also in a folder beside a run's checkpoints, for resumes and other processes. There the command line, the
+files of the program, the packages and the version of Python have to be the same, too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import math
+import os
+import pickle
 import re
+import sys
+import sysconfig
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.data import residue
-from hydra_engine.host import Cut, Measured, Observed, TaskState, has_hooks
+from hydra_engine.host import Cut, KnownUnits, Measured, Observed, TaskState, has_hooks
 from hydra_engine.planning.cuts import CutChoice, PredictedCut
+from hydra_engine.system import warn
 from hydra_engine.tasks import Purpose
 from partitioners.reach import CLASS, CONTAINERS, GLOBALS, PLAIN, reach, text_of
 
@@ -89,18 +101,30 @@ class Rehearsed:
 
 
 class Rehearsals:
-    """Remembers what was rehearsed, by the kind of task."""
+    """Remembers what was rehearsed, by the kind of task; also in a folder, if `folder()` is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Callable[[], Path | None] = lambda: None) -> None:
+        self._folder = folder
         self._found: dict[str, Rehearsed] = {}
+        self._paths: dict[str, Path] = {}  # of those that are, or may be, in the folder
 
     def get(self, kind: str | None) -> Rehearsed | None:
         """Return what was found out of a task of this kind."""
-        return self._found.get(kind or "")
+        folder = self._folder()
+        if kind is None or kind in self._found or folder is None or (program := _program(len(sys.modules))) is None:
+            return self._found.get(kind or "")
+        path = self._paths[kind] = folder / f"{_digest([kind, program])}.plan"
+        found = _read(path)
+        if found is not None:
+            self._found[kind] = found
+        return found
 
     def forget(self, kind: str) -> None:
         """Plan tasks of this kind anew: one has failed with a plan that it took over, which may be why."""
         self._found.pop(kind, None)
+        if (path := self._paths.pop(kind, None)) is not None:
+            with suppress(OSError):
+                path.unlink()
 
     def put(self, kind: str | None, rehearsed: Rehearsed) -> None:
         """Remember it, unless its layers work in place on a batch: that depends on who keeps the batch."""
@@ -108,6 +132,84 @@ class Rehearsals:
             self._found[kind] = rehearsed
             for oldest in list(self._found)[:-MOST_KNOWN]:
                 del self._found[oldest]
+
+    def save(self) -> None:
+        """Write to the folder what is not there; the oldest files go. What the disk does not take is planned anew."""
+        with suppress(OSError):
+            for kind, path in self._paths.items():
+                if kind in self._found and not path.exists():
+                    _write(path, self._found[kind])
+            for folder in {path.parent for path in self._paths.values()}:
+                for old in sorted(folder.glob("*.plan"), key=os.path.getmtime)[:-MOST_KNOWN]:
+                    old.unlink()
+
+
+def _write(path: Path, rehearsed: Rehearsed) -> None:
+    """Write a plan at once or not at all, after the hash of what is written."""
+    try:
+        content = pickle.dumps(rehearsed)
+        _Plan(io.BytesIO(content)).load()
+    except Exception:  # it holds what a batch has of the user's classes
+        return
+    path.parent.mkdir(exist_ok=True)
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_bytes(_sha256(content) + content)
+    new.replace(path)
+
+
+def _read(path: Path) -> Rehearsed | None:
+    if not path.exists():
+        return None
+    with suppress(Exception):  # what unpickling bytes raises, if they are no plan
+        written, size = path.read_bytes(), hashlib.sha256().digest_size
+        found = _Plan(io.BytesIO(written[size:])).load() if _sha256(written[size:]) == written[:size] else None
+        if isinstance(found, Rehearsed):
+            return found
+    warn(f"hydra_engine: {path} is not a plan as it was written; the task is planned anew")
+    with suppress(OSError):
+        path.unlink()
+    return None
+
+
+class _Plan(pickle.Unpickler):
+    """Reads a plan, and makes nothing but values: of the engine's own classes of such, and torch's types and sizes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found: Any = getattr(sys.modules.get(module), name, None)  # nothing is imported
+        if isinstance(found, torch.dtype) or found in (torch.Size, torch.device, Measured, KnownUnits):
+            return found
+        is_own = module.partition(".")[0] in ("hydra_engine", "partitioners") and isinstance(found, type)
+        if is_own and (is_dataclass(found) or issubclass(found, tuple)):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} in a plan")
+
+
+@cache
+def _program(_: int) -> str | None:
+    """Return the digest of this program: its arguments, its own modules, packages; None: it is in no file."""
+    if getattr(sys.modules.get("__main__"), "__file__", None) is None:
+        return None
+    installed = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    own = sorted({file for file in map(os.path.realpath, filter(None, files)) if not file.startswith(installed)})
+    packages = sorted(path.name for folder in {*installed} for path in Path(folder).glob("*.dist-info"))
+    return _digest((repr(sys.argv[1:]), sys.version, torch.__version__, *packages, *map(_file_digest, own)))
+
+
+@cache
+def _file_digest(path: str) -> str:
+    """Digest of a file as this process has found it first."""
+    with suppress(OSError):
+        return _sha256(Path(path).read_bytes()).hex()
+    return ""
+
+
+def _sha256(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def _digest(texts: Iterable[str]) -> str:
+    return _sha256("\0".join(texts).encode(errors="surrogatepass")).hex()
 
 
 def kind_of(state: TaskState, beside: Callable[[], Hashable]) -> str | None:
@@ -126,8 +228,8 @@ def kind_of(state: TaskState, beside: Callable[[], Hashable]) -> str | None:
     except Exception:  # of whatever a layer holds, too: it is rehearsed, and may fail there
         return None
     states = tuple(state.measured.state_bytes.items())
-    texts.append(repr((task.validation is None, states, *_settings(), beside())))
-    return hashlib.sha256("\0".join(texts).encode(errors="surrogatepass")).hexdigest()
+    texts.append(repr(_comparable((task.validation is None, states, *_settings(), beside()))))
+    return _digest(texts)
 
 
 def _texts(state: TaskState, roots: Sequence[tuple[str, Any]]) -> Iterator[str]:
@@ -172,7 +274,7 @@ def _texts(state: TaskState, roots: Sequence[tuple[str, Any]]) -> Iterator[str]:
         elif isinstance(value, np.ndarray):
             yield repr((value.shape, value.strides, value.dtype.str))
         elif isinstance(value, types.FunctionType):
-            yield f"{path}: {hash(value.__code__)}"
+            yield _code_text(value)
         elif not hasattr(value, "__dict__") and not isinstance(value, (*CONTAINERS, tuple, frozenset)):
             text = repr(value)  # with an address, unless that says all
             yield text.partition(" at 0x")[0] if CLASS in path else text
@@ -182,6 +284,13 @@ def _modules(root: nn.Module) -> Iterator[nn.Module]:
     return (module for _, module in root.named_modules(remove_duplicate=False))
 
 
+def _code_text(function: types.FunctionType) -> str:
+    """Describe a function's code, with the values of variables of the environment that it names."""
+    code = function.__code__
+    named = [os.environ[each] for each in code.co_consts if isinstance(each, str) and each in os.environ]
+    return repr((_comparable(code), named))
+
+
 def _class_texts(kind: type) -> Iterator[str]:
     """Describe a class by its code and plain values: it may be made anew for each task."""
     for base in kind.__mro__:
@@ -189,9 +298,19 @@ def _class_texts(kind: type) -> Iterator[str]:
             member = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
             member = member.fget if isinstance(member, property) else member
             if isinstance(member, types.FunctionType):
-                yield f"{name} {hash(member.__code__)}"
+                yield f"{name} {_code_text(member)}"
             elif type(member) in PLAIN and name not in ("__doc__", "__firstlineno__"):
                 yield f"{name} {member!r}"
+
+
+def _comparable(value: Hashable) -> Hashable:
+    """Return a value whose text is the same in another process: of code, all but where it stands in its file."""
+    if isinstance(value, types.CodeType):
+        names = (value.co_name, value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)
+        return ("code", names, value.co_argcount, value.co_flags, value.co_code, _comparable(value.co_consts))
+    if isinstance(value, frozenset):
+        return tuple(sorted(map(repr, value)))
+    return tuple(map(_comparable, value)) if isinstance(value, tuple) else repr(value)
 
 
 def _settings() -> Iterator[Hashable]:

@@ -48,9 +48,10 @@ from hydra_engine.planning.planned import (
     size_of,
 )
 from hydra_engine.planning.rehearsal import REMEDY, Opened, TooLarge, own_device, rehearse
-from hydra_engine.planning.same_model import check_converted
-from hydra_engine.system import HostThreads
+from hydra_engine.planning.same_model import check_converted, plain_error
+from hydra_engine.system import HostThreads, dram
 from hydra_engine.tasks import (
+    ModelTask,
     Purpose,
     TaskPlan,
 )
@@ -150,19 +151,40 @@ def _made_plan(planned: PlannedTask, target: Target) -> TaskPlan:
         if uncut is not None and (has_remedy or isinstance(error, (LayerTooLarge, ShardDoesNotFit))):
             raise noted(uncut, f"{name}: as one layer, {error}") from error
         is_of_layers = error is planner.fault and not isinstance(error, (DeviceLost, DeviceFailed, MemoryError))
-        if not is_of_layers or (has_remedy and not model.is_converted) or planned.task.purpose is Purpose.PREDICT:
+        if not is_of_layers or (has_remedy and not model.is_converted) or not _may_try_plain(planned.task):
             raise
-        if model.is_converted and (plan := _plan_as_one_layer(planned, target, error)) is not None:
+        raised = _plain_error(planned)
+        if raised is None and model.is_converted and (plan := _plan_as_one_layer(planned, target, error)) is not None:
             return plan
-        if not has_remedy and (ways := _unlike_plain(planned)):
-            noted(error, f"{name}: unlike a plain loss_fn(model(inputs), target), it runs here {ways}")
-        if uncut is not None:
-            noted(error, f"{name}: it is one layer, since {uncut}")
+        if raised is None and uncut is not None:
+            raise noted(uncut, f"{name}: as one layer, {type(error).__name__}: {error}") from error
+        if not has_remedy:
+            noted(error, f"{name}: a plain {_beside_plain(planned, error, raised)}")
         if model.one_layer_because:
             for note in getattr(planned.uncut and planned.uncut.__cause__, "__notes__", ()):
                 noted(error, note)
             noted(error, f"{name}: {model.one_layer_because}")
         raise
+
+
+def _may_try_plain(task: ModelTask) -> bool:
+    """Return True if the model has values, and DRAM has room for another copy of them."""
+    tensors = [*task.model.parameters(), *task.model.buffers()]
+    needed = 2 * sum(each.nbytes for each in tensors)
+    has_values = not any(each.is_meta for each in tensors)
+    return task.purpose is not Purpose.PREDICT and has_values and needed < dram.available_dram_bytes()
+
+
+def _plain_error(planned: PlannedTask) -> Exception | None:
+    """Return what a plain step on the first batch raises, and a validation where there is one; None: nothing."""
+    task, trains = planned.task, planned.task.purpose is Purpose.TRAIN
+    for training in (True, False) if trains and task.validation is not None else (trains,):
+        inputs, target = (each.value() for each in planned.reader.sample(training=training).whole)
+        loss_fns = [task.loss_fn, *(() if training else task.metrics.values())]
+        error = plain_error(task.model.as_plain, loss_fns, inputs, target, training=training)
+        if error is not None:
+            return error
+    return None
 
 
 def _plan_as_one_layer(planned: PlannedTask, target: Target, error: Exception) -> TaskPlan | None:
@@ -186,8 +208,12 @@ def _plan_as_one_layer(planned: PlannedTask, target: Target, error: Exception) -
     return plan
 
 
-def _unlike_plain(planned: PlannedTask) -> str:
-    """Say how a step of a task differs from that of a plain loop, each with its remedy; nothing, if it does not."""
+def _beside_plain(planned: PlannedTask, error: Exception, raised: Exception | None) -> str:
+    """Say what a plain step does where an error came here, and what differs, with a remedy; `raised`: by it."""
+    plain = "loss_fn(model(inputs), target) on its first batch"
+    if raised is not None:
+        same = "the same" if str(raised) == str(error) else f"{type(raised).__name__}: {raised}"
+        return " ".join([f"{plain} shows {same}", *getattr(raised, "__notes__", ())])
     task, ways = planned.task, []
     number = len(planned.reader.sample(training=task.purpose is Purpose.TRAIN).micro_batches)
     if number > 1:
@@ -203,7 +229,7 @@ def _unlike_plain(planned: PlannedTask) -> str:
             "what came before it (make one layer of those that it reaches through; "
             "nn.Sequential(nn.Sequential(*layers)) makes one of all)"
         )
-    return ", ".join(ways)
+    return f"{plain} works; here it runs {', '.join(ways) or 'in a copy of the model, several times'}"
 
 
 # Past 300 lines: micro-batches, cut and rehearsal are tried in turn, each from the one before.

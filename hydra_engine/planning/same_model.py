@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -124,6 +124,38 @@ def _put_back(roots: Iterable[Any]) -> Iterator[None]:
         with torch.no_grad():
             for buffer, content in buffers:
                 buffer.copy_(content)
+
+
+def plain_error(
+    model: nn.Module, loss_fns: Sequence[Callable[..., Any]], inputs: Any, target: Any, *, training: bool
+) -> Exception | None:
+    """Return what a plain step raises on a batch, or None; nothing of it is left.
+
+    loss_fns: of what the model returns and the target; `training`: the first one's gradients are computed as well.
+    """
+    parameters = list(model.parameters())
+    before = [(each.grad, each.detach().clone()) for each in parameters]
+    try:
+        with _put_back([model, *loss_fns]), torch.set_grad_enabled(training), installed(Stream(random_state())):
+            if not training:
+                model.eval()
+            inputs, target = pytree.tree_map_only(Tensor, copy_of, (inputs, target))
+            output = model(inputs)
+            found = [loss_fn(output, target) for loss_fn in loss_fns]
+            if training:
+                torch.autograd.grad(found[0], [each for each in parameters if each.requires_grad], allow_unused=True)
+    except Exception as error:
+        error.__traceback__ = None  # which would keep the graph
+        if not training:
+            _note_no_grad(error)
+        return error
+    finally:
+        with torch.no_grad():
+            for parameter, (gradient, content) in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+                if not identical(parameter.detach(), content):
+                    parameter.copy_(content)
+    return None
 
 
 def _is_plain(tensor: Tensor) -> bool:

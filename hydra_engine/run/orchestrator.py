@@ -655,6 +655,7 @@ class ModelOrchestrator(Opaque):
                 if waiting:
                     run = self._running = stack.enter_context(self._run(waiting, site, signals, trains=True))
                     run.joining.add_again = self._add_again
+                tasks.save_plans()
                 while waiting:  # from now on, those in the run are held by it alone
                     tasks.put(waiting.pop(0), Station.TRAINING)
             try:
@@ -666,6 +667,7 @@ class ModelOrchestrator(Opaque):
                 _end_process(run, lost, self._settings.store.remedy())
             finally:
                 with tasks.changing:
+                    tasks.save_plans()  # of tasks that have joined
                     self._running = None
                     self._devices.pool.all_left()  # one that was removed since is in nobody's hands
                     trained = tasks.at(Station.TRAINING)

@@ -20,6 +20,7 @@ from hydra_engine.native import native
 from hydra_engine.planning import (
     DramLimit,
     PlannedTask,
+    Rehearsals,
     Target,
     TaskContext,
     TaskCost,
@@ -43,6 +44,8 @@ from hydra_engine.system import HostThreads
 from hydra_engine.tasks import FAILED, EvaluationTask, ModelTask, Plan, Purpose, Report, TaskPlan, TaskReport
 from partitioners import Budget, format_bytes, parse_bytes
 from partitioners.profile import noted
+
+PLANS = "plans"  # the folder of plans, in a directory of checkpoints
 
 
 class Station(Enum):
@@ -77,6 +80,7 @@ class TaskList:
             alignment_bytes=max(device.alignment_bytes for device in devices),
             max_devices=max_devices,
             limit=limit,
+            rehearsals=Rehearsals(lambda: None if store.directory is None else store.directory / PLANS),
         )
         # A device that is lost takes the process with it, and what was committed is saved.
         self._may_be_lost = not all(isinstance(device, EmulatedDevice) for device in devices)
@@ -138,11 +142,17 @@ class TaskList:
             self._store.elsewhere.pop(planned.name, None)  # from now on what is saved here counts
         if not planned.has_left:
             self._shared.limit.enter(planned)
-        adopted = planned.decisions.adopted
-        if station is Station.OVER and adopted is not None and planned.report.status == FAILED:  # which may be why
-            self._shared.rehearsals.forget(adopted)
         if station is not Station.JOINING and (found := self._paused.pop(planned.name, None)) is not None:
             self._told += (*found[0].reader.messages, *found[0].doubts)
+
+    def save_plans(self) -> None:
+        """Save plans beside checkpoints, for a resume in another process, but for those that a task failed with."""
+        for planned in self.all:
+            adopted = planned.decisions.adopted
+            if adopted is not None and planned.report.status == FAILED:
+                self._shared.rehearsals.forget(adopted)
+                planned.decide(adopted=None)
+        self._shared.rehearsals.save()
 
     def drop(self, planned: PlannedTask) -> None:
         """Nobody will train a task."""

@@ -2,7 +2,11 @@
 
 import argparse
 import gc
+import hashlib
 import operator
+import os
+import pickle
+import sys
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_engine import EmulatedDevice, Model, ModelOrchestrator, ModelTask
-from hydra_engine.planning import rehearsal
+from hydra_engine.planning import adoption, rehearsal
 from partitioners import Presharded
 from tests import reference
 
@@ -33,10 +37,10 @@ class Config:
 
 
 class Rate:
-    """Reads a global from a method."""
+    """Reads a global from a method, and the environment."""
 
     def __call__(self):
-        return ARGS.rate
+        return ARGS.rate + float(os.environ.get("HYDRA_TEST_RATE", "0"))
 
 
 class Reads(nn.Module):
@@ -503,25 +507,106 @@ def test_a_plan_that_is_kept_for_others_keeps_no_model():
     assert layer() is None
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.1])
-def test_what_code_reads_from_elsewhere_is_compared(monkeypatch, rate):
-    def make(name, trained):
-        layer = Reads()
-        layer.register_buffer("trained", torch.full((2,), trained))  # whatever a buffer holds
-        return with_layer(name, layer)
+class TestInAFolder:
+    """Plans beside checkpoints, found by an orchestrator that remembers nothing."""
 
-    orchestra = orchestra_of(make("first", 0.0))
-    orchestra.generate()
-    orchestra.stop_task("first")
-    monkeypatch.setattr(ARGS, "rate", rate)
-    orchestra.add_task(make("second", 1.0))
-    assert orchestra.generate().tasks["second"].adopted_from == (None if rate else "first")
+    @pytest.fixture
+    def planned(self, tmp_path, num_rehearsals, monkeypatch):
+        """Train, take the last checkpoint away, and let go of all but the files."""
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # tests in parallel have none
+        adoption._program.cache_clear()
+        orchestra_of(task_of("first"), checkpoint_dir=tmp_path, checkpoint_every=2).train_models()
+        newest = max(tmp_path.glob("checkpoint-*"))
+        newest.unlink()
+        num_rehearsals.clear()
+        return tmp_path
 
+    @pytest.mark.net
+    def test_a_resume_has_the_plan_without_a_rehearsal_and_the_bits(self, planned, num_rehearsals):
+        assert len([*(planned / "plans").iterdir()]) == 1
+        task = task_of("first")
+        report = orchestra_of(task, checkpoint_dir=planned).train_models(resume=True).tasks["first"]
+        assert not num_rehearsals
+        model = model_of(0)
+        result = reference.train(model, loss, batches(), seed=0, lr=1e-2, epochs=EPOCHS, optimizer=torch.optim.AdamW)
+        assert report.losses == result.losses
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in task.model.state_dict().items())
 
-def test_the_plan_of_a_task_that_fails_with_it_is_taken_over_by_no_other():
-    loader = batches()
-    loader[2] = loader[2][0], loader[2][1] + 3
-    orchestra = orchestra_of(task_of("first"), task_of("second", loader=loader))
-    assert orchestra.train_models().tasks["second"].status == "failed"
-    orchestra.add_task(task_of("third"))
-    assert orchestra.generate().tasks["third"].adopted_from is None
+    def others(self):
+        def other_loss(output, target):
+            return F.cross_entropy(output, target) * 2
+
+        wide = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3))
+        return {
+            "the same": {},
+            "other seed": {"seed": 1},
+            "other width": {"model": wide, "partitioner": Presharded([1, 2])},
+            "other loss": {"loss_fn": other_loss},
+            "other batch": {"loader": batches(size=6)},
+        }
+
+    @pytest.mark.parametrize("other", ["the same", "other seed", "other width", "other loss", "other batch"])
+    def test_another_task_is_planned_anew(self, planned, num_rehearsals, other):
+        orchestra_of(task_of("second", **self.others()[other]), checkpoint_dir=planned).generate()
+        assert bool(num_rehearsals) == (other not in ("the same", "other seed"))
+
+    @pytest.mark.parametrize("what", ["torch", "a package", "a file of the program", "the command line", "a global"])
+    def test_so_is_one_of_another_program(self, planned, num_rehearsals, monkeypatch, what):
+        if what == "torch":
+            monkeypatch.setattr(torch, "__version__", "2.0.0")
+        elif what == "a package":
+            monkeypatch.setattr(adoption.Path, "glob", lambda self, pattern: iter([self / pattern]))
+        elif what == "the command line":
+            monkeypatch.setattr(sys, "argv", [sys.argv[0], "--dropout", "0.1"])
+        elif what == "a global":
+            monkeypatch.setattr(f"{__name__}.SCALE", 0.25)
+        else:
+            digest = adoption._file_digest
+            monkeypatch.setattr(adoption, "_file_digest", lambda path: "another" if path == __file__ else digest(path))
+        adoption._program.cache_clear()
+        orchestra_of(task_of("second"), checkpoint_dir=planned).generate()
+        adoption._program.cache_clear()
+        assert num_rehearsals
+
+    def test_what_code_reads_from_elsewhere_is_compared(self, monkeypatch):
+        def kind():
+            layer = Reads()
+            layer.extra = torch.ones(2)
+            layer.register_buffer("trained", values.pop())
+            task = with_layer("first", layer)
+            [planned] = orchestra_of(task)._tasks.all
+            return adoption.kind_of(planned.state, tuple)
+
+        values = [torch.zeros(2), torch.ones(2)] * 4
+        first = kind()
+        assert kind() == first  # whatever a buffer holds
+        monkeypatch.setenv("HYDRA_TEST_RATE", "0.1")
+        assert kind() != first
+        monkeypatch.undo()
+        monkeypatch.setattr(ARGS, "rate", 0.1)
+        assert kind() != first
+
+    def test_the_plan_of_a_task_that_fails_is_removed(self, planned, num_rehearsals):
+        loader = batches()
+        loader[2] = loader[2][0], loader[2][1] + 3
+        with pytest.raises(IndexError, match="second failed"):
+            orchestra_of(task_of("second", loader=loader), checkpoint_dir=planned).train_models(resume=True)
+        assert not num_rehearsals
+        assert not [*(planned / "plans").iterdir()]
+
+    @pytest.mark.parametrize("damage", ["a bit", "the end", "everything", "a call"])
+    def test_so_is_one_whose_file_is_damaged(self, planned, num_rehearsals, capfd, damage):
+        [path] = (planned / "plans").iterdir()
+        written = bytearray(path.read_bytes())
+        if damage == "a bit":
+            written[len(written) // 2] ^= 1
+        elif damage == "a call":  # with the right hash
+            content = pickle.dumps(operator.methodcaller("unlink"))
+            written = hashlib.sha256(content).digest() + content
+        path.write_bytes(written[: {"the end": -1, "everything": 0}.get(damage, len(written))])
+        orchestra = orchestra_of(task_of("second"), checkpoint_dir=planned)
+        orchestra.generate()
+        assert num_rehearsals
+        assert f"{path} is not a plan as it was written" in capfd.readouterr().err
+        orchestra.train_models(resume=True)
+        assert len(path.read_bytes()) > 1000  # written anew
