@@ -12,7 +12,7 @@ from hydra_engine._version import __version__
 if TYPE_CHECKING:
     from hydra_engine.checkpoints import Checkpoint, load_newest
     from hydra_engine.data import stream_seed
-    from hydra_engine.devices import CudaDevice, EmulatedDevice, FreeGpus
+    from hydra_engine.devices import CudaDevice, DeviceSpec, EmulatedDevice, FreeGpus, resolve_devices
     from hydra_engine.errors import (
         CallbackTimeout,
         CheckpointError,
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
         predict_training,
         simulate,
     )
+    from hydra_engine.progress import AtWork, DeviceProgress, Doing, Observer, RunProgress, TaskProgress
     from hydra_engine.run import ModelOrchestrator
-    from hydra_engine.schedule import Candidate, Policy
+    from hydra_engine.schedule import Candidate, Placed, Policy, Unit
     from hydra_engine.system import HostThreads
     from hydra_engine.tasks import (
         BatchChooser,
@@ -65,10 +66,12 @@ if TYPE_CHECKING:
         split,
         split_batch,
     )
+    from hydra_engine.trace import Span
     from partitioners import Skips
 
 __all__ = [
     "AheadPlan",
+    "AtWork",
     "BatchChooser",
     "Callback",
     "CallbackTimeout",
@@ -80,7 +83,10 @@ __all__ = [
     "DeviceChange",
     "DeviceCost",
     "DeviceOutOfMemory",
+    "DeviceProgress",
     "DeviceReport",
+    "DeviceSpec",
+    "Doing",
     "EmulatedDevice",
     "Evaluation",
     "FreeGpus",
@@ -96,28 +102,35 @@ __all__ = [
     "ModelOrchestrator",
     "ModelTask",
     "NonFiniteLoss",
+    "Observer",
     "PauseTask",
+    "Placed",
     "Plan",
     "Policy",
     "Report",
     "Retry",
     "Revision",
+    "RunProgress",
     "SavedError",
     "ShardDoesNotFit",
     "Simulation",
     "Skips",
+    "Span",
     "StepChoice",
     "StepMeasures",
     "StepReport",
     "StopTask",
     "TaskCost",
     "TaskPlan",
+    "TaskProgress",
     "TaskReport",
     "TaskStart",
+    "Unit",
     "ValidationReport",
     "__version__",
     "load_newest",
     "predict_training",
+    "resolve_devices",
     "simulate",
     "split",
     "split_batch",
@@ -126,7 +139,10 @@ __all__ = [
 ]
 
 # They define the public names, from the one that imports least to those that import it.
-_HOMES = ("errors", "system", "schedule", "tasks", "data", "devices", "host", "checkpoints", "planning", "run")
+_HOMES = (
+    *("errors", "trace", "system", "schedule", "tasks", "data", "devices", "host"),
+    *("checkpoints", "planning", "progress", "run"),
+)
 
 
 def __getattr__(name: str) -> Any:

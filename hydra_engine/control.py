@@ -25,6 +25,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
+__all__ = ["ask"]
+
 NAME = "CONTROL"
 MOST_BYTES = 2**16  # of a line, either way
 READ_S = 1.0  # that a client has to send its line, and to take the answer: the next one waits meanwhile

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from hydra_engine.checkpoints.directory import CheckpointDirectory, NewCheckpoint
 from hydra_engine.checkpoints.snapshot import FROZEN, Snapshot
 from hydra_engine.errors import CheckpointError
-from hydra_engine.system import warn
 from hydra_engine.tasks import FINISHED, STOPPED, CheckpointReport
+from hydra_engine.texts import warn
 from partitioners.plain_numbers import plain
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)\s*")

@@ -17,8 +17,8 @@ from hydra_engine.checkpoints.saver import Every, Saver
 from hydra_engine.data import Beginning
 from hydra_engine.errors import CheckpointError
 from hydra_engine.system import process as restart
-from hydra_engine.system import warn
 from hydra_engine.tasks import CheckpointReport
+from hydra_engine.texts import warn
 from partitioners.plain_numbers import plain
 
 RESCUE = "hydra-rescue-"

@@ -6,28 +6,30 @@ A verb's module is imported once the line has been understood: torch takes secon
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import math
+import re
 import shlex
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from threading import TIMEOUT_MAX
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias
 
-from hydra_engine._version import __version__
+from hydra_engine import __version__
+from hydra_engine.texts import table
 
-# As `hydra_engine.cli.plan` knows them.
-DEVICES = ("gpu", "cpu")
+# As `predict_training` knows them.
+DEVICES = {"gpu": "cuda", "cpu": "cpu"}
 PRECISIONS = ("float32", "bfloat16", "float16")
 OPTIMIZERS = ("adamw", "sgd", "sgd-momentum")
-ORDERS = ("list", "add", "remove")
-SHELLS = ("bash", "zsh", "tcsh")
 
-# Exit codes, as docs/command-line.md lists them; LOST is that of a lost device (`hydra_engine.run`).
+# Exit codes, as docs/command-line.md lists them; LOST is that of a lost device.
 DONE, FAILED, REFUSED, LOST, INTERRUPTED, TERMINATED = 0, 1, 2, 75, 130, 143
 
 
@@ -48,38 +50,27 @@ def mistakes(*kinds: type[Exception], before: str = "", after: str = "") -> Iter
         raise Mistake(f"{before}{error}{after}") from error
 
 
-def count(text: str, field: str) -> int:
-    """Return the number that an option gives."""
-    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
-        raise Mistake(f"{field}: {text!r}, limit: a whole number >= 1; pass such a number")
-    return int(text)
-
-
-def seconds(text: str, field: str) -> float:
-    """Return the seconds that an option gives."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 <= found <= TIMEOUT_MAX:
-        raise Mistake(f"{field}: {text!r}, limit: seconds, 0 to {TIMEOUT_MAX:g}; pass for example 30")
-    return found
+def print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows with aligned columns; the first row is the head."""
+    print(*table(rows), sep="\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb and return the exit code: 0 done, 1 failed, 2 refused, 130 after Ctrl-C, 143 after SIGTERM.
 
-    All but 0 come with one line on stderr. With `--debug` the exception goes on instead, with its traceback.
+    All but 0 come with one line on stderr. With `--debug` the exception is raised instead, with its traceback.
     """
     line = list(sys.argv[1:] if arguments is None else arguments)
-    own, command = _parted(line)
-    options = parser().parse_args(own)
+    own, command = split_command(line)
+    options, unknown = parser().parse_known_args(own)
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.argv = command
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sign that a terminal lacks is no failure
     try:
-        verb = _VERBS[options.command]
-        getattr(import_module(f"hydra_engine.cli.{verb.module or options.command}"), verb.function)(options)
+        module, _, function = options.run.partition(":")
+        getattr(import_module(f"hydra_engine.cli.{module}"), function)(options)
     except (Mistake, Failure) as error:
         if options.debug:
             raise
@@ -107,12 +98,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return DONE
 
 
+def split_command(line: list[str]) -> tuple[list[str], list[str] | None]:
+    """Return what `resume` takes itself, and the command that stands behind a "--"; None without one."""
+    verb = next((each for each in line if not each.startswith("-")), None)
+    if verb != "resume" or "--" not in line:
+        return line, None
+    end = line.index("--")
+    return line[:end], line[end + 1 :]
+
+
 def _say(options: argparse.Namespace, text: str) -> None:
     print(f"hydra-engine {options.command}: {' '.join(text.split())}", file=sys.stderr)
 
 
 def _again(options: argparse.Namespace, line: Sequence[str]) -> str:
-    """Return text that names the command which goes on with what was interrupted, or begins it again."""
+    """Return text that names the command which continues what was interrupted, or begins it again."""
     again = f"`{shlex.join(('hydra-engine', *line))}`"
     directory = getattr(options, "checkpoint_dir", None)
     if directory is None:
@@ -123,31 +123,54 @@ def _again(options: argparse.Namespace, line: Sequence[str]) -> str:
     return f"go on with {again}"
 
 
-def _parted(arguments: list[str]) -> tuple[list[str], list[str] | None]:
-    """Return what `resume` takes itself, and the command that stands behind a "--"; None without one."""
-    verb = next((each for each in arguments if not each.startswith("-")), None)
-    if verb != "resume" or "--" not in arguments:
-        return arguments, None
-    end = arguments.index("--")
-    return arguments[:end], arguments[end + 1 :]
-
-
-class _Help(argparse.HelpFormatter):
-    """Keeps the lines of examples, and wraps all other text."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if "\n" in text:
-            return text
-        return super()._fill_text(text, width, indent)
+# -- the parser
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
+    """Reports an error in one line, without the usage, and with the nearest known word."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(REFUSED, f"{self.prog}: {message}; `{self.prog} --help` lists what it takes\n")
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        option = re.search(r"unrecognized arguments: (?:.* )?(--[\w-]+)", message)
+        near: list[str] = []
+        if choice is not None:
+            near = difflib.get_close_matches(choice[1], re.findall(r"[\w-]+", choice[2]), 1)
+        elif option is not None:
+            near = difflib.get_close_matches(option[1], re.findall(r"--[\w-]+", self.format_usage()), 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        self.exit(REFUSED, f"{self.prog}: {message}{hint}; `{self.prog} --help` lists what it takes\n")
 
 
+def count(text: str) -> int:
+    """Return a whole number of at least 1; an argparse type."""
+    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a whole number >= 1")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Return a number of seconds; an argparse type."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found <= TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected seconds, 0 to {TIMEOUT_MAX:g}, for example 30")
+    return found
+
+
+def _steps_or_time(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdecimal() else text
+
+
+def _count_or_auto(text: str) -> int | str:
+    return text if text == "auto" else count(text)
+
+
+_Verbs: TypeAlias = "argparse._SubParsersAction[_Parser]"
+_Add: TypeAlias = "Callable[..., object]"  # a parser's add_argument
+
+_FUNCTION = "PACKAGE.MODULE:FUNCTION"
 _OVERVIEW = """\
 examples:
   hydra-engine demo                                             four models, two small devices, half a minute
@@ -163,101 +186,67 @@ exit codes:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs; builds it without torch."""
-    description = "Trains many PyTorch models together, each larger than the device."
-    found = _Parser(prog="hydra-engine", description=description, epilog=_OVERVIEW, formatter_class=_Help)
+    found = _Parser(
+        prog="hydra-engine",
+        description="Trains many PyTorch models together, each larger than the device.",
+        epilog=_OVERVIEW,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     found.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     found.add_argument("--debug", action="store_true", help="show an error's traceback")
-    commands = found.add_subparsers(dest="command", required=True, metavar="VERB")
-    for name, verb in _VERBS.items():
-        epilog = "examples:\n" + "".join(f"  {each}\n" for each in verb.examples)
-        added = commands.add_parser(
-            name, help=verb.text, description=verb.description, epilog=epilog, formatter_class=_Help
-        )
-        if name == "resume":
-            added.usage = f"{added.prog} [-h] DIR [-- COMMAND...]"
-        added.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show an error's traceback")
-        verb.fill(added.add_argument)
+    verbs = found.add_subparsers(dest="command", required=True, metavar="VERB")
+    for add_verb in VERBS.values():
+        add_verb(verbs)
     return found
 
 
-_Add: TypeAlias = "Callable[..., object]"  # a parser's add_argument
+def _verb(verbs: _Verbs, name: str, run: str, text: str, description: str, *examples: str) -> _Add:
+    """Add a verb, and return what adds its arguments. `run`: module of hydra_engine.cli, and function."""
+    added = verbs.add_parser(
+        name,
+        help=text,
+        description=textwrap.fill(description, 100),
+        epilog="\n  ".join(["examples:", *(f"hydra-engine {name} {each}".rstrip() for each in examples)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    added.set_defaults(run=run, parser=added)
+    added.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show an error's traceback")
+    return added.add_argument
 
 
-class _Verb(NamedTuple):
-    """One verb, as it is told of."""
-
-    fill: Callable[[_Add], None]  # adds its arguments
-    text: str  # its line in the list of verbs
-    description: str
-    examples: tuple[str, ...]
-    module: str = ""  # of hydra_engine.cli; "": of the verb's name
-    function: str = "run"
-
-
-def _add_demo(add: _Add) -> None:
+def _demo(verbs: _Verbs) -> None:
+    add = _verb(
+        verbs,
+        "demo",
+        "demo:run",
+        "trains four models on two devices that none of them fits, and checks the bits",
+        "Trains four byte-level GPTs together on two small emulated devices, and the training state of each is over 4 "
+        "times a device. Then it trains one of them again in plain PyTorch and compares all bits. It says first what "
+        "it does and how long that takes. Exit code 1: the bits differ.",
+        *("", "--full", "--devices cuda:0 --memory 4GiB"),
+    )
     add("--full", action="store_true", help="120 steps of each model in place of 20: minutes")
-    add("--steps", metavar="N", help="of each model, in 2 whole epochs")
+    add("--steps", type=count, metavar="N", help="of each model, in 2 whole epochs")
     add("--devices", nargs="+", metavar="NAME|SIZE", help="GPUs by name, or sizes of emulated ones (12MiB 12MiB)")
     add("--memory", metavar="SIZE", help="of each GPU (all that it has free)")
     add("--text", metavar="FILE", help="to learn (the source of Python's standard library)")
     add("--seed", type=int, default=0, metavar="N", help="of the models and the order of batches (0)")
 
 
-def _add_train(add: _Add) -> None:
-    add("function", metavar="PACKAGE.MODULE:FUNCTION", help="returns a ModelTask, or a list of them")
-    add("--devices", nargs="+", metavar="NAME|SIZE", help="GPUs by name, or sizes of emulated devices (every GPU)")
-    add("--dram", metavar="SIZE", help="the most that all models take together (what the machine has)")
-    add("--policy", default="sharded-lrtf", metavar="NAME", help="of the schedule (sharded-lrtf)")
-    add("--checkpoint-dir", metavar="DIR", help="where to save, and to go on from")
-    add("--checkpoint-every", default="10min", metavar="TIME|STEPS", help="(10min)")
-    add("--report", metavar="FILE", help="where to save the report: `hydra-engine report FILE` reads it")
-    add("--dry-run", action="store_true", help="plan, check that everything fits, and end")
-    add("--quiet", action="store_true", help="show no plan and no progress")
-
-
-def _add_verify(add: _Add) -> None:
-    add(
-        "function",
-        metavar="PACKAGE.MODULE:FUNCTION",
-        help="returns a ModelTask, or a list of them, made anew each time",
+def _plan(verbs: _Verbs) -> None:
+    add = _verb(
+        verbs,
+        "plan",
+        "plan:run",
+        "how a model would be cut, and what its step would take, by arithmetic",
+        "Prints how a model would be cut into shards, the bytes it takes, and the predicted time of a step. Nothing is "
+        "allocated and nothing computed. Sizes: 512MiB, 16GiB, 1.5GB (10^9).",
+        "my_models:sample --memory 24GiB --precision bfloat16",
+        "my_models:sample --memory 8GiB --batch 64 --micro-batches auto",
     )
-    add("--steps", default="6", metavar="N", help="of each task, rounded up to whole pairs (6)")
-    add("--memory", default="auto", metavar="SIZE", help="of each emulated device (half of what DRAM has)")
-    add("--devices", default="2", metavar="N", help="emulated, that are in at the same time (2)")
-    add("--micro-batches", metavar="N", help="of each step (as the tasks ask for)")
-
-
-def _add_report(add: _Add) -> None:
-    add("file", metavar="FILE", help="a saved report")
-    add("--plot", metavar="FILE", help="draw the timeline: .png, .svg or .pdf")
-    add("--trace", metavar="FILE", help="write a trace for https://ui.perfetto.dev: .json")
-
-
-def _add_completion(add: _Add) -> None:
-    add("shell", choices=SHELLS, help="whose script to print")
-
-
-def _add_simulate(add: _Add) -> None:
-    add("function", metavar="PACKAGE.MODULE:FUNCTION", help="returns (model, (inputs, target), loss_fn), or TaskCosts")
-    add("--copies", default="1", metavar="N", help="tasks of each kind (1)")
-    add("--steps", default="100", metavar="N", help="of each task, unless a TaskCost says so (100)")
-    add("--devices", nargs="+", default=["1", "2", "4", "8"], metavar="N", help="numbers to compare (1 2 4 8)")
-    add("--policy", default="sharded-lrtf", metavar="NAME", help="of the schedule (sharded-lrtf)")
-    add("--memory", metavar="SIZE", help="of one device; for a model")
-    _add_machine(add)
-
-
-def _add_devices(add: _Add) -> None:
-    add("order", choices=ORDERS, nargs="?", default="list", help="list the devices, add one, or remove one (list)")
-    add("run", metavar="RUN", nargs="?", help="the run's checkpoint_dir; without it, list is of this machine")
-    add("name", metavar="NAME", nargs="?", help="of a device: as list prints it, or of a GPU that is not in")
-    add("--grace", metavar="SECONDS", help="that the unit on a removed device has to finish; then it is run elsewhere")
-
-
-def _add_plan(add: _Add) -> None:
-    add("function", metavar="PACKAGE.MODULE:FUNCTION", help="returns (model, (inputs, target), loss_fn)")
+    add("function", metavar=_FUNCTION, help="returns (model, (inputs, target), loss_fn)")
     add("--memory", required=True, metavar="SIZE", help="of one device")
-    add("--devices", default="1", metavar="N", help="for several such tasks; one task uses one at a time (1)")
+    add("--devices", type=count, default=1, metavar="N", help="for several such tasks; one task uses one at a time (1)")
     add("--dram", metavar="SIZE", help="the most that as many such tasks as devices take (any)")
     _add_machine(add)
 
@@ -266,8 +255,8 @@ def _add_machine(add: _Add) -> None:
     """Add what is stated of a device and of how a task is trained there."""
     add("--device", choices=DEVICES, default="gpu", help="whose kernels are assumed (gpu)")
     add("--precision", choices=PRECISIONS, default="float32", help="(float32)")
-    add("--batch", metavar="N", help="samples in a batch (the sample's own)")
-    add("--micro-batches", default="1", metavar="N|auto", help="per step (1)")
+    add("--batch", type=count, metavar="N", help="samples in a batch (the sample's own)")
+    add("--micro-batches", type=_count_or_auto, default=1, metavar="N|auto", help="per step (1)")
     add("--partitioner", default="optimal", metavar="NAME", help="optimal, pilot or balanced:N (optimal)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="on the host (adamw)")
     add("--split-weights", action=argparse.BooleanOptionalAction, help="as ModelTask's (where --dram is too small)")
@@ -279,121 +268,158 @@ def _add_machine(add: _Add) -> None:
     add("--dram-bandwidth", default="50GB/s", metavar="RATE", help="for the host optimizer (50GB/s)")
 
 
-def _add_resume(add: _Add) -> None:
-    add("directory", metavar="DIR", help="the run's checkpoint_dir")
-
-
-def _add_sweep(add: _Add) -> None:
-    add("function", metavar="PACKAGE.MODULE:FUNCTION", help="takes an Optuna trial, and returns a ModelTask")
-    add("--trials", default="12", metavar="N", help="in all (12)")
-    add("--timeout", metavar="SECONDS", help="after which no new trial begins (no limit)")
-    add("--parallel", metavar="N", help="the most models in DRAM at once (two per device)")
+def _add_run(add: _Add, directory: str) -> None:
+    """Add what is stated of a run that trains. `directory`: help of --checkpoint-dir."""
     add("--devices", nargs="+", metavar="NAME|SIZE", help="GPUs by name, or sizes of emulated devices (every GPU)")
     add("--dram", metavar="SIZE", help="the most that all models take together (what the machine has)")
-    add("--study", metavar="URL", help="the study's storage: sqlite:///sweep.db (beside the checkpoints, or in memory)")
-    add("--checkpoint-dir", metavar="DIR", help="folder of the sweep, from which it goes on")
-    add("--checkpoint-every", default="10min", metavar="TIME|STEPS", help="(10min)")
-    add("--metric", nargs="+", metavar="NAME", help="of the last validation (validation_loss)")
-    add("--direction", nargs="+", choices=("minimize", "maximize"), help="of each metric (minimize)")
-    add("--seed", type=int, default=0, metavar="N", help="of the trials' random streams (0)")
-    add("--rungs", metavar="MIN:FACTOR", help="successive halving, after MIN validations and each FACTOR times as many")
-    add("--population", nargs="+", metavar="NAME", help="population-based training, which perturbs these values")
-    add("--cluster", metavar="ADDRESS", help="of a Ray cluster, auto or HOST:PORT: train on all of its nodes (here)")
-    add("--interval", metavar="N", help="validations between two decisions of a population (1)")
+    add("--checkpoint-dir", metavar="DIR", help=directory)
+    add("--checkpoint-every", type=_steps_or_time, default="10min", metavar="TIME|STEPS", help="(10min)")
 
 
-_VERBS = {
-    "demo": _Verb(
-        _add_demo,
-        "trains four models on two devices that none of them fits, and checks the bits",
-        "Trains four byte-level GPTs together on two small emulated devices, and the training state of each is over 4 "
-        "times a device. Then it trains one of them again in plain PyTorch and compares all bits. It says first what "
-        "it does and how long that takes. Exit code 1: the bits differ.",
-        ("hydra-engine demo", "hydra-engine demo --full", "hydra-engine demo --devices cuda:0 --memory 4GiB"),
-    ),
-    "plan": _Verb(
-        _add_plan,
-        "how a model would be cut, and what its step would take, by arithmetic",
-        "Prints how a model would be cut into shards, the bytes it takes, and the predicted time of a step. Nothing is "
-        "allocated and nothing computed. Sizes: 512MiB, 16GiB, 1.5GB (10^9).",
-        (
-            "hydra-engine plan my_models:sample --memory 24GiB --precision bfloat16",
-            "hydra-engine plan my_models:sample --memory 8GiB --batch 64 --micro-batches auto",
-        ),
-    ),
-    "train": _Verb(
-        _add_train,
+def _train(verbs: _Verbs) -> None:
+    add = _verb(
+        verbs,
+        "train",
+        "train:run",
         "trains the tasks that a function of yours returns",
         "Calls the function, which returns one ModelTask or a list of them, and trains all together. Ctrl-C saves the "
         "last commits in --checkpoint-dir, and the line after it names the command that goes on.",
-        (
-            "hydra-engine train my_models:tasks --devices cuda:0 cuda:1 --checkpoint-dir runs/a --report a.json",
-            "hydra-engine train my_models:tasks --devices 512MiB 512MiB --dry-run",
-        ),
-    ),
-    "verify": _Verb(
-        _add_verify,
+        "my_models:tasks --devices cuda:0 cuda:1 --checkpoint-dir runs/a --report a.json",
+        "my_models:tasks --devices 512MiB 512MiB --dry-run",
+    )
+    add("function", metavar=_FUNCTION, help="returns a ModelTask, or a list of them")
+    _add_run(add, "where to save, and to go on from")
+    add("--policy", default="sharded-lrtf", metavar="NAME", help="of the schedule (sharded-lrtf)")
+    add("--report", metavar="FILE", help="where to save the report: `hydra-engine report FILE` reads it")
+    add("--dry-run", action="store_true", help="plan, check that everything fits, and end")
+    add("--quiet", action="store_true", help="show no plan and no progress")
+
+
+def _verify(verbs: _Verbs) -> None:
+    add = _verb(
+        verbs,
+        "verify",
+        "train:verify",
         "compares tasks of yours with plain PyTorch, bit for bit, in a few steps",
         "Calls the function for each training and trains its tasks for a few steps in float32 on the CPU: in plain "
         "PyTorch, then by the engine in one piece, with a shard for each layer on devices that come and go, and saved "
         "and resumed in the middle. Prints the first step and the first tensors that differ, and the rule of "
         "docs/contract.md that is likely broken. Do so before a long run on GPUs, with a small model of the same kind: "
         "it takes the DRAM of the tasks' models, gradients, states and activations. Exit code 1: something differs.",
-        (
-            "hydra-engine verify my_models:small_tasks",
-            "hydra-engine verify my_models:small_tasks --steps 10 --micro-batches 2 --memory 64MiB",
-        ),
-        module="train",
-        function="verify",
-    ),
-    "sweep": _Verb(
-        _add_sweep,
+        "my_models:small_tasks",
+        "my_models:small_tasks --steps 10 --micro-batches 2 --memory 64MiB",
+    )
+    add("function", metavar=_FUNCTION, help="returns a ModelTask, or a list of them, made anew each time")
+    add("--steps", type=count, default=6, metavar="N", help="of each task, rounded up to whole pairs (6)")
+    add("--memory", default="auto", metavar="SIZE", help="of each emulated device (half of what DRAM has)")
+    add("--devices", type=count, default=2, metavar="N", help="emulated, that are in at the same time (2)")
+    add("--micro-batches", type=count, metavar="N", help="of each step (as the tasks ask for)")
+
+
+def _sweep(verbs: _Verbs) -> None:
+    add = _verb(
+        verbs,
+        "sweep",
+        "sweep:run",
         "trains the trials of a search space together, and names the best",
         "Calls the function for each trial of an Optuna study, and trains the tasks that it returns together. With "
         "--checkpoint-dir the same command goes on after it was killed.",
-        (
-            "hydra-engine sweep my_models:build_task --trials 24 --devices cuda:0 --study sqlite:///sweep.db",
-            "hydra-engine sweep my_models:build_task --rungs 1:3 --checkpoint-dir sweeps/a",
-        ),
-    ),
-    "resume": _Verb(
-        _add_resume,
+        "my_models:build_task --trials 24 --devices cuda:0 --study sqlite:///sweep.db",
+        "my_models:build_task --rungs 1:3 --checkpoint-dir sweeps/a",
+    )
+    add("function", metavar=_FUNCTION, help="takes an Optuna trial, and returns a ModelTask")
+    add("--trials", type=count, default=12, metavar="N", help="in all (12)")
+    add("--timeout", type=seconds, metavar="SECONDS", help="after which no new trial begins (no limit)")
+    add("--parallel", type=count, metavar="N", help="the most models in DRAM at once (two per device)")
+    _add_run(add, "folder of the sweep, from which it goes on")
+    add("--study", metavar="URL", help="the study's storage: sqlite:///sweep.db (beside the checkpoints, or in memory)")
+    add("--metric", nargs="+", metavar="NAME", help="of the last validation (validation_loss)")
+    add("--direction", nargs="+", choices=("minimize", "maximize"), help="of each metric (minimize)")
+    add("--seed", type=int, default=0, metavar="N", help="of the trials' random streams (0)")
+    add("--rungs", metavar="MIN:FACTOR", help="successive halving, after MIN validations and each FACTOR times as many")
+    add("--population", nargs="+", metavar="NAME", help="population-based training, which perturbs these values")
+    add("--interval", type=count, metavar="N", help="validations between two decisions of a population (1)")
+    add("--cluster", metavar="ADDRESS", help="of a Ray cluster, auto or HOST:PORT: train on all of its nodes (here)")
+
+
+def _resume(verbs: _Verbs) -> None:
+    add = _verb(
+        verbs,
+        "resume",
+        "resume:run",
         "runs the command again that made checkpoints, from the newest one",
         "Says what the newest whole checkpoint in DIR holds, and runs the command again that made it, where it ran "
         "then: its train_models() goes on from there, with the devices and settings of its program as it is now. "
         "Environment variables are those of this shell. The command is read from DIR, so DIR must be from someone you "
         "trust. After -- you may give another one, which runs here.",
-        ("hydra-engine resume runs/a", "hydra-engine resume runs/a -- python train.py --more"),
-    ),
-    "devices": _Verb(
-        _add_devices,
+        "runs/a",
+        "runs/a -- python train.py --more",
+    )
+    add("directory", metavar="DIR", help="the run's checkpoint_dir")
+    verbs.choices["resume"].usage = "hydra-engine resume [-h] DIR [-- COMMAND...]"
+
+
+def _devices(verbs: _Verbs) -> None:
+    add = _verb(
+        verbs,
+        "devices",
+        "devices:run",
         "lists this machine's devices; lists, adds and removes those of a run that is at work",
         "Lists the devices of this machine, or steers a run of yours that is at work, from outside: what leaves "
         "finishes its unit, and no step is redone. list RUN prints the place of each device: in, leaving or out.",
-        (
-            "hydra-engine devices",
-            "hydra-engine devices list runs/a",
-            "hydra-engine devices remove runs/a cuda:1 --grace 30",
-        ),
-    ),
-    "report": _Verb(
-        _add_report,
+        *("", "list runs/a", "remove runs/a cuda:1 --grace 30"),
+    )
+    orders = ("list", "add", "remove")
+    add("order", choices=orders, nargs="?", default="list", help="list the devices, add one, or remove one (list)")
+    add("run_dir", metavar="RUN", nargs="?", help="the run's checkpoint_dir; without it, list is of this machine")
+    add("name", metavar="NAME", nargs="?", help="of a device: as list prints it, or of a GPU that is not in")
+    grace = "that the unit on a removed device has to finish; then it is run elsewhere"
+    add("--grace", type=seconds, metavar="SECONDS", help=grace)
+
+
+def _report(verbs: _Verbs) -> None:
+    add = _verb(
+        verbs,
+        "report",
+        "report:run",
         "prints and draws a report that a run saved",
         "Prints what a run's report says, and draws it. Runs save it: `report.save(FILE)`, `train --report`.",
-        ("hydra-engine report run.json", "hydra-engine report run.json --plot timeline.png --trace trace.json"),
-    ),
-    "simulate": _Verb(
-        _add_simulate,
+        "run.json",
+        "run.json --plot timeline.png --trace trace.json",
+    )
+    add("file", metavar="FILE", help="a saved report")
+    add("--plot", metavar="FILE", help="draw the timeline: .png, .svg or .pdf")
+    add("--trace", metavar="FILE", help="write a trace for https://ui.perfetto.dev: .json")
+
+
+def _simulate(verbs: _Verbs) -> None:
+    add = _verb(
+        verbs,
+        "simulate",
+        "simulate:run",
         "predicts how long tasks would train on so many devices",
         "Predicts how long tasks would train on 1, 2 or more devices, with a real run's scheduler. The function is "
         "that of `plan`, or returns a TaskCost or a list of them. Nothing is allocated or computed.",
-        ("hydra-engine simulate my_models:sample --memory 24GiB --copies 12 --steps 1000 --devices 1 2 4",),
-    ),
-    "completion": _Verb(
-        _add_completion,
-        "prints a script that completes verbs and options in a shell",
-        "Prints a script that completes verbs and options in a shell. Needs shtab: pip install "
-        "'hydra_engine[completion]'.",
-        ('eval "$(hydra-engine completion bash)"     # in ~/.bashrc',),
-    ),
+        "my_models:sample --memory 24GiB --copies 12 --steps 1000 --devices 1 2 4",
+    )
+    add("function", metavar=_FUNCTION, help="returns (model, (inputs, target), loss_fn), or TaskCosts")
+    add("--copies", type=count, default=1, metavar="N", help="tasks of each kind (1)")
+    add("--steps", type=count, default=100, metavar="N", help="of each task, unless a TaskCost says so (100)")
+    numbers = "numbers to compare (1 2 4 8)"
+    add("--devices", type=count, nargs="+", default=[1, 2, 4, 8], metavar="N", help=numbers)
+    add("--policy", default="sharded-lrtf", metavar="NAME", help="of the schedule (sharded-lrtf)")
+    add("--memory", metavar="SIZE", help="of one device; for a model")
+    _add_machine(add)
+
+
+VERBS = {
+    "demo": _demo,
+    "plan": _plan,
+    "train": _train,
+    "verify": _verify,
+    "sweep": _sweep,
+    "resume": _resume,
+    "devices": _devices,
+    "report": _report,
+    "simulate": _simulate,
 }

@@ -14,13 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from hydra_engine.cli.command import Failure, Mistake, count, mistakes
-from hydra_engine.cli.sweep import devices_of
-from hydra_engine.devices import CudaDevice, DeviceSpec, EmulatedDevice
-from hydra_engine.errors import ShardDoesNotFit
-from hydra_engine.run import ModelOrchestrator
-from hydra_engine.system import plural
-from hydra_engine.tasks import FAILED, ModelTask, TaskReport, table
+from hydra_engine import (
+    CudaDevice,
+    DeviceSpec,
+    EmulatedDevice,
+    ModelOrchestrator,
+    ModelTask,
+    ShardDoesNotFit,
+    TaskReport,
+)
+from hydra_engine.cli.command import Failure, Mistake, mistakes, print_table
+from hydra_engine.cli.sample import devices_here
+from hydra_engine.texts import plural
 
 VOCABULARY = 256  # bytes
 CONTEXT = 64  # tokens the model sees
@@ -29,7 +34,7 @@ EPOCHS = 2
 TEXT_BYTES = 4_000_000  # of the standard library's source
 STATE_BYTES = 16  # per parameter: weight, gradient, and AdamW's two moments, 4 bytes each
 DEVICES = ("12MiB", "12MiB")
-STEPS, FULL_STEPS = "20", "120"  # of each model
+STEPS, FULL_STEPS = 20, 120  # of each model
 CHECKED = "deep"  # the model that is trained again
 # Seconds that planning took, over those of one step of all models in plain PyTorch; and those of a step here.
 PLAN_STEPS, ENGINE_TIMES = 9, 2.0
@@ -115,7 +120,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, text: bytes, num_windows: int) -> None:
         if len(text) <= CONTEXT + num_windows:
-            raise ValueError(f"text: {len(text)} bytes, limit: more than {CONTEXT + num_windows}; give a longer one")
+            raise ValueError(f"text: {len(text)} bytes, expected more than {CONTEXT + num_windows}; give a longer one")
         self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.num_windows = num_windows
         self.stride = (len(text) - CONTEXT - 1) // num_windows
@@ -191,7 +196,7 @@ def differences(task: ModelTask, report: TaskReport, config: Config, seed: int) 
 
 def run(options: argparse.Namespace) -> None:
     """Plan, train and check; raises Failure if a task failed or a bit differs."""
-    num_steps = count(options.steps or (FULL_STEPS if options.full else STEPS), "--steps")
+    num_steps = options.steps or (FULL_STEPS if options.full else STEPS)
     steps_per_epoch = -(-num_steps // EPOCHS)
     devices = _devices(options)
     threads = torch.get_num_threads()
@@ -205,13 +210,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _devices(options: argparse.Namespace) -> Sequence[DeviceSpec]:
-    devices = [each for each in devices_of(options.devices or DEVICES, are_here=True) if isinstance(each, DeviceSpec)]
+    devices = devices_here(options.devices or DEVICES)
     if options.memory is None:
         return devices
     gpus = [each for each in devices if isinstance(each, CudaDevice)]
     if not gpus:
         raise Mistake(
-            f"--memory: {options.memory!r} without a GPU, limit: of GPUs; give --devices 8MiB 8MiB for emulated ones"
+            f"--memory: {options.memory!r} with no GPU, expected one; give --devices 8MiB 8MiB for emulated ones"
         )
     with mistakes(ValueError, RuntimeError, before="--memory: "):
         return [CudaDevice(each.index, options.memory) for each in gpus]
@@ -246,7 +251,8 @@ def _demonstrate(
     is_emulated = all(isinstance(device, EmulatedDevice) for device in devices)
     times = [_state_bytes(task) / min(device.memory_bytes for device in devices) for task in tasks]
     _announce(devices, num_steps, _step_s(options.seed), is_checked=is_emulated)
-    print("", *table(_rows(tasks, times)), sep="\n")
+    print()
+    print_table(_rows(tasks, times))
     orchestra = ModelOrchestrator(tasks, devices=devices)
     orchestra.tracebacks = options.debug
     print("\n1. plan")
@@ -256,7 +262,7 @@ def _demonstrate(
     print("\n2. train")
     report = orchestra.train_models()
     print(f"\n{report}")
-    failed = [name for name, task in report.tasks.items() if task.status == FAILED]
+    failed = [name for name, task in report.tasks.items() if task.status == "failed"]
     if failed:
         raise Failure(f"{len(failed)} of {len(tasks)} models failed: {', '.join(failed)}; --debug shows why")
     ended = (

@@ -7,16 +7,12 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from hydra_engine.cli.command import Mistake, count, mistakes
-from hydra_engine.cli.sample import called, here_importable, planned, unpacked, without_values
-from hydra_engine.planning import AheadPlan, Machine, PredictedCut, ShardEstimate, plan_ahead
-from hydra_engine.system import plural
-from hydra_engine.tasks import duration, table
-from partitioners import GPU, STATED_RATES, Partitioner, format_bytes, make_partitioner, parse_bytes
+from hydra_engine import AheadPlan, predict_training
+from hydra_engine.cli.command import DEVICES, Mistake, mistakes, print_table
+from hydra_engine.cli.sample import called, here_importable, planned, without_values
+from hydra_engine.texts import duration, plural
+from partitioners import STATED_RATES, Partitioner, format_bytes, make_partitioner, parse_bytes
 from partitioners.profile import spanned
-
-DEVICES = {"gpu": GPU, "cpu": "cpu"}
-RESERVES = {"gpu": "1GiB", "cpu": "0"}
 
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([kmgtp]?)(?:flops?(?:/s)?)?\s*", re.ASCII | re.IGNORECASE)
 
@@ -25,78 +21,73 @@ MOST_ROWS = 12  # with more than these, equal shards share one
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan of a user's function."""
-    machine = machine_of(options, num_devices=count(options.devices, "--devices"))
-    num_samples = None if options.batch is None else count(options.batch, "--batch")
-    number = None if options.micro_batches == "auto" else count(options.micro_batches, "--micro-batches")
-    partitioner = _partitioner(options.partitioner)
     with here_importable():
         with without_values(options.function):
-            sample = unpacked(options.function, called(options.function, "returns (model, (inputs, target), loss_fn)"))
-        with planned():
-            plan = plan_ahead(sample, machine, partitioner, num_samples=num_samples, num_micro_batches=number)
-    print(*plan_lines(plan, title=options.function), sep="\n")
+            returned = called(options.function, "returns (model, (inputs, target), loss_fn)")
+        plan = predicted(options, returned, num_devices=options.devices, dram=options.dram)
+    print(*head_lines(plan, title=options.function), "", sep="\n")
+    print_table(_rows(plan))
+    print("", *figure_lines(plan), sep="\n")
 
 
-def machine_of(options: argparse.Namespace, *, num_devices: int = 1) -> Machine:
-    """Return what the options state; raises Mistake."""
-    memory_bytes = _size(options.memory, "--memory")
-    reserve = RESERVES[options.device] if options.reserve is None else options.reserve
-    reserve_bytes = 0 if reserve.strip() == "0" else _size(reserve, "--reserve")
-    if reserve_bytes >= memory_bytes:
+def predicted(options: argparse.Namespace, sample: Any, *, num_devices: int = 1, dram: str | None = None) -> AheadPlan:
+    """Return the plan of what a user's function has returned; raises Mistake."""
+    if not isinstance(sample, (tuple, list)) or len(sample) != 3:
+        size = f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""
         raise Mistake(
-            f"--reserve: {format_bytes(reserve_bytes)}, limit: less than --memory, {format_bytes(memory_bytes)}; raise "
-            f"--memory, or reserve less (--reserve 0)"
+            f"{options.function}: returned a {type(sample).__name__}{size}, expected (model, (inputs, target), "
+            f"loss_fn); return these three"
         )
-    kind, precision = DEVICES[options.device], options.precision
-    rates = STATED_RATES[kind, precision]
+    device = DEVICES[options.device]
+    rates = STATED_RATES[device, options.precision]
     if options.flops is not None:
         rates = replace(rates, flops_per_s=_flops(options.flops))
     if options.memory_bandwidth is not None:
         rates = replace(rates, memory_bytes_per_s=_bytes_per_s(options.memory_bandwidth, "--memory-bandwidth"))
-    dram = getattr(options, "dram", None)
-    with mistakes(ValueError):
-        return Machine(
-            memory_bytes=memory_bytes,
-            reserve_bytes=reserve_bytes,
-            device=kind,
-            precision=precision,
+    with planned(options):
+        return predict_training(
+            *sample,
+            memory=options.memory,
+            reserve=options.reserve,
+            devices=num_devices,
+            device=device,
+            precision=options.precision,
+            optimizer=options.optimizer,
+            batch_size=options.batch,
+            accumulation_steps=options.micro_batches,
+            partitioner=_partitioner(options.partitioner),
+            dram=dram,
+            split_weights=options.split_weights,
+            early_release=options.early_release,
             rates=rates,
             link_bytes_per_s=_bytes_per_s(options.link, "--link"),
             dram_bytes_per_s=_bytes_per_s(options.dram_bandwidth, "--dram-bandwidth"),
-            optimizer=options.optimizer,
-            num_devices=num_devices,
-            dram_bytes=None if dram is None else _size(dram, "--dram"),
-            split_weights=options.split_weights,
-            early_release=options.early_release,
         )
 
 
-def _size(text: str, field: str) -> int:
-    with mistakes(ValueError):
-        return parse_bytes(text, field)
-
-
 def _bytes_per_s(text: str, field: str) -> int:
-    return _size(text.strip().removesuffix("/s"), field)
+    with mistakes(ValueError):
+        return parse_bytes(text.strip().removesuffix("/s"), field)
 
 
 def _flops(text: str) -> float:
     match = _RATE.fullmatch(text)
     value = float(match[1]) * 1000.0 ** " kmgtp".index(match[2].lower() or " ") if match else 0.0
     if not 0 < value < float("inf"):
-        raise Mistake(f"--flops: {text!r}, limit: operations per second, above 0; write 80e12, 80T or 80TFLOP/s")
+        raise Mistake(f"--flops: {text!r}, expected operations per second, above 0; write 80e12, 80T or 80TFLOP/s")
     return value
 
 
 def _partitioner(text: str) -> Partitioner:
     name, colon, number = text.partition(":")
-    settings = {"num_shards": count(number, f"--partitioner {name}")} if colon else {}
-    with mistakes(ValueError, after="; the command takes optimal, pilot and balanced:N"):
-        return make_partitioner(name, **settings)
+    with mistakes(TypeError, ValueError, before="--", after="; the command takes optimal, pilot and balanced:N"):
+        if colon and not (number.isdecimal() and int(number)):
+            raise ValueError(f"partitioner: {name} with {number!r} shards, expected a whole number >= 1")
+        return make_partitioner(name, **({"num_shards": int(number)} if colon else {}))
 
 
-def plan_lines(plan: AheadPlan, *, title: str) -> list[str]:
-    """The plan as lines of text."""
+def head_lines(plan: AheadPlan, *, title: str) -> list[str]:
+    """Return the lines that say what was planned for which device."""
     machine = plan.machine
     reserved = f", {format_bytes(machine.reserve_bytes)} of it reserved" if machine.reserve_bytes else ""
     device = "gpu" if machine.is_gpu else machine.device
@@ -108,8 +99,12 @@ def plan_lines(plan: AheadPlan, *, title: str) -> list[str]:
     ]
     if plan.own_forward is not None:
         lines.append(f"the layers are made of {plan.own_forward}'s own forward")
-    lines += ["", *table(_rows(plan)), ""]
-    return [*lines, _dram_line(plan), *_step_lines(plan), *_limit_lines(plan), _rates_line(plan)]
+    return lines
+
+
+def figure_lines(plan: AheadPlan) -> list[str]:
+    """Return the lines of figures: DRAM, a step, what bounds it, and the rates that were stated."""
+    return [_dram_line(plan), *_step_lines(plan), *_limit_lines(plan), _rates_line(plan)]
 
 
 def _rows(plan: AheadPlan) -> list[tuple[str, ...]]:
@@ -129,16 +124,12 @@ def _row(plan: AheadPlan, alike: list[int]) -> tuple[str, ...]:
     shard = plan.shards[alike[0]]
     return (
         str(alike[0]) if len(alike) == 1 else f"{alike[0]} ... {alike[-1]}",
-        _layers(plan, shard) + (" ..." if len(alike) > 1 else ""),
+        spanned([cost.name for cost in plan.costs[shard.first : shard.last]]) + (" ..." if len(alike) > 1 else ""),
         format_bytes(shard.slab_bytes),
         format_bytes(shard.needed_bytes),
         duration(shard.forward_s),
         duration(shard.backward_s),
     )
-
-
-def _layers(plan: AheadPlan, shard: ShardEstimate) -> str:
-    return spanned([cost.name for cost in plan.costs[shard.first : shard.last]])
 
 
 def _dram_line(plan: AheadPlan) -> str:
@@ -166,11 +157,13 @@ def _step_lines(plan: AheadPlan) -> list[str]:
         f"bound by: {step.bound} (busy in a step: compute {duration(step.compute_s)}, with the forwards that backward "
         f"repeats; link {duration(step.link_s)}; host optimizer {duration(step.update_s)})",
         *simulated,
-        *([] if homes is None else [_homes_line(homes, len(plan.costs))]),
+        *([] if homes is None else [_homes_line(plan)]),
     ]
 
 
-def _homes_line(found: PredictedCut, num_layers: int) -> str:
+def _homes_line(plan: AheadPlan) -> str:
+    found, num_layers = plan.with_homes, len(plan.costs)
+    assert found is not None
     assert found.in_dram_s is not None
     return (
         f"with {found.homes} of {plural(num_layers, 'layer')} at home on the device, cut into "

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from hydra_engine import Report
 from hydra_engine.cli.command import Mistake, mistakes
 from hydra_engine.pictures import timeline, trace
-from hydra_engine.tasks import Report
 
 
 def run(options: argparse.Namespace) -> None:
@@ -15,7 +15,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         report = Report.load(options.file)
     except FileNotFoundError as error:
-        raise Mistake(f"FILE: {options.file!r} is not there, limit: a saved report; {_MAKE}") from error
+        raise Mistake(f"FILE: {options.file!r} is not there, expected a saved report; {_MAKE}") from error
     except (OSError, ValueError) as error:
         raise Mistake(f"FILE: {options.file!r} cannot be read: {error}; {_MAKE}") from error
     for field, path in (("--plot", options.plot), ("--trace", options.trace)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import os
@@ -9,16 +10,15 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import partitioners
-from hydra_engine.cli.command import Mistake
-from hydra_engine.planning import Sample
+from hydra_engine import DeviceSpec, EmulatedDevice, resolve_devices
+from hydra_engine.cli.command import Mistake, mistakes
 from partitioners import LayerTooLarge
 
 _OURS = (Path(__file__).parents[1], Path(partitioners.__file__).parent)
@@ -48,9 +48,9 @@ def without_values(name: str) -> Iterator[None]:
         error = mistake.__cause__
         if isinstance(error, (RuntimeError, TypeError)) and _META.search(str(error)):  # it wants values
             raise Mistake(
-                f"{name}: {_said(error)}: the function reads values, limit: it is called under torch.device('meta'), "
-                f"where tensors have shapes but no values; build the model and the batch from shapes alone, and load "
-                f"weights and data elsewhere"
+                f"{name}: {_said(error)}: the function reads values, expected none: it is called under "
+                f"torch.device('meta'), where tensors have shapes but no values; build the model and the batch from "
+                f"shapes alone, and load weights and data elsewhere"
             ) from error
         raise
 
@@ -62,7 +62,7 @@ def called(name: str, returns: str) -> Any:
         return function()
     except (Exception, SystemExit) as error:
         raise Mistake(
-            f"{name}: {_said(error)}, limit: the function is called without arguments and {returns}; correct it"
+            f"{name}: {_said(error)}, expected a function that is called without arguments and {returns}; correct it"
         ) from error
 
 
@@ -70,14 +70,14 @@ def function_of(name: str) -> Callable[..., Any]:
     """Import the function that `name` names, as PACKAGE.MODULE:FUNCTION; raises Mistake."""
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        raise Mistake(f"function: {name!r}, limit: PACKAGE.MODULE:FUNCTION; write for example my_models:gpt")
+        raise Mistake(f"function: {name!r}, expected PACKAGE.MODULE:FUNCTION; write for example my_models:gpt")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         said = "is not there" if missing else f"cannot be imported: {_said(error)}"
         raise Mistake(
-            f"module: {module_name!r} {said}, limit: found from {os.getcwd()} or installed; run the command in the "
+            f"module: {module_name!r} {said}, expected one in {os.getcwd()}, or installed; run the command in the "
             f"folder that holds it, and without .py in the name"
         ) from error
     function = getattr(module, attribute, None)
@@ -86,37 +86,32 @@ def function_of(name: str) -> Callable[..., Any]:
         own = [value for value in vars(module).items() if getattr(value[1], "__module__", None) == module_name]
         known = [key for key, value in own if callable(value) and not isinstance(value, type)]
         raise Mistake(
-            f"function: {attribute!r} of module {module_name!r} is {found}, limit: a function; the module defines "
+            f"function: {attribute!r} of module {module_name!r} is {found}, expected a function; the module defines "
             f"{', '.join(known) or 'none'}"
         )
     return function  # type: ignore[no-any-return]
 
 
-def unpacked(name: str, returned: Any) -> Sample:
-    """Check what a function returned; raises Mistake."""
-    rule = "limit: (model, (inputs, target), loss_fn); return these three"
-    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
-        raise Mistake(f"{name}: returned {_kind(returned)}, {rule}")
-    model, batch, loss_fn = returned
-    if not isinstance(model, (nn.Module, tuple, list)):
-        raise Mistake(f"{name}: its model is {_kind(model)}, limit: a module or a list of modules; return one of these")
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise Mistake(f"{name}: its sample batch is {_kind(batch)}, {rule}")
-    if not callable(loss_fn):
-        raise Mistake(f"{name}: its loss_fn is {_kind(loss_fn)}, limit: callable with (output, target); return such")
-    if isinstance(loss_fn, type):
-        raise Mistake(f"{name}: its loss_fn, {loss_fn.__name__}, is a class; return an instance of it")
-    inputs, target = batch
-    return Sample(model if isinstance(model, nn.Module) else list(model), inputs, target, loss_fn)
+def devices_of(names: Sequence[str]) -> list[DeviceSpec | str]:
+    """Return the devices that --devices names; a size is an emulated one's. Raises Mistake."""
+    with device_mistakes():
+        return [EmulatedDevice(name) if name[:1].isdigit() else name for name in names]  # a GPU's begins with none
 
 
-def _kind(value: object) -> str:
-    size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
-    return f"a {type(value).__name__}{size}"
+def devices_here(names: Sequence[str]) -> list[DeviceSpec]:
+    """Return the same of this machine; raises Mistake for one that is not there."""
+    with device_mistakes():
+        return resolve_devices(devices_of(names))
+
+
+def device_mistakes() -> contextlib.AbstractContextManager[None]:
+    return mistakes(
+        ValueError, RuntimeError, before="--devices: ", after="; a size such as 512MiB is an emulated device"
+    )
 
 
 @contextlib.contextmanager
-def planned() -> Iterator[None]:
+def planned(options: argparse.Namespace) -> Iterator[None]:
     """Raise Mistake for what the user can correct after a plan failed; a bug of this package keeps its traceback."""
     try:
         yield
@@ -129,7 +124,11 @@ def planned() -> Iterator[None]:
         if not _is_ours(_origin(error)) or (_is_library(last) and (in_layer or isinstance(error, RuntimeError))):
             raise Mistake(f"model: {_said(error)}{notes}; correct the layer, or the sample batch") from error
         if _is_ours(last) and (last.line or "").startswith("raise "):  # what it refuses; not what it trips over
-            raise Mistake(f"{error}{notes}") from error
+            field, colon, said = str(error).partition(":")
+            option = (
+                f"--{field.replace('_', '-')}" if field in vars(options) and isinstance(error, ValueError) else field
+            )
+            raise Mistake(f"{option}{colon}{said}{notes}") from error
         raise
 
 
@@ -152,6 +151,6 @@ def _is_ours(frame: traceback.FrameSummary) -> bool:
 
 def _is_library(frame: traceback.FrameSummary) -> bool:
     path = Path(frame.filename)
-    if frame.filename.startswith("<frozen") or _LIBRARIES[0] in path.parents:
+    if frame.filename.startswith("<") or _LIBRARIES[0] in path.parents:
         return True
     return _LIBRARIES[1] in path.parents and not set(_INSTALLED) & set(path.parts)

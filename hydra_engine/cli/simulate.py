@@ -5,24 +5,21 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from hydra_engine.cli.command import Mistake, count, mistakes
-from hydra_engine.cli.plan import machine_of
-from hydra_engine.cli.sample import called, here_importable, planned, unpacked, without_values
-from hydra_engine.planning import DeviceCost, HostCost, TaskCost, plan_ahead, simulate
-from hydra_engine.tasks import duration, table
-from partitioners import Optimal
+from hydra_engine import DeviceCost, HostCost, TaskCost, simulate
+from hydra_engine.cli.command import Mistake, mistakes, print_table
+from hydra_engine.cli.plan import predicted
+from hydra_engine.cli.sample import called, here_importable, without_values
+from hydra_engine.texts import duration
 
 
 def run(options: argparse.Namespace) -> None:
     """Print a row of predicted figures for each number of devices."""
-    numbers = [count(each, "--devices") for each in options.devices]
-    copies, num_steps = count(options.copies, "--copies"), count(options.steps, "--steps")
     with here_importable():
-        costs, device = _costs(options, num_steps)
-    tasks = [replace(cost, name=f"{cost.name}-{k}") for cost in costs for k in range(copies)]
+        costs, device = _costs(options)
+    tasks = [replace(cost, name=f"{cost.name}-{k}") for cost in costs for k in range(options.copies)]
     rows: list[tuple[str, ...]] = [("devices", "makespan", "at least", "busy", "speedup")]
     first_s = 0.0
-    for number in numbers:
+    for number in options.devices:
         with mistakes(ValueError):
             found = simulate(tasks, [device] * number, options.policy, host=HostCost())
         first_s = first_s or found.makespan_s
@@ -30,11 +27,11 @@ def run(options: argparse.Namespace) -> None:
         shown = (duration(found.makespan_s), duration(found.bound_s), f"{found.busy_share:.0%}", f"{speedup:.2f}")
         rows.append((str(number), *shown))
     print(f"{options.function}: {len(tasks)} tasks, policy {options.policy}; predicted, not measured", "", sep="\n")
-    print(*table(rows), sep="\n")
-    print(f"at least: no schedule is faster; speedup: over {numbers[0]} of these devices")
+    print_table(rows)
+    print(f"at least: no schedule is faster; speedup: over {options.devices[0]} of these devices")
 
 
-def _costs(options: argparse.Namespace, num_steps: int) -> tuple[list[TaskCost], DeviceCost]:
+def _costs(options: argparse.Namespace) -> tuple[list[TaskCost], DeviceCost]:
     """Return the tasks' costs, and those of one device: of a model by arithmetic, or as the function returned them."""
     with without_values(options.function):
         returned = called(options.function, "returns (model, (inputs, target), loss_fn), a TaskCost or a list of them")
@@ -42,9 +39,7 @@ def _costs(options: argparse.Namespace, num_steps: int) -> tuple[list[TaskCost],
     if costs and all(isinstance(each, TaskCost) for each in costs):
         return costs, DeviceCost()
     if options.memory is None:
-        raise Mistake("--memory: not given, limit: a size, for a model; pass for example --memory 24GiB")
-    sample, machine = unpacked(options.function, returned), machine_of(options)
-    with planned():
-        plan = plan_ahead(sample, machine, Optimal())
-    link = machine.link_bytes_per_s
-    return [plan.task_cost("task", num_steps)], DeviceCost(load_bytes_per_s=link, store_bytes_per_s=link)
+        raise Mistake("--memory: not given, expected a size, for a model; pass for example --memory 24GiB")
+    plan = predicted(options, returned)
+    link = plan.machine.link_bytes_per_s
+    return [plan.task_cost("task", options.steps)], DeviceCost(load_bytes_per_s=link, store_bytes_per_s=link)

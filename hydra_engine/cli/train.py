@@ -7,23 +7,20 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra_engine.cli.command import Failure, Mistake, count, mistakes
-from hydra_engine.cli.sample import called, here_importable
-from hydra_engine.cli.sweep import checkpoint_interval, devices_of
-from hydra_engine.errors import CheckpointError, HostOutOfMemory, ShardDoesNotFit
-from hydra_engine.run import ModelOrchestrator
-from hydra_engine.system import say, warn
-from hydra_engine.tasks import FAILED, ModelTask, Report
+from hydra_engine import CheckpointError, HostOutOfMemory, ModelOrchestrator, ModelTask, Report, ShardDoesNotFit
+from hydra_engine.cli.command import Failure, Mistake, mistakes
+from hydra_engine.cli.sample import called, devices_here, here_importable
+from hydra_engine.texts import say, warn
 from hydra_engine.verify import verify as verified
 
-RULE = "limit: a ModelTask or a list of them; return these"
+RULE = "expected a ModelTask or a list of them; return these"
 
 
 def run(options: argparse.Namespace) -> None:
     """Train the tasks of a user's function, print the report and save it; raises Failure if a task failed."""
     if options.report is not None:
         _check_writable(Path(options.report))
-    devices = None if options.devices is None else devices_of(options.devices, are_here=True)
+    devices = None if options.devices is None else devices_here(options.devices)
     with here_importable():
         tasks = _tasks(options.function, called(options.function, "returns a ModelTask or a list of them"))
         with mistakes(TypeError, ValueError):
@@ -32,7 +29,7 @@ def run(options: argparse.Namespace) -> None:
                 devices=devices,
                 policy=options.policy,
                 checkpoint_dir=options.checkpoint_dir,
-                checkpoint_every=checkpoint_interval(options.checkpoint_every),
+                checkpoint_every=options.checkpoint_every,
                 dram=options.dram,
             )
         orchestra.verbose = 0 if options.quiet else 1
@@ -54,14 +51,13 @@ def run(options: argparse.Namespace) -> None:
 
 def verify(options: argparse.Namespace) -> None:
     """Compare the tasks of a user's function with plain PyTorch, and print how; raises Failure if a bit differs."""
-    micro_batches = None if options.micro_batches is None else count(options.micro_batches, "--micro-batches")
     with here_importable(), mistakes(TypeError, ValueError):
         found = verified(
             lambda: _tasks(options.function, called(options.function, "returns a ModelTask or a list of them")),
-            steps=count(options.steps, "--steps"),
+            steps=options.steps,
             memory=options.memory,
-            devices=count(options.devices, "--devices"),
-            micro_batches=micro_batches,
+            devices=options.devices,
+            micro_batches=options.micro_batches,
         )
     say(str(found))
     if not found.is_same:
@@ -73,7 +69,7 @@ def _check_writable(path: Path) -> None:
     """Refuse a file for the report before the hours that training takes, rather than after them."""
     is_special = path.exists() and not path.is_file()  # /dev/null, say
     if path.is_dir() or not os.access(path if is_special else path.resolve().parent, os.W_OK):
-        raise Mistake(f"--report: {str(path)!r} cannot be saved, limit: a file in a folder that is there and yours")
+        raise Mistake(f"--report: {str(path)!r} cannot be saved, expected a file in a folder that is there and yours")
 
 
 def _tasks(name: str, returned: object) -> list[ModelTask]:
@@ -84,7 +80,7 @@ def _tasks(name: str, returned: object) -> list[ModelTask]:
         if not isinstance(each, ModelTask):
             raise Mistake(f"{name}: returned a {type(each).__name__} in its list, {RULE}")
     if not tasks:
-        raise Mistake(f"{name}: returned an empty list, limit: at least one ModelTask; return these")
+        raise Mistake(f"{name}: returned an empty list, expected at least one ModelTask; return these")
     return list(tasks)
 
 
@@ -92,7 +88,7 @@ def _tell(report: Report, options: argparse.Namespace) -> None:
     wrong = _not_saved(report, options)  # first of all: a terminal may take nothing
     if not options.quiet:
         say(f"\n{report}")
-    failed = [name for name, task in report.tasks.items() if task.status == FAILED]
+    failed = [name for name, task in report.tasks.items() if task.status == "failed"]
     if failed:
         wrong.append(
             f"{len(failed)} of {len(report.tasks)} tasks failed: {', '.join(failed)}; the others are trained; mend "

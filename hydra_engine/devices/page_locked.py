@@ -10,7 +10,8 @@ from functools import partial
 
 import torch
 
-from hydra_engine.system import HostMemory, discard, warn
+from hydra_engine.system import HostMemory, discard
+from hydra_engine.texts import warn
 from partitioners import format_bytes
 
 # cudaHostRegisterPortable: locked for every device.

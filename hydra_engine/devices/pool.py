@@ -14,7 +14,7 @@ from hydra_engine.devices.cuda import KNOWN_NAMES, CudaDevice
 from hydra_engine.devices.device import DeviceSpec
 from hydra_engine.devices.emulated import EmulatedDevice
 from hydra_engine.devices.page_locked import PageLocked
-from hydra_engine.system import HostMemory
+from hydra_engine.system import HostMemory, dram
 from hydra_engine.tasks import ModelTask
 from partitioners.plain_numbers import plain
 
@@ -25,10 +25,13 @@ def host_memory(devices: Sequence[DeviceSpec]) -> HostMemory:
     return HostMemory() if first is None else PageLocked(first)
 
 
-def resolve_devices(devices: Sequence[DeviceSpec | str] | None, default_bytes: int) -> list[DeviceSpec]:
-    """Return the devices a run uses: those named, or else every GPU, or one emulated device of `default_bytes`."""
+def resolve_devices(devices: Sequence[DeviceSpec | str] | None = None) -> list[DeviceSpec]:
+    """Return the devices that a run uses: those named, or else every GPU, or one emulated device of half the free DRAM.
+
+    Raises TypeError and ValueError for what is no device, RuntimeError for a GPU that is not there.
+    """
     if devices is None:
-        return [*CudaDevice.every()] or [EmulatedDevice(default_bytes)]
+        return [*CudaDevice.every()] or [EmulatedDevice(max(1, dram.available_dram_bytes() // 2))]
     if isinstance(devices, str) or not isinstance(devices, Sequence):
         raise TypeError(f"devices: {devices!r} is not a list; give a list such as [EmulatedDevice(memory='64MiB')]")
     if not devices:

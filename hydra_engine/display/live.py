@@ -11,8 +11,8 @@ from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.segment import SegmentLines
 
+from hydra_engine import Observer, RunProgress
 from hydra_engine.display.rows import Rows
-from hydra_engine.progress import Observer, RunProgress
 
 
 def observer_of(stream: TextIO) -> Observer | None:

@@ -10,8 +10,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hydra_engine.progress import AtWork, Doing, RunProgress, TaskProgress, clock, counted, number, rate
-from hydra_engine.system import plural, printable
+from hydra_engine import AtWork, Doing, RunProgress, TaskProgress
+from hydra_engine.texts import clock, number, plural, printable, rate
 from partitioners import format_bytes
 
 NARROW, WIDE = 75, 100  # below and from so many columns on, there is less room and more
@@ -35,7 +35,7 @@ class Rows(JupyterMixin):  # type: ignore[misc]
         chosen = {task.name for task in run.first(room if len(run.tasks) <= room else room - 1)}
         parts = [_line(self._told(), "bold"), self._tasks(options.max_width, chosen)]
         if others := [task for task in run.tasks if task.name not in chosen]:
-            parts.append(_line(f"and {len(others)} more: {counted(others)}", "dim"))
+            parts.append(_line(f"and {len(others)} more: {run.counts(others)}", "dim"))
         parts.append(self._devices(options.max_width, num_devices))
         if rest := run.devices[num_devices:]:
             at_work = sum(device.unit is not None for device in rest)
@@ -46,7 +46,7 @@ class Rows(JupyterMixin):  # type: ignore[misc]
         tasks = self.run.tasks
         left = [task.left_s for task in tasks if task.left_s is not None]
         unknown = any(not task.doing.is_over and task.left_s is None for task in tasks)
-        text = f"{clock(self.run.now_s)}  {plural(len(tasks), 'task')}: {counted(tasks)}"
+        text = f"{clock(self.run.now_s)}  {plural(len(tasks), 'task')}: {self.run.counts(tasks)}"
         return text + (f"  {'at least' if unknown else 'about'} {clock(max(left))} left" if left else "")
 
     def _tasks(self, columns: int, chosen: set[str]) -> Table:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hydra_engine.tasks import Model, switch_off_checkpointing, uncompiled
+from hydra_engine import Model
 
 try:
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -138,8 +138,8 @@ def sequential(model: PreTrainedModel | nn.Module, example: Any = None) -> Model
     https://huggingface.co/docs/transformers/attention_interface, https://huggingface.co/docs/peft/package_reference/lora.
     """
     _check(model)
-    model = uncompiled(model)
-    switch_off_checkpointing(model)
+    whole = Model(model)
+    model = whole.source
     inner: Any = _without_lora(model)
     entry = MODELS.get(type(inner).__name__)
     if entry is None or not type(inner).__module__.startswith("transformers.models."):

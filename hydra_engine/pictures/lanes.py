@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hydra_engine.schedule import Unit
-from hydra_engine.tasks import AGAIN, Report
-from hydra_engine.trace import UPDATE, Span
+from hydra_engine import Report, Span, Unit
 
-HOST, COMMIT = "host", "commit"
+# As a report's spans name them.
+HOST, COMMIT, UPDATE, AGAIN = "host", "commit", "update", "again"
 COMPUTE, LOAD, STORE = DEVICE_LANES = ("compute", "load", "store")
 HOST_LANES = (COMMIT, UPDATE)
 

@@ -16,16 +16,26 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hydra_engine.pictures.lanes import COMPUTE, HOST, HOST_LANES, LOAD, STORE, devices_of, lane_rows, task_of, unit_of
-from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD
-from hydra_engine.system import plural, printable
-from hydra_engine.tasks import AGAIN, TRAINING_LOSS, VALIDATION_LOSS, Report
-from hydra_engine.trace import MAX_SPANS, UPDATE, Span
+from hydra_engine import Report, Span
+from hydra_engine.pictures.lanes import (
+    AGAIN,
+    COMPUTE,
+    HOST,
+    HOST_LANES,
+    LOAD,
+    STORE,
+    UPDATE,
+    devices_of,
+    lane_rows,
+    task_of,
+    unit_of,
+)
+from hydra_engine.texts import plural, printable
 from partitioners import format_bytes
 
 # Hues go round the circle by the golden angle, so that neighbours in the list never look alike.
 GOLDEN_ANGLE = 137.508
-LIGHT = {FORWARD: 0.70, BACKWARD: 0.45, EVALUATE: 0.85}  # of units, by kind
+LIGHT = {"f": 0.70, "b": 0.45, "e": 0.85}  # of units, by kind
 MIDDLE = 0.55  # the lightness of all else
 FAINT, MEMORY, MARK, UNKNOWN = "#eeeeee", "#7a9cc6", "#cc3311", "#999999"
 LANES = {COMPUTE: (0.04, 0.54), LOAD: (0.60, 0.15), STORE: (0.77, 0.15)}  # of a row: top, height
@@ -85,8 +95,7 @@ def drawn(report: Report, start_s: float | None = None, end_s: float | None = No
 
 def _window(report: Report, start_s: float | None, end_s: float | None) -> tuple[float, float]:
     if start_s is None:
-        is_cut = len(report.spans) >= MAX_SPANS
-        start_s = min((span.end_s for span in report.spans), default=0.0) if is_cut else 0.0
+        start_s = report.spans_since_s
     if end_s is None:
         last_s = max((span.end_s for span in report.spans), default=0.0)
         end_s = max(report.makespan_s, last_s, start_s + 1e-9 if start_s <= 0 else 0.0)
@@ -176,8 +185,7 @@ def _label(axes: Any, left: Sequence[str], right: Sequence[str], window: tuple[f
 
 
 def _draw_memory(axes: Any, report: Report, window: tuple[float, float], font: float) -> None:
-    # What is not known any more stays white.
-    known_s = report.memory[0].at_s if len(report.memory) >= MAX_SPANS else 0.0
+    known_s = report.memory_since_s  # what is not known any more stays white
     peaks = []
     for k, device in enumerate(report.devices):
         used = [each for each in report.memory if each.device == device.name]
@@ -199,10 +207,10 @@ def _draw_memory(axes: Any, report: Report, window: tuple[float, float], font: f
 def _draw_losses(axes: Any, report: Report, hues: Mapping[str, int]) -> None:
     shown = []
     for task in report.tasks.values():
-        for by, style in ((TRAINING_LOSS, "-"), (VALIDATION_LOSS, "--")):
+        for by, style in (("loss", "-"), ("validation_loss", "--")):
             points = [(at, value) for at, value in zip(*task.values(by), strict=True) if math.isfinite(value)]
             if points:
-                light = MIDDLE if by == TRAINING_LOSS else 0.35
+                light = MIDDLE if by == "loss" else 0.35
                 marker = "." if len(points) == 1 else ""
                 axes.plot(*zip(*points, strict=True), style, color=_colour(hues, task.name, light), marker=marker)
                 shown += [value for _, value in points]

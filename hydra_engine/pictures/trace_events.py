@@ -21,8 +21,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from hydra_engine.pictures.lanes import DEVICE_LANES, HOST, HOST_LANES, devices_of, lane_rows, task_of
-from hydra_engine.tasks import AGAIN, Report
+from hydra_engine import Report
+from hydra_engine.pictures.lanes import AGAIN, DEVICE_LANES, HOST, HOST_LANES, devices_of, lane_rows, task_of
 
 _ORDER = {lane: k for k, lane in enumerate((*DEVICE_LANES, *HOST_LANES))}  # others come last
 

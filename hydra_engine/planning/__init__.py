@@ -1,9 +1,8 @@
 """The cost of a run before it runs: profiles, cuts, rehearsals, predictions."""
 
 from hydra_engine.planning.adoption import Rehearsals
-from hydra_engine.planning.ahead import AheadPlan, Machine, Sample, ShardEstimate, plan_ahead, predict_training
+from hydra_engine.planning.ahead import AheadPlan, predict_training
 from hydra_engine.planning.costs import DeviceChange, DeviceCost, HostCost, TaskCost
-from hydra_engine.planning.cuts import PredictedCut
 from hydra_engine.planning.fit import Misfit, Room, has_to_fit, largest_micro_batch, refit, shared_out
 from hydra_engine.planning.planned import (
     DramLimit,

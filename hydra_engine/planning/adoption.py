@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from hydra_engine.data import residue
 from hydra_engine.host import Cut, KnownUnits, Measured, Observed, TaskState, has_hooks
 from hydra_engine.planning.cuts import CutChoice, PredictedCut
-from hydra_engine.system import warn
 from hydra_engine.tasks import Purpose
+from hydra_engine.texts import warn
 from partitioners.reach import CLASS, CONTAINERS, GLOBALS, PLAIN, reach, text_of
 
 # Kinds whose plans are remembered; the first to be seen are forgotten.

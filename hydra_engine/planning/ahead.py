@@ -20,7 +20,8 @@ from hydra_engine.planning.cuts import CutChoice, PredictedCut, RunAtHand, cut_c
 from hydra_engine.planning.planned import UNIT_S, UPDATE_SHARE
 from hydra_engine.planning.simulate import simulate
 from hydra_engine.planning.world import Simulation
-from hydra_engine.tasks import Model, batch_size
+from hydra_engine.tasks import Model
+from hydra_engine.tasks import batch_size as batch_size_of
 from partitioners import (
     GPU,
     STATED_RATES,
@@ -241,10 +242,12 @@ def predict_training(
     loss_fn: Callable[[Any, Any], Tensor],
     *,
     memory: int | str,
+    reserve: int | str | None = None,
     devices: int = 1,
     device: str = GPU,
     precision: str = "float32",
     optimizer: str = "adamw",
+    batch_size: int | None = None,
     accumulation_steps: int | str = 1,
     partitioner: str | Partitioner = "optimal",
     dram: int | str | None = None,
@@ -263,9 +266,11 @@ def predict_training(
         model: as `ModelTask`'s; it may lie on the meta device, and so may the batch.
         batch: (inputs, target).
         memory: of one device: bytes, or "24GiB".
+        reserve: of it, for context and libraries; None: 1 GiB on "cuda".
         devices: number of equal devices.
-        device: whose kernels are assumed: "cuda" or "cpu". On "cuda" 1 GiB is left for context and libraries.
+        device: whose kernels are assumed: "cuda" or "cpu".
         optimizer: on the host: "adamw", "sgd" or "sgd-momentum".
+        batch_size: samples of the batch that a task trains with; None: as many as `batch` has.
         dram: that as many such tasks as there are devices may take.
         accumulation_steps, precision, partitioner, split_weights, early_release: as `ModelTask`'s.
         rates: of the device in practice; default: `partitioners.STATED_RATES`.
@@ -277,16 +282,25 @@ def predict_training(
         raise TypeError(
             f"batch: a {type(batch).__name__}, limit: a pair (inputs, target); give next(iter(loader)), say"
         )
-    if isinstance(loss_fn, type):
-        raise TypeError(f"loss_fn: {loss_fn.__name__} is a class; give an instance of it")
+    if isinstance(loss_fn, type) or not callable(loss_fn):
+        given = f"{loss_fn.__name__} is a class" if isinstance(loss_fn, type) else f"a {type(loss_fn).__name__}"
+        raise TypeError(f"loss_fn: {given}, expected a function (output, target), or an instance of a class")
     for field, value, known in (("device", device, RESERVED_BYTES), ("optimizer", optimizer, OPTIMIZERS)):
         if value not in known:
             raise ValueError(f"{field}: {value!r}, known: {', '.join(map(repr, known))}")
     if precision not in DTYPES:
         raise ValueError(f"precision: {precision!r}, known: {', '.join(map(repr, DTYPES))}")
+    memory_bytes, reserve_bytes = parse_bytes(memory, "memory"), RESERVED_BYTES[device]
+    if reserve is not None:
+        reserve_bytes = 0 if str(reserve).strip() == "0" else parse_bytes(reserve, "reserve")
+    if reserve_bytes >= memory_bytes:
+        raise ValueError(
+            f"reserve: {format_bytes(reserve_bytes)}, expected less than the memory, {format_bytes(memory_bytes)}; "
+            f"give more memory, or reserve less (0, say)"
+        )
     machine = Machine(
-        memory_bytes=parse_bytes(memory, "memory"),
-        reserve_bytes=RESERVED_BYTES[device],
+        memory_bytes=memory_bytes,
+        reserve_bytes=reserve_bytes,
         device=device,
         precision=precision,
         rates=rates or STATED_RATES[device, precision],
@@ -300,7 +314,7 @@ def predict_training(
     )
     cuts = make_partitioner(partitioner) if isinstance(partitioner, str) else partitioner
     number = None if accumulation_steps == "auto" else int(accumulation_steps)
-    return plan_ahead(Sample(model, *batch, loss_fn), machine, cuts, num_micro_batches=number)
+    return plan_ahead(Sample(model, *batch, loss_fn), machine, cuts, num_samples=batch_size, num_micro_batches=number)
 
 
 def plan_ahead(
@@ -318,7 +332,7 @@ def plan_ahead(
     """
     _, inputs, target, loss_fn = sample
     model = as_layers(sample.model, inputs)
-    own = batch_size(inputs)
+    own = batch_size_of(inputs)
     num_samples = own if num_samples is None else num_samples
     if num_micro_batches is not None and num_micro_batches > num_samples:
         raise ValueError(

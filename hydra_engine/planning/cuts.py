@@ -15,7 +15,7 @@ from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
 from hydra_engine.planning.simulate import alike, bound_s, num_spread_units, predict_spreads, simulate
 from hydra_engine.planning.world import wanted_homes
 from hydra_engine.schedule import BACKWARD, FORWARD, FUSED, training_chain
-from hydra_engine.tasks import duration
+from hydra_engine.texts import duration
 from partitioners import Budget, LayerCost, forward_unit_bytes, shard_bytes, slab_bytes
 from partitioners.cost import accumulated_bytes
 

@@ -1,6 +1,6 @@
 """The progress of a run: what an observer is shown of it and loggers are told, and the threads that do that."""
 
-from hydra_engine.progress.lines import PlainLines, clock, counted, number, rate
+from hydra_engine.progress.lines import PlainLines
 from hydra_engine.progress.loggers import RunLoggers
 from hydra_engine.progress.state import AtWork, DeviceProgress, Doing, Observer, RunProgress, TaskProgress
 from hydra_engine.progress.watch import Watch, usual_observer
@@ -15,9 +15,5 @@ __all__ = [
     "RunProgress",
     "TaskProgress",
     "Watch",
-    "clock",
-    "counted",
-    "number",
-    "rate",
     "usual_observer",
 ]

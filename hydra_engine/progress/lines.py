@@ -1,13 +1,9 @@
-"""Lines of a log about a run, and numbers that are short."""
+"""Lines of a log about a run."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterable
-
-from hydra_engine.progress.state import Doing, Observer, RunProgress, TaskProgress
-from hydra_engine.system import LINE, printable, say
+from hydra_engine.progress.state import Observer, RunProgress, TaskProgress
+from hydra_engine.texts import LINE, clock, number, printable, rate, say
 
 LOG_S, MOST_LOG_S = 5.0, 60.0  # seconds between two lines, first and later
 MOST_LOGGED = 8  # tasks in a line, but for the last ones
@@ -30,7 +26,7 @@ class PlainLines(Observer):
             line = begin + BETWEEN.join(_described(task, LINE - len(begin + end)) for task in shown) + end
             if len(line) <= LINE:
                 break
-        counts = f": {counted(others)}" if others else ""
+        counts = f": {run.counts(others)}" if others else ""
         say(line + counts if len(line + counts) <= LINE else line)
 
     def close(self, run: RunProgress) -> None:
@@ -58,36 +54,3 @@ def _described(task: TaskProgress, columns: int) -> str:
     figures, name = " ".join(told), printable(task.name)
     room = max(LEAST_NAME, columns - len(figures) - 1)
     return f"{name if len(name) <= room else name[: room - len(DOTS)] + DOTS} {figures}"
-
-
-def counted(tasks: Iterable[TaskProgress]) -> str:
-    """Say how many of them do what: "2 computing, 3 waiting, 4 finished"."""
-    numbers = Counter(
-        "computing" if task.doing.computes else task.doing.value if task.doing.is_over else "waiting" for task in tasks
-    )
-    order = ["computing", "waiting", *(doing.value for doing in Doing if doing.is_over)]
-    return ", ".join(f"{numbers[word]} {word}" for word in order if numbers[word])
-
-
-def number(value: float | None) -> str:
-    """A loss, with four digits."""
-    return "-" if value is None else f"{value:#.4g}".rstrip(".")
-
-
-def rate(per_s: float | None) -> str:
-    """Steps per second, minute or hour; one of them at least where that can be."""
-    if not per_s:
-        return "-"
-    factor, unit = (1, "s") if per_s >= 1 else (60, "min") if per_s * 60 >= 1 else (3600, "h")
-    value = per_s * factor
-    return f"{value:.1f}/{unit}" if value < 100 else f"{value:.0f}/{unit}"
-
-
-def clock(seconds: float | None) -> str:
-    """Seconds as "0:59", "59:59", "23:59h" or "99d"."""
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02}"
-    return f"{whole // 3600}:{whole % 3600 // 60:02}h" if whole < 86_400 else f"{whole / 86_400:.1f}d"

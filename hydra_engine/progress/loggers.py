@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from hydra_engine.system import warn
 from hydra_engine.tasks import Logger, StepReport, TaskStart, ValidationReport
+from hydra_engine.texts import warn
 
 MOST_WAITING = 10_000  # calls of a logger; each takes a few hundred bytes
 MOST_FAILURES = 3

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -100,6 +101,16 @@ class RunProgress(NamedTuple):
     def first(self, most: int) -> list[TaskProgress]:
         """Return at most so many tasks: those that compute every few seconds, then those that wait, then the others."""
         return sorted(self.tasks, key=lambda task: (task.doing.is_over, not task.is_active))[: max(0, most)]
+
+    @staticmethod
+    def counts(tasks: Iterable[TaskProgress]) -> str:
+        """Return how many of these tasks do what: "2 computing, 3 waiting, 4 finished"."""
+        doings = [task.doing for task in tasks]
+        numbers = Counter(
+            "computing" if each.computes else each.value if each.is_over else "waiting" for each in doings
+        )
+        order = ["computing", "waiting", *(doing.value for doing in Doing if doing.is_over)]
+        return ", ".join(f"{numbers[word]} {word}" for word in order if numbers[word])
 
 
 class Observer(ABC):

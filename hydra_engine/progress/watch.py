@@ -21,7 +21,7 @@ from importlib import import_module
 
 from hydra_engine.progress.lines import PlainLines
 from hydra_engine.progress.state import DeviceProgress, Observer, RunProgress, TaskProgress
-from hydra_engine.system import warn
+from hydra_engine.texts import warn
 
 DISPLAY = "hydra_engine.display"  # has `observer_of(stream)`; the engine works without it
 MOST_SHARE = 0.01  # of a core's time, for showing

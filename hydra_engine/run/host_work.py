@@ -37,8 +37,9 @@ from hydra_engine.schedule import (
     Unit,
     Update,
 )
-from hydra_engine.system import return_free_memory, warn
+from hydra_engine.system import return_free_memory
 from hydra_engine.tasks import AGAIN, Purpose, StepChoice, StepMeasures
+from hydra_engine.texts import warn
 
 # Of a lone task's time may go by in waiting for updates before a message says so.
 MOST_WAITED = 0.05

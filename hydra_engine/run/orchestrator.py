@@ -41,7 +41,7 @@ from hydra_engine.run.task_list import Site, Station, TaskList, one_line
 from hydra_engine.run.workers import RunOver
 from hydra_engine.schedule import Policy, resolve_policy
 from hydra_engine.system import dram as host_dram
-from hydra_engine.system import host_threads, return_free_memory, say, warn
+from hydra_engine.system import host_threads, return_free_memory
 from hydra_engine.system import process as restart
 from hydra_engine.tasks import (
     FAILED,
@@ -54,6 +54,7 @@ from hydra_engine.tasks import (
     TaskReport,
     checked_loggers,
 )
+from hydra_engine.texts import say, warn
 from partitioners import Partitioner, parse_bytes
 from partitioners.plain_numbers import plain
 from partitioners.reach import Opaque
@@ -69,7 +70,7 @@ class _Devices:
         """`devices`: as the orchestrator was given them. limits: checked, but for how many they are."""
         self.watcher = GpuWatcher.asked(devices, limits.max_devices)
         wanted = devices if self.watcher is None else self.watcher.take()
-        specs = resolve_devices(wanted, max(1, host_dram.available_dram_bytes() // 2))
+        specs = resolve_devices(wanted)
         limits = PoolLimits.checked(*limits, len(specs))
         self.pool = DevicePool(specs, limits)
         self.most = limits.max_devices or len(specs)  # that batches are split for
@@ -154,7 +155,7 @@ class ModelOrchestrator(Opaque):
     Attributes:
         verbose: 0 silent, 1 plan and progress: on a terminal or in a notebook, with rich, the live display; else lines
             (docs/progress.md).
-        observer: a `hydra_engine.progress.Observer` that is shown each run of `train_models`, instead of these.
+        observer: a `hydra_engine.Observer` that is shown each run of `train_models`, instead of these.
         tracebacks: print those of tasks that failed while others finished; False: one line for each.
         buffer: bytes that partitioning keeps free for the next shard: None for as much as the shard itself, or an int,
             or a string ("512MiB").

@@ -10,8 +10,8 @@ from hydra_engine.checkpoints import Saver, Snapshot
 from hydra_engine.errors import DeviceLost
 from hydra_engine.run.running_task import Common, Life, RunningTask, Waited
 from hydra_engine.schedule import CaptureWanted, StepCommitted, StopRequested
-from hydra_engine.system import warn
 from hydra_engine.tasks import CheckpointReport
+from hydra_engine.texts import warn
 
 # A round waits so long for a task's callbacks, and goes on without; the task is saved once they have returned.
 CALLBACKS_S = 1.0

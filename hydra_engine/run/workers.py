@@ -29,8 +29,8 @@ from hydra_engine.schedule import (
     TaskStopped,
     Unit,
 )
-from hydra_engine.system import warn
 from hydra_engine.tasks import DeviceReport
+from hydra_engine.texts import warn
 from hydra_engine.trace import UPDATE, Timing, Trace
 from hydra_engine.worker import Delay, Worker
 from partitioners import format_bytes

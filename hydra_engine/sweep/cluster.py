@@ -33,8 +33,7 @@ import torch
 from hydra_engine.sweep.folder import NODE
 from hydra_engine.sweep.live import name_of
 from hydra_engine.sweep.search import Search, SearchSettings
-from hydra_engine.sweep.study import Trials, is_of_space, load_optuna
-from hydra_engine.system import say_progress
+from hydra_engine.sweep.study import Trials, is_of_space, load_optuna, say_progress
 
 # A head that does not take a connection is given up after this.
 CONNECT_TIMEOUT_S = 5.0

@@ -34,8 +34,7 @@ from hydra_engine.sweep.live import LiveTrial, name_of
 from hydra_engine.sweep.objective import Objective
 from hydra_engine.sweep.policy import SweepPolicy, frozen
 from hydra_engine.sweep.population import Population
-from hydra_engine.sweep.study import Trials, fixed_trial, is_of_space, load_optuna
-from hydra_engine.system import dram, say_progress
+from hydra_engine.sweep.study import Trials, fixed_trial, is_of_space, load_optuna, say_progress
 from hydra_engine.tasks import FAILED, FINISHED, PAUSED, Logger, ModelTask, Report, TaskReport
 
 # After an interrupt, a trial that is being built or planned is waited for no longer; its thread is left behind.
@@ -206,7 +205,7 @@ class Search:
         Trials go on from the directory that has most of them, whosever that is.
         """
         self._settings = settings
-        self._devices = resolve_devices(settings.devices, max(1, dram.available_dram_bytes() // 2))
+        self._devices = resolve_devices(settings.devices)
         self._parallel = settings.parallel or MODELS_PER_DEVICE * len(self._devices)
         self._trials = trials
         self._root = None if checkpoints is None else Path(checkpoints)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hydra_engine.sweep.population import PARENT, Population
 from hydra_engine.sweep.rungs import RUNG, Birth, Rungs, mark, rung_of, waits
+from hydra_engine.texts import LINE, say
 
 if TYPE_CHECKING:
     import optuna
@@ -31,6 +33,7 @@ INTERRUPTED = "interrupted"
 STORAGE_TIMEOUT_S = 15.0
 PAUSE_S = 0.5  # before a storage that has not answered is asked again
 DIRECTIONS = ("minimize", "maximize")
+LEAST_REST = 10  # characters, with less of which a line of progress ends before the rest
 
 
 class StudyMismatch(ValueError):
@@ -175,6 +178,15 @@ class _Progress:
     def __str__(self) -> str:
         best = f", best {self._best(self.values):.4g}" if self.values else ""
         return f"{self.num_over}/{self.num_in_all} done{best}"
+
+
+def say_progress(text: str, rest: str = "") -> None:
+    """Print a line of progress; a text that is longer goes on in an indented one, a rest is cut."""
+    *lines, last = textwrap.wrap(text, LINE, subsequent_indent="    ") or [""]
+    room = LINE - len(last) - len(", ")
+    if rest and room >= LEAST_REST:
+        last += f", {textwrap.shorten(rest, room, placeholder='...')}"
+    say("\n".join([*lines, last]))
 
 
 class Trials:

@@ -21,10 +21,9 @@ from hydra_engine.sweep.population import Population
 from hydra_engine.sweep.rungs import Rungs
 from hydra_engine.sweep.search import MODELS_PER_DEVICE, Search, SearchSettings
 from hydra_engine.sweep.study import Trials, directions_of, fixed_trial, load_optuna, open_study
-from hydra_engine.system import dram as host_dram
 from hydra_engine.system import process as restart
-from hydra_engine.system import warn
 from hydra_engine.tasks import FINISHED, STOPPED, Logger, Model, ModelTask, checked_loggers
+from hydra_engine.texts import warn
 from partitioners import parse_bytes
 from partitioners.plain_numbers import plain
 
@@ -155,7 +154,7 @@ class Sweep:
         self._rungs: Rungs | Population | None = rungs or population
         CheckpointStore(None, checkpoint_every, 1)  # raises for what it does not take
         if cluster is None:  # else each node's own
-            devices = resolve_devices(devices, max(1, host_dram.available_dram_bytes() // 2))
+            devices = resolve_devices(devices)
             parallel = parallel or min(num_trials, MODELS_PER_DEVICE * len(devices))
         self._settings = SearchSettings(
             build_task=build_task,

@@ -16,5 +16,4 @@ from hydra_engine.system.dram import (
 )
 from hydra_engine.system.files import Disk, cache_folder, checksum
 from hydra_engine.system.locks import FolderLock
-from hydra_engine.system.messages import LINE, plural, printable, say, say_progress, warn
 from hydra_engine.system.process import is_interactive

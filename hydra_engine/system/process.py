@@ -5,9 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra_engine._started_in import STARTED_IN
 
@@ -42,12 +41,3 @@ def directory_asked_for() -> Path | None:
 def forget() -> None:
     """Forget the directory to go on from, so that others in this process begin anew."""
     os.environ.pop(VARIABLE, None)
-
-
-def start_again(argv: Sequence[str], cwd: str | os.PathLike[str], directory: Path) -> NoReturn:
-    """Become the program `argv`, in `cwd`, to go on from these checkpoints; raises OSError if one is not there."""
-    directory = directory.absolute()
-    os.chdir(cwd)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execvpe(argv[0], list(argv), os.environ | {VARIABLE: str(directory)})

@@ -4,7 +4,7 @@ from hydra_engine.tasks.callback import Callback, is_called
 from hydra_engine.tasks.chooser import BatchChooser, GuidedLoader, LaneSeconds, StepChoice, StepMeasures
 from hydra_engine.tasks.evaluation import EvaluationMeans, EvaluationTask
 from hydra_engine.tasks.logger import Logger, StepReport, TaskStart, ValidationReport, checked_loggers
-from hydra_engine.tasks.model import Model, OneLayer, switch_off_checkpointing, uncompiled
+from hydra_engine.tasks.model import Model, OneLayer
 from hydra_engine.tasks.model_watch import ModelWatch, plain_attributes, restore_attributes
 from hydra_engine.tasks.options import EMPTY_VALIDATION, check_optimizer_needs_no_closure, chooses
 from hydra_engine.tasks.report import (
@@ -26,8 +26,6 @@ from hydra_engine.tasks.report import (
     Revision,
     TaskPlan,
     TaskReport,
-    duration,
-    table,
 )
 from hydra_engine.tasks.report_file import from_json, to_json
 from hydra_engine.tasks.settings import SCHEDULE, Difference, differences, settings_of

@@ -135,6 +135,7 @@ class Model(nn.Sequential, NamesLayers):
     @classmethod
     def by_hand(cls, source: nn.Module, layers: Iterable[nn.Module]) -> Model:
         """Return layers that hold a module's own modules and do together what it does: names stay the module's."""
+        switch_off_checkpointing(source)
         model = cls(layers)
         model._set(source=source, is_by_hand=True)
         return model

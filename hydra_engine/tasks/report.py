@@ -14,11 +14,12 @@ from torch import Tensor
 
 from hydra_engine.errors import SavedError
 from hydra_engine.schedule import EVALUATE, Placed, Unit
-from hydra_engine.system import HostThreads, printable
+from hydra_engine.system import HostThreads
 from hydra_engine.tasks.chooser import StepChoice
 from hydra_engine.tasks.logger import StepReport, ValidationReport
 from hydra_engine.tasks.report_file import load, save
-from hydra_engine.trace import MemoryUse, Span
+from hydra_engine.texts import plural, printable, table
+from hydra_engine.trace import MAX_SPANS, MemoryUse, Span
 from partitioners import format_bytes
 from partitioners.plain_numbers import make_plain, whole_number
 from partitioners.profile import noted
@@ -152,7 +153,7 @@ class TaskPlan:
         return sum(self.dram.values())
 
     def __repr__(self) -> str:
-        return f"<TaskPlan {self.name!r}: {_plural(len(self.boundaries), 'shard')}, {format_bytes(self.dram_bytes)}>"
+        return f"<TaskPlan {self.name!r}: {plural(len(self.boundaries), 'shard')}, {format_bytes(self.dram_bytes)}>"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -170,7 +171,7 @@ class Plan:
         return {"tasks": tasks, "devices": self.devices, "text": str(self)}
 
     def __repr__(self) -> str:
-        return f"<Plan: {_plural(len(self.tasks), 'task')} on {_plural(len(self.devices), 'device')}>"
+        return f"<Plan: {plural(len(self.tasks), 'task')} on {plural(len(self.devices), 'device')}>"
 
     def __str__(self) -> str:
         return "\n".join([self._title, *table(self._rows()), *self._remarks()])
@@ -195,7 +196,7 @@ class Plan:
         lines += [f"{', '.join(names)}: {because}" for because, names in cuts.items() if because]
         lines += [f"{printable(plan.name)}: {plan.eval_message}" for plan in self.tasks.values() if plan.eval_message]
         for plan in self.tasks.values():
-            homes = [f"{_plural(number, 'layer')} at home on {device}" for device, number in plan.homed_layers.items()]
+            homes = [f"{plural(number, 'layer')} at home on {device}" for device, number in plan.homed_layers.items()]
             homes += [plan.no_homes_because] if plan.no_homes_because else []
             lines += [f"{printable(plan.name)}: {'; '.join(homes)}"] if homes else []
         launching = [plan for plan in self.tasks.values() if plan.launch_share is not None]
@@ -307,7 +308,7 @@ class TaskReport:
                 f"was trained on; lower lr, set max_grad_norm, or choose what becomes of such steps with nonfinite="
             )
         if self.skipped_steps:
-            number = _plural(len(self.skipped_steps), "step")
+            number = plural(len(self.skipped_steps), "step")
             found.append(f"{number} changed nothing (skipped_steps), first {min(skipped)}")
         validations = zip(self.validation_steps, self.validation_losses, strict=False)  # a callback may look between
         if missing := [step for step, loss in validations if not math.isfinite(loss)]:
@@ -317,7 +318,7 @@ class TaskReport:
 
     def __repr__(self) -> str:
         loss = f", loss {_ends(self.losses)}" if self.losses else ""
-        return f"<TaskReport {self.name!r}: {self.status}, {_plural(self.steps, 'step')}{loss}>"
+        return f"<TaskReport {self.name!r}: {self.status}, {plural(self.steps, 'step')}{loss}>"
 
     def lighten(self) -> None:
         """Let go of what holds a model: `ema_state`, and the frames that `exception` came through; `error` has them."""
@@ -421,6 +422,16 @@ class Report:
     messages: Sequence[str] = ()  # what a resume found, batches it is in doubt about, what could not be saved
 
     @property
+    def spans_since_s(self) -> float:
+        """Seconds after the run's beginning from which on all spans are known: 0, unless the first ones are gone."""
+        return min(span.end_s for span in self.spans) if len(self.spans) >= MAX_SPANS else 0.0
+
+    @property
+    def memory_since_s(self) -> float:
+        """The same of `memory`."""
+        return self.memory[0].at_s if len(self.memory) >= MAX_SPANS else 0.0
+
+    @property
     def schedule(self) -> list[Placed]:
         """Units with their devices and times, for `hydra_engine.pictures` and `hydra_engine.schedule`.
 
@@ -446,7 +457,7 @@ class Report:
         error = failed[0].exception
         assert error is not None
         others = "".join(f"\n{printable(task.name)}: {task.reason}" for task in failed[1:])
-        note = f"{_plural(len(failed) - 1, 'other task')} failed, too:{others}"
+        note = f"{plural(len(failed) - 1, 'other task')} failed, too:{others}"
         if others and note not in "\n".join([str(error), *getattr(error, "__notes__", ())]):  # it may be raised again
             noted(error, note)
         raise error
@@ -499,7 +510,7 @@ class Report:
         counts = Counter(task.status for task in self.tasks.values())
         statuses = (FINISHED, FAILED, STOPPED, PAUSED)
         ended = ", ".join(f"{counts[status]} {status}" for status in statuses if counts[status])
-        where = f"{_plural(len(self.tasks), 'task')} on {_plural(len(self.devices), 'device')}"
+        where = f"{plural(len(self.tasks), 'task')} on {plural(len(self.devices), 'device')}"
         lines = [f"{where} in {self.makespan_s:.1f} s" + (f": {ended}" if ended else "")]
         if self.devices:
             shares = {device.name: self._busy_share(device) for device in self.devices}
@@ -515,7 +526,7 @@ class Report:
             ]
         for task in self.tasks.values():
             if task.status != FINISHED:
-                ended = f"{task.name} {task.status} after {_plural(task.steps, 'step')}"
+                ended = f"{task.name} {task.status} after {plural(task.steps, 'step')}"
                 lines.append(f"{ended}: {task.reason}" if task.reason else ended)
         return "\n".join([*lines, *self.messages])
 
@@ -559,22 +570,6 @@ class Report:
         return [*launches, *end, f"makespan {self.makespan_s:.1f} s"]
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows of text as lines with aligned columns; the first row is the head. What does not print is a question mark."""
-    rows = [tuple(map(printable, row)) for row in rows]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in the unit that suits them."""
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us"), (1e9, "ns")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return "0 s"  # also what is left of a difference between equal sums
-
-
 def _short(sizes: list[int]) -> str:
     return " ".join(map(str, sizes)) if len(sizes) <= 8 else f"{min(sizes)} to {max(sizes)}"
 
@@ -585,10 +580,6 @@ def _short_value(value: Any) -> str:
 
 def _ends(values: list[float]) -> str:
     return f"{values[0]:.3f} -> {values[-1]:.3f}" if values else "-"
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,7 +15,8 @@ import torch
 
 from hydra_engine.devices import EmulatedDevice
 from hydra_engine.run import ModelOrchestrator
-from hydra_engine.tasks import FAILED, Callback, ModelTask, TaskReport, table
+from hydra_engine.tasks import FAILED, Callback, ModelTask, TaskReport
+from hydra_engine.texts import table
 from hydra_engine.verify.plain import PlainLoop
 from hydra_engine.verify.record import BATCHES, FirstBatches, Record, Recorder, digest
 from partitioners import Budget, LayerCost

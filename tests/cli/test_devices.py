@@ -35,7 +35,7 @@ def test_places_are_listed_and_changed(pool, tmp_path, capsys):
         (["remove", "RUN", "cuda:7"], "remove_device: 'cuda:7' 'cuda:1'"),
         (["add", "RUN"], "NAME: add"),
         (["list", "RUN", "cuda:0"], "NAME: 'cuda:0' list"),
-        (["add", "RUN", "cuda:1", "--grace", "3"], "--grace: '3' add"),
+        (["add", "RUN", "cuda:1", "--grace", "3"], "--grace: 3 add"),
         (["remove", "RUN", "cuda:0", "--grace=-1"], "--grace: '-1'"),
         (["remove", "RUN", "cuda:0", "--grace", "inf"], "--grace: 'inf'"),
     ],

@@ -1,9 +1,8 @@
-"""`hydra-engine train`, `report`, `simulate`, `devices` and `completion`; version, help and exit codes of all."""
+"""`hydra-engine train`, `report`, `simulate` and `devices`; version, help and exit codes of all."""
 
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -376,33 +375,6 @@ def test_devices_of_this_machine_are_listed(said):
     assert lines[1:] == ["this process sees no GPU: a run takes one emulated device of half the free DRAM"]
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_completes_verbs_and_options(said, tmp_path):
-    pytest.importorskip("shtab")
-    code, lines, err = said("completion bash")
-    assert (code, err) == (0, "")
-    script = tmp_path / "script"
-    script.write_text("\n".join(lines))
-
-    def completions(*words):
-        given = " ".join(map(shlex.quote, words))
-        ask = f"source {script}; COMP_WORDS=({given}); COMP_CWORD={len(words) - 1}; "
-        ask += "$(complete -p hydra-engine | sed 's/.*-F \\([^ ]*\\).*/\\1/'); printf '%s\\n' \"${COMPREPLY[@]}\""
-        found = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
-        return {each.strip() for each in found.stdout.splitlines()}
-
-    assert {"demo", "devices"} <= completions("hydra-engine", "de")
-    assert "--checkpoint-dir" in completions("hydra-engine", "train", "--ch")
-    assert "bfloat16" in completions("hydra-engine", "plan", "--precision", "bf")
-
-
-def test_completion_names_what_to_install(said, monkeypatch):
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    code, lines, err = said("completion bash")
-    assert (code, lines) == (2, [])
-    names(err, says="'hydra_engine[completion]'")
-
-
 def test_the_version_is_the_packages(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
@@ -410,20 +382,19 @@ def test_the_version_is_the_packages(capsys):
     assert capsys.readouterr().out == f"hydra-engine {hydra_engine.__version__}\n"
 
 
-@pytest.mark.parametrize("verb", command._VERBS)
+@pytest.mark.parametrize("verb", command.VERBS)
 def test_help_ends_in_examples_that_are_lines_of_the_verb(verb, capsys):
     with pytest.raises(SystemExit):
         main([verb, "--help"])
     examples = capsys.readouterr().out.partition("examples:\n")[2].splitlines()
     assert examples
     for example in examples:
-        words = shlex.split(example.partition("#")[0].replace('eval "$(', "").replace(')"', ""))
-        own, _ = command._parted(words[1:])
+        own, _ = command.split_command(shlex.split(example)[1:])
         assert command.parser().parse_args(own).command == verb
 
 
 def test_the_page_lists_every_verb_and_exit_code():
     page = (ROOT / "docs" / "command-line.md").read_text()
-    assert [verb for verb in command._VERBS if f"`{verb}`" not in page] == []
+    assert [verb for verb in command.VERBS if f"`{verb}`" not in page] == []
     codes = {command.DONE, command.FAILED, command.REFUSED, command.LOST, command.INTERRUPTED, command.TERMINATED}
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE)} == codes

@@ -14,6 +14,7 @@ from hydra_engine.devices.budget import SLABS, WORK, Ledger, Ticket
 from hydra_engine.devices.device import DeviceSpec
 from hydra_engine.devices.emulated import EmulatedDevice
 from hydra_engine.devices.lanes import COMPUTE, LANES, LOAD, STORE, Lane
+from hydra_engine.devices.pool import resolve_devices
 from hydra_engine.devices.rates import STATED, Ceilings
 from hydra_engine.errors import DeviceOutOfMemory
 from hydra_engine.trace import Trace
@@ -617,3 +618,12 @@ def test_tasks_train_on_a_kind_of_ones_own_with_the_plain_bits():
     task, model = exact.task_of("mlp")
     report = exact.silent([task], devices=[Plainest()]).train_models()
     exact.assert_as_expected(report, "mlp", model, exact.expected("mlp"))
+
+
+def test_devices_of_a_run_are_those_named_or_all_of_the_machine():
+    given = EmulatedDevice("1MiB")
+    assert resolve_devices([given]) == [given]
+    assert all(isinstance(each, DeviceSpec) and each.memory_bytes > 0 for each in resolve_devices())
+    for devices, error in (([], ValueError), ("cpu", TypeError), ([3], TypeError), (["tpu"], ValueError)):
+        with refused(error, says="devices:"):
+            resolve_devices(devices)

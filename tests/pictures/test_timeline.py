@@ -80,7 +80,7 @@ def test_a_part_of_the_run_is_drawn_and_its_share_told():
 
 
 def test_of_a_run_whose_first_spans_are_gone_the_rest_is_drawn(monkeypatch):
-    monkeypatch.setattr(module, "MAX_SPANS", 1)
+    monkeypatch.setattr("hydra_engine.tasks.report.MAX_SPANS", 1)
     figure = drawn(report_of([Span("cpu:0", "compute", "a.f0@0", 5.0, 6.0)], memory=[MemoryUse("cpu:0", 7.0, 20)]))
     assert figure.get_suptitle() == "2 tasks on 1 device, seconds 6 to 10 of 10"
     assert filled(figure.axes[1], FAINT)[:, 0].min() == 7.0  # of memory, what is not known stays white

@@ -12,7 +12,7 @@ from hydra_engine import DeviceCost, EmulatedDevice, HostCost, ModelOrchestrator
 from hydra_engine.planning import cuts
 from hydra_engine.planning.cuts import LEAST_GAIN, MOST_HOMES, CutChoice, RunAtHand, least_round_s, load_of, round_s
 from hydra_engine.planning.planner import in_round_figures
-from hydra_engine.tasks import duration
+from hydra_engine.texts import duration
 from partitioners import Balanced, Budget, Fastest, LayerTooLarge, Optimal, Pilot, Presharded, shard_bytes
 from tests.partitions import layers, random_layers, seeds
 from tests.refused import refused

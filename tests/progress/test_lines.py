@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from hydra_engine.progress import Doing, PlainLines, RunProgress, TaskProgress, clock, counted, number, rate
+from hydra_engine.progress import Doing, PlainLines, RunProgress, TaskProgress
+from hydra_engine.texts import clock, number, rate
 
 
 def task(name, steps, num_steps=10, doing=Doing.COMPUTING, **figures):
@@ -66,7 +67,7 @@ def test_who_computes_comes_before_who_waits_and_who_is_over():
 def test_tasks_are_counted_by_what_they_do():
     doing = [Doing.BATCH, Doing.FINISHED, Doing.VALIDATING, Doing.COMPUTING, Doing.SETTING_UP, Doing.PAUSED]
     told = "2 computing, 2 waiting, 1 finished, 1 paused"
-    assert counted([task("a", 0, doing=each) for each in doing]) == told
+    assert RunProgress.counts([task("a", 0, doing=each) for each in doing]) == told
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,7 @@ def test_trials_that_wait_on_disk(tmp_path, options, states):
     [
         (["no_such_module:build"], "module: 'no_such_module'"),
         ([f"{BUILD}er"], "function: 'builder' 'tests.sweep.space'"),
-        ([BUILD, "--parallel", "0"], "--parallel: '0'"),
-        ([BUILD, "--timeout", "soon"], "--timeout: 'soon'"),
         ([BUILD, "--devices", "3lots"], "--devices: '3lots'"),
-        ([BUILD, "--population", "lr", "--interval", "no"], "--interval: 'no'"),
         ([BUILD, "--population", "lr", "lr"], "settings: ['lr', 'lr']"),
         ([BUILD, "--devices", "1MiB", "--study", "sqlite:////no/such/folder/a.db"], "study: 'sqlite:////no/such"),
         ([BUILD, "--devices", "1MiB", "--checkpoint-dir", "/dev/null/a"], "checkpoint_dir: /dev/null/a"),

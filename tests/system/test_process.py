@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from hydra_engine.system import process as restart
-from tests.refused import refused
 
 ROOT = Path(__file__).parents[2]
 # The one module, without what the package's and the room's own files import: torch takes seconds.
@@ -92,24 +91,3 @@ def test_directory_asked_for(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(restart.VARIABLE, "runs/7")
     assert restart.directory_asked_for() == tmp_path / "runs/7"
-
-
-def test_start_again_becomes_the_command(tmp_path):
-    line = f"import os; print(os.getcwd(), os.environ['{restart.VARIABLE}'], os.environ['MINE'], os.getpid())"
-    argv = [sys.executable, "-c", line]
-    code = BARE + "from pathlib import Path; from hydra_engine.system import process as restart; print('before'); "
-    code += f"restart.start_again({argv!r}, {str(tmp_path)!r}, Path('runs'))"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "MINE": "kept"}
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        out, _ = process.communicate()
-    assert process.returncode == 0
-    assert out == f"before\n{tmp_path.resolve()} {ROOT / 'runs'} kept {process.pid}\n"
-
-
-def test_start_again_needs_the_place_and_the_program(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with refused(FileNotFoundError, says="gone"):
-        restart.start_again([sys.executable], tmp_path / "gone", tmp_path)
-    with pytest.raises(FileNotFoundError):
-        restart.start_again(["/no/such/python"], tmp_path, tmp_path)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hydra_engine import DeviceReport, ModelTask, Plan, Report, TaskPlan, TaskReport
 from hydra_engine.errors import SavedError
-from hydra_engine.tasks.report import table
+from hydra_engine.texts import table
 from tests import exact
 from tests.refused import names, refused
 

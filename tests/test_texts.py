@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hydra_engine.system import say, warn
+from hydra_engine.texts import say, warn
 
 
 class Raises:
