@@ -10,8 +10,8 @@ from hydra_engine import _started_in as _started_in
 from hydra_engine._version import __version__
 
 if TYPE_CHECKING:
-    from hydra_engine.checkpoints import Checkpoint, load_newest
-    from hydra_engine.data import stream_seed
+    from hydra_engine.checkpoints import Checkpoint, furthest, load_newest
+    from hydra_engine.data import drawing_apart, stream_seed
     from hydra_engine.devices import CudaDevice, DeviceSpec, EmulatedDevice, FreeGpus, resolve_devices
     from hydra_engine.errors import (
         CallbackTimeout,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hydra_engine.progress import AtWork, DeviceProgress, Doing, Observer, RunProgress, TaskProgress
     from hydra_engine.run import ModelOrchestrator
     from hydra_engine.schedule import Candidate, Placed, Policy, Unit
-    from hydra_engine.system import HostThreads
+    from hydra_engine.system import FolderLock, HostThreads
     from hydra_engine.tasks import (
         BatchChooser,
         Callback,
@@ -89,6 +89,7 @@ __all__ = [
     "Doing",
     "EmulatedDevice",
     "Evaluation",
+    "FolderLock",
     "FreeGpus",
     "GuidedLoader",
     "HostCost",
@@ -128,6 +129,8 @@ __all__ = [
     "Unit",
     "ValidationReport",
     "__version__",
+    "drawing_apart",
+    "furthest",
     "load_newest",
     "predict_training",
     "resolve_devices",

@@ -10,6 +10,7 @@ import pytest
 
 import hydra_engine
 import partitioners
+from tests.structure import CLIENTS
 
 # Bottom to top: a room imports from the rooms before it, and of each only what its `__init__` names; of no client.
 ROOMS = (
@@ -27,10 +28,7 @@ ROOMS = (
     "progress",
     "run",
     "verify",
-    "sweep",
 )
-# They import public names of the engine alone, as programs of its users do, and of each other what the faces name.
-CLIENTS = ("adaptive", "cli", "display", "elastic", "integrations", "loggers", "pictures")
 # Modules that are public as such: of each what its `__all__` names.
 PUBLIC = ("control", "texts", "verify")
 # Modules beside the rooms, which import none of them and which all may import.
@@ -177,7 +175,7 @@ def test_a_client_imports_public_names_alone(client):
             if room_of(imported) == client:
                 continue
             where = f"{name}:{line}: imports {imported} {names}"
-            assert imported in ("", *PUBLIC, *CLIENTS, "sweep"), where
+            assert imported in ("", *PUBLIC, *CLIENTS), where
             assert set(names) <= set(importlib.import_module(f"hydra_engine.{imported}".rstrip(".")).__all__), where
 
 

@@ -12,8 +12,6 @@ import hydra_engine
 from tests.test_imports import CLIENTS, ENGINE_MODULES, PUBLIC, own_imports, room_of
 
 ROOT = Path(__file__).resolve().parents[1]
-# Nothing of the engine imports these either, which still know its rooms.
-ABOVE = ("sweep",)
 QUICK, REST = ("schedule/test_scheduler.py", "run/test_chooser.py"), ("schedule", "data", "run")
 AWAY = f"""
 import importlib.util
@@ -37,7 +35,7 @@ def test_what_clients_use_is_offered_and_what_is_offered_is_public():
 @pytest.mark.parametrize("tests", [QUICK, pytest.param(REST, marks=pytest.mark.rest)], ids=["quick", "rest"])
 def test_the_engine_trains_without_its_clients(tmp_path, tests):
     for folder in ("hydra_engine", "partitioners", "tests"):
-        away = shutil.ignore_patterns("__pycache__", *CLIENTS, *ABOVE) if folder == "hydra_engine" else None
+        away = shutil.ignore_patterns("__pycache__", *CLIENTS) if folder == "hydra_engine" else None
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=away)
     shutil.copy(ROOT / "setup.cfg", tmp_path)
     (tmp_path / "tests" / "test_away.py").write_text(AWAY)

@@ -118,9 +118,12 @@ class UserDraws:
 
 
 @contextmanager
-def drawing_apart() -> Iterator[None]:
-    """Run user code of no stream: what it draws from torch moves nothing."""
-    with Redirected(TaskGenerator(ask(_GLOBAL.get_state))):
+def drawing_apart(seed: int | None = None) -> Iterator[None]:
+    """Let what the body draws from torch, in this thread, move no stream of others, whatever trains at the same time.
+
+    seed: of the body's own stream; None: it begins as the process's.
+    """
+    with Redirected(TaskGenerator(ask(_GLOBAL.get_state) if seed is None else seeded(seed))):
         yield
 
 

@@ -114,7 +114,6 @@ def _let_in(run: EngineRun, spec: DeviceSpec, index: int, planned: Sequence[Plan
 class _Settings(NamedTuple):
     """Settings of an orchestrator that last."""
 
-    policy: Policy
     double_buffer: bool
     homes: str
     limit: DramLimit
@@ -127,7 +126,7 @@ class ModelOrchestrator(Opaque):
     """Trains several tasks together on the devices of this machine, and evaluates models there.
 
     Args:
-        tasks: at least one `ModelTask`, of different names, sharing no trainable parameter.
+        tasks: `ModelTask`s of different names, sharing no trainable parameter. They may all come later, by `add_task`.
         devices: a list of devices; None: every CUDA device, or else one emulated device of half the free DRAM. "auto"
             or `hydra_engine.FreeGpus(...)`: the GPUs that are free, at any time.
         policy: one of `hydra_engine.schedule.POLICIES` ("sharded-lrtf", "fifo", "round-robin", "random",
@@ -153,6 +152,7 @@ class ModelOrchestrator(Opaque):
             all tasks. Training waits for none of them (docs/logging.md).
 
     Attributes:
+        policy: of the next run; as in the constructor.
         verbose: 0 silent, 1 plan and progress: on a terminal or in a notebook, with rich, the live display; else lines
             (docs/progress.md).
         observer: a `hydra_engine.Observer` that is shown each run of `train_models`, instead of these.
@@ -189,7 +189,6 @@ class ModelOrchestrator(Opaque):
         self._settings = settings = _Settings(
             homes=homes,
             limit=DramLimit(None if dram is None else parse_bytes(dram, "dram")),
-            policy=resolve_policy(policy),
             store=CheckpointStore(checkpoint_dir, checkpoint_every, keep),
             double_buffer=bool(double_buffer),
         )
@@ -201,6 +200,8 @@ class ModelOrchestrator(Opaque):
         self._busy = threading.Lock()
         self._printed = ""  # the last plan that was
         self._running: EngineRun | None = None
+        resolve_policy(policy)  # raises for what is none
+        self.policy: str | Policy = policy
         self.verbose = 1
         self.observer: Observer | None = None
         self.tracebacks = True
@@ -386,8 +387,10 @@ class ModelOrchestrator(Opaque):
         with self._tasks.changed_by("fork_task") as tasks:
             tasks.fork(name, new_name)
 
-    def forget_task(self, name: str) -> None:
+    def forget_task(self, name: str) -> TaskReport:
         """Let go of a task that is over: of its model, loader and optimizer, so that their DRAM is free.
+
+        Returns its report.
 
         From any thread, from the task's own `on_task_end` or `on_task_pause` on; returns at once. While others train,
         the task is let go as soon as its callbacks and its loader have returned. Its report stays in the run's, without
@@ -397,11 +400,13 @@ class ModelOrchestrator(Opaque):
         Raises ValueError for an unknown name, RuntimeError for a task that trains or waits to.
         """
         with self._tasks.changed_by("forget_task") as tasks:
-            if tasks.forget(name) and self._running is not None:
+            report, is_in_run = tasks.forget(name)
+            if is_in_run and self._running is not None:
                 self._running.forget(name)
             if self.plan is not None:
                 plans = {each: plan for each, plan in self.plan.tasks.items() if each != name}
                 self.plan = replace(self.plan, tasks=plans)
+            return report
 
     @property
     def devices(self) -> dict[str, str]:
@@ -623,7 +628,7 @@ class ModelOrchestrator(Opaque):
             observer = self.observer or (usual_observer() if self.verbose else None)
             saver = self._settings.store.saver(self._about)
             rescue = partial(self._settings.store.rescue, self._about)
-        pool, policy = self._devices.pool, self._settings.policy
+        pool, policy = self._devices.pool, resolve_policy(self.policy)
         pool.begin()
         with signals.deferred():
             try:
@@ -722,7 +727,7 @@ def _check_tasks_left(tasks: TaskList, *, resume: bool, may_save: bool) -> None:
             f"has the weights of that step, and give ModelOrchestrator a checkpoint_dir"
         )
     if not tasks.at(Station.WAITING) and not (cut_off and resume):
-        what = cut_off or "these tasks are trained already"
+        what = cut_off or ("these tasks are trained already" if tasks.all else "there is no task; add_task() one")
         remedy = "go on with train_models(resume=True)" if cut_off and may_save else "make new tasks to train further"
         raise RuntimeError(f"train_models: {what}; {remedy}")
 

@@ -190,8 +190,8 @@ class TaskList:
             self.put(planned, Station.DROPPED)  # who plans it finds out
         return station
 
-    def forget(self, name: str) -> bool:
-        """Refer no more to a task that is over. Return True if it is in the run, which is to forget it too.
+    def forget(self, name: str) -> tuple[TaskReport, bool]:
+        """Refer no more to a task that is over. Return its report, and True if the run is to forget it too.
 
         Where it was trained, its name stays its own, since reports have it; of one that is paused, it is free.
         """
@@ -212,10 +212,9 @@ class TaskList:
         else:
             self._stations[name] = Station.FORGOTTEN
         self._told += (*planned.reader.messages, *planned.doubts)
-        for report in (planned.report, self._reports.get(name)):
-            if report is not None:
-                report.lighten()
-        return is_in_run
+        report = self._reports.get(name, planned.report)
+        report.lighten()
+        return report, is_in_run
 
     def made(self, task: ModelTask) -> PlannedTask:
         """Check one more task, which is not put here yet. It may have the name of one that was paused."""
@@ -544,8 +543,6 @@ def one_line(value: object) -> str:
 def _named(tasks: Sequence[ModelTask], num_before: int = 0) -> list[tuple[ModelTask, str]]:
     if not isinstance(tasks, Sequence):
         raise TypeError(f"tasks: {tasks!r} is not a list; give a list of ModelTask")
-    if not tasks:
-        raise ValueError("tasks: empty list; give at least one ModelTask")
     named = [(task, getattr(task, "name", None) or f"task-{k}") for k, task in enumerate(tasks, num_before)]
     for task, _ in named:
         if not isinstance(task, ModelTask):

@@ -6,8 +6,7 @@ import os
 import uuid
 from pathlib import Path
 
-from hydra_engine.errors import CheckpointError
-from hydra_engine.system import FolderLock
+from hydra_engine import CheckpointError, FolderLock
 
 # A node's directory is named so, and a number.
 NODE = "node-"

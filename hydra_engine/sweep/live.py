@@ -9,10 +9,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hydra_engine.errors import CallbackTimeout, PauseTask, StopTask
+from hydra_engine import Callback, CallbackTimeout, ModelTask, PauseTask, StopTask, TaskReport
 from hydra_engine.sweep.objective import Objective
 from hydra_engine.sweep.study import Trials, load_optuna
-from hydra_engine.tasks import Callback, ModelTask, TaskReport, is_called
 
 Put: TypeAlias = "Callable[[LiveTrial, TaskReport | None], None]"
 
@@ -82,8 +81,11 @@ def _followed(callback: Callback, live: LiveTrial, trials: Trials) -> Callback:
 
         return call
 
+    def is_own(name: str) -> bool:
+        return getattr(getattr(callback, name), "__func__", None) is not getattr(Callback, name)
+
     # Batches may be read ahead where a callback has nothing to do after a step.
-    names = [name for name in HOOKS if name.startswith("on_task") or is_called([callback], name)]
+    names = [name for name in HOOKS if name.startswith("on_task") or is_own(name)]
     followed: Callback = type(type(callback).__name__, (Callback,), {name: hook(name) for name in names})()
     followed.reads_model = callback.reads_model
     for name in ("state_dict", "load_state_dict"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydra_engine.tasks import ModelTask, TaskReport
+from hydra_engine import ModelTask, TaskReport
 
 LOSS = "validation_loss"
 

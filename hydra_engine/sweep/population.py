@@ -13,10 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hydra_engine.data import stream_seed
+from hydra_engine import ModelTask, stream_seed
 from hydra_engine.sweep.rungs import Birth, Decision, full_rung
-from hydra_engine.tasks import ModelTask
-from partitioners.plain_numbers import make_plain, plain
+from partitioners.plain_numbers import make_plain, plain, whole_number
 
 # User attribute of a trial that began as a fork: the trial in whose state, after how many validations, and instead of
 # which one.
@@ -48,10 +47,7 @@ class Population:
             raise TypeError(f"settings: {names!r}, limit: a list of names; give for example ['lr']")
         if not names or len(set(names)) < len(names):
             raise ValueError(f"settings: {names!r}, limit: at least one name, each once; give those to be perturbed")
-        if isinstance(self.interval, bool) or not isinstance(self.interval, int):
-            raise TypeError(f"interval: {self.interval!r} is a {type(self.interval).__name__}; give an int")
-        if self.interval < 1:
-            raise ValueError(f"interval: {self.interval}, limit: at least 1 validation")
+        whole_number("interval", self.interval)
         if not 0 < self.quantile <= 0.5:
             raise ValueError(f"quantile: {self.quantile!r}, limit: above 0, and at most 0.5")
         if not 0 <= self.resample_probability <= 1:

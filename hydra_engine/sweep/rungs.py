@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from partitioners.plain_numbers import make_plain
+from partitioners.plain_numbers import make_plain, whole_number
 
 # User attribute of a trial: the rung that it trains for, and whether it waits there. Missing: it trains for rung 0.
 RUNG = "hydra_engine_rung"
@@ -28,12 +28,8 @@ class Rungs:
 
     def __post_init__(self) -> None:
         make_plain(self)
-        for field, least in (("min_resource", 1), ("reduction_factor", 2)):
-            number = getattr(self, field)
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(f"{field}: {number!r} is a {type(number).__name__}; give an int")
-            if number < least:
-                raise ValueError(f"{field}: {number}, limit: at least {least}")
+        whole_number("min_resource", self.min_resource)
+        whole_number("reduction_factor", self.reduction_factor, 2)
 
     def num_validations(self, rung: int) -> int:
         """Return the number of validations after which a trial is at a rung."""

@@ -20,22 +20,26 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
 from torch import nn
 
-from hydra_engine.checkpoints import SavedTask, furthest, load_newest
-from hydra_engine.data import drawing_apart, stream_seed
-from hydra_engine.devices import DeviceSpec, resolve_devices
-from hydra_engine.errors import CheckpointError, HostOutOfMemory
-from hydra_engine.run import ModelOrchestrator
-from hydra_engine.schedule import Policy
+from hydra_engine import (
+    DeviceSpec,
+    HostOutOfMemory,
+    Logger,
+    ModelOrchestrator,
+    ModelTask,
+    Policy,
+    Report,
+    TaskReport,
+    drawing_apart,
+    furthest,
+    stream_seed,
+)
 from hydra_engine.sweep.folder import SweepFolder
 from hydra_engine.sweep.live import LiveTrial, name_of
 from hydra_engine.sweep.objective import Objective
-from hydra_engine.sweep.policy import SweepPolicy, frozen
 from hydra_engine.sweep.population import Population
 from hydra_engine.sweep.study import Trials, fixed_trial, is_of_space, load_optuna, say_progress
-from hydra_engine.tasks import FAILED, FINISHED, PAUSED, Logger, ModelTask, Report, TaskReport
 
 # After an interrupt, a trial that is being built or planned is waited for no longer; its thread is left behind.
 INTERRUPTED_S = 10.0
@@ -52,9 +56,9 @@ class SearchSettings:
     build_task: Callable[[Any], ModelTask]
     objective: Objective
     parallel: int | None  # None: `MODELS_PER_DEVICE`
-    dram_bytes: int | None  # for all models; None: what the machine has
+    dram: int | str | None  # for all models; None: what the machine has
     devices: Sequence[DeviceSpec | str] | None  # None: as `ModelOrchestrator`
-    policy: str | Policy
+    policy: str | Policy | None  # None: by what trials share
     checkpoint_every: str | int
     seed: int
     population: Population | None = None
@@ -62,10 +66,7 @@ class SearchSettings:
 
     def build(self, trial: Any) -> Any:
         """Call `build_task`, beside whatever trains, with torch's random stream seeded for the trial."""
-        seed = stream_seed(self.seed, trial.number, 0)
-        with drawing_apart():
-            # This thread's, now; no loader's, and no GPU's.
-            torch.random.default_generator.manual_seed(seed)  # type: ignore[attr-defined]
+        with drawing_apart(stream_seed(self.seed, trial.number, 0)):
             return self.build_task(trial)
 
     def check(self, trial: Any, task: Any, *, is_first: bool) -> None:
@@ -76,15 +77,15 @@ class SearchSettings:
             if is_first:
                 self.population.check_settings(task, trial, lambda params: self.build(fixed_trial(trial, params)))
 
-    def orchestra(self, task: ModelTask, devices: Sequence[DeviceSpec], checkpoints: Path | None) -> ModelOrchestrator:
-        """Make the orchestrator of a call, with its first task. It stays: what has become of its devices is known."""
+    def orchestra(self, checkpoints: Path | None) -> ModelOrchestrator:
+        """Make the orchestrator of a call. It stays: what has become of its devices is known."""
         orchestra = ModelOrchestrator(
-            [task],
-            devices=devices,
-            policy=self.policy,
+            [],
+            devices=self.devices,
+            policy=self.policy or "sharded-lrtf",
             checkpoint_dir=checkpoints,
             checkpoint_every=self.checkpoint_every,
-            dram=self.dram_bytes,
+            dram=self.dram,
             loggers=self.loggers,
         )
         orchestra.verbose = 0
@@ -118,7 +119,7 @@ class _Outcomes:
         """Tell what a trial's task has come to; is_pruned: the study knows that."""
         if is_pruned:
             self.pruned(trial, "pruned", report)
-        elif report.status == FAILED:
+        elif report.status == "failed":
             self.failed(trial, report.exception or RuntimeError(report.error), report.error)
         elif report.error is not None:
             self.failed(trial, RuntimeError(report.error))
@@ -180,13 +181,9 @@ class _Models:
         self._parameters.update({id(parameter): parameter for parameter in own.values()})
 
 
-def _saved_end(places: Sequence[Path], name: str, task: ModelTask) -> TaskReport:
-    """Return the report of a task that is over in one of these directories; raises CheckpointError."""
-    place = furthest(places, name)
-    found = None if place is None else load_newest(place)
-    if found is None:
-        raise CheckpointError(f"{name} was over, and is in none of {', '.join(map(str, places))}; train it anew")
-    return SavedTask(found, name, found.data["tasks"][name]["over"]).report(task)
+def frozen(task: ModelTask) -> set[nn.Parameter]:
+    """Return the weights that a task does not train."""
+    return {parameter for parameter in task.model.parameters() if not parameter.requires_grad}
 
 
 class Search:
@@ -205,14 +202,13 @@ class Search:
         Trials go on from the directory that has most of them, whosever that is.
         """
         self._settings = settings
-        self._devices = resolve_devices(settings.devices)
-        self._parallel = settings.parallel or MODELS_PER_DEVICE * len(self._devices)
         self._trials = trials
         self._root = None if checkpoints is None else Path(checkpoints)
         self._checkpoints = None if self._root is None else self._root / node
         self._outcomes = _Outcomes(trials, settings.objective.names, verbose)
         self._models = _Models()
-        self._orchestra: ModelOrchestrator | None = None  # of all trials; None: there was none yet
+        self._orchestra = settings.orchestra(self._checkpoints)  # of all trials
+        self._parallel = settings.parallel or MODELS_PER_DEVICE * len(self._orchestra.devices)
         self._live: dict[str, LiveTrial] = {}  # in DRAM; touched by the "sweep" thread alone while it runs
         self._stage = _Stage.RESTS
         self._largest_bytes = 0  # of DRAM, that a trial has taken so far
@@ -252,17 +248,18 @@ class Search:
 
     def _num_first(self) -> int:
         """Return the number of trials that a run begins with; others join."""
-        policy, tasks = self._settings.policy, [live.task for live in self._live.values()]
-        if not isinstance(policy, SweepPolicy):
+        if self._settings.policy is not None:
             return 1
-        policy.choose(tasks)
-        if policy.is_in_step:
+        weights = [weight for live in self._live.values() for weight in frozen(live.task)]
+        if len(set(weights)) < len(weights):
+            self._orchestra.policy = "in-step"  # and stays so
+        if self._orchestra.policy == "in-step":
             return self._parallel  # in step from the beginning, they load what they share once
-        return min(2, self._parallel) if any(map(frozen, tasks)) else 1  # two tell if trials share frozen weights
+        return min(2, self._parallel) if weights else 1  # two tell if trials share frozen weights
 
     def _begin(self) -> bool:
         """Build the study's next trial and add its task, if it can be; False where there is none, or no room."""
-        if self._live and self._orchestra is not None and self._orchestra.dram_left_bytes < self._largest_bytes:
+        if self._live and self._orchestra.dram_left_bytes < self._largest_bytes:
             self._has_room = False
             return False
         self._climb()
@@ -296,15 +293,9 @@ class Search:
 
     def _add(self, live: LiveTrial) -> None:
         """Add a trial's task; while others train, it is planned and joins them."""
-        orchestra = self._orchestra
         try:
-            if orchestra is None:
-                orchestra = self._settings.orchestra(live.task, self._devices, self._checkpoints)
-                self._begin_at(live, orchestra)
-                self._orchestra = orchestra  # not before: a trial that is refused is in none
-            else:
-                self._begin_at(live, orchestra)
-                orchestra.add_task(live.task)
+            self._place(live)
+            self._orchestra.add_task(live.task)
         except Exception as error:
             self._refused(live, error)
         else:
@@ -313,15 +304,15 @@ class Search:
             if self._stage is _Stage.TRAINS and not live.is_planned:
                 self._tell_as_saved(live)
 
-    def _begin_at(self, live: LiveTrial, orchestra: ModelOrchestrator) -> None:
+    def _place(self, live: LiveTrial) -> None:
         """Let a trial begin in its parent's state, or go on from another node's directory if that has more of it."""
         if self._checkpoints is None:
             return
         if (parent := self._trials.parent(live.trial)) is not None:
-            orchestra.fork_task(name_of(parent), live.name)
+            self._orchestra.fork_task(name_of(parent), live.name)
         found = furthest(self._places, live.name)
         if found is not None and found != self._checkpoints:
-            orchestra.resume_task(live.name, found)
+            self._orchestra.resume_task(live.name, found)
 
     @property
     def _places(self) -> list[Path]:
@@ -332,19 +323,12 @@ class Search:
         """Tell a trial that was over before a kill, and so has joined nobody; others came too late, and wait."""
         task = live.task
         with suppress(RuntimeError):
-            self._forget(live)
-        if live.name not in self._live:
-            try:
-                report = _saved_end(self._places, live.name, task)
-            except CheckpointError as error:
-                self._failed(live.trial, error)
-            else:
-                self._outcomes.ended(live.trial, report, self._settings.objective.outcome(task, report))
+            report = self._forget(live)
+            self._outcomes.ended(live.trial, report, self._settings.objective.outcome(task, report))
 
     def _plan(self) -> None:
         """Plan trials one by one while nothing trains, so that what is wrong with one is its own failure."""
         for live in [each for each in self._live.values() if not each.is_planned]:
-            assert self._orchestra is not None
             try:
                 self._orchestra.generate()
             except Exception as error:
@@ -365,7 +349,7 @@ class Search:
             self._failed(live.trial, error)
 
     def _note_plan(self, live: LiveTrial) -> None:
-        plan = None if self._orchestra is None else self._orchestra.plan
+        plan = self._orchestra.plan
         if plan is not None and live.name in plan.tasks:
             live.is_planned = True
             # Frozen weights may be shared: the next trial then finds them here. One that brings its own is refused.
@@ -375,12 +359,11 @@ class Search:
     # -- trials train
 
     def _train(self) -> None:
-        assert self._orchestra is not None
         self._stage = _Stage.TRAINS
         thread = threading.Thread(target=self._keep_full, name="sweep", daemon=True)
         thread.start()
         try:
-            report = self._trained(self._orchestra)
+            report = self._trained()
             self._end(thread)
         except BaseException:
             self._end(thread, INTERRUPTED_S)
@@ -389,7 +372,7 @@ class Search:
             raise
         for name, live in list(self._live.items()):
             # A pause was heard of before; who was added again since, too late to join, waits for the next run.
-            if name in report.tasks and report.tasks[name].status != PAUSED:
+            if name in report.tasks and report.tasks[name].status != "paused":
                 self._over(live, report.tasks[name], is_last=True)
 
     def _end(self, thread: threading.Thread, wait_s: float | None = None) -> None:
@@ -397,11 +380,11 @@ class Search:
         self._events.put(None)
         thread.join(wait_s)
 
-    def _trained(self, orchestra: ModelOrchestrator) -> Report:
+    def _trained(self) -> Report:
         try:
-            return orchestra.train_models(resume=self._checkpoints is not None)
+            return self._orchestra.train_models(resume=self._checkpoints is not None)
         except Exception as error:
-            report = orchestra.report
+            report = self._orchestra.report
             if report is not None and any(task.exception is error for task in report.tasks.values()):
                 return report  # every trial has failed
             raise
@@ -455,7 +438,7 @@ class Search:
         if live.name not in self._live:
             return
         trial = live.trial
-        if report.status == PAUSED:
+        if report.status == "paused":
             self._forget(live)
             if self._trials.is_at_rung(trial, len(report.validation_losses)):
                 self._trials.rest(trial)
@@ -463,19 +446,19 @@ class Search:
                 text = f"{live.name}: a callback paused it, limit: rungs; in a sweep, raise StopTask to end a trial"
                 self._failed(trial, RuntimeError(text))
             return
-        is_ended = report.status in (FINISHED, FAILED) or report.error is not None or live.is_ended_by_callback
+        is_ended = report.status in ("finished", "failed") or report.error is not None or live.is_ended_by_callback
         if not (live.is_pruned or is_ended or is_last):
             return
         values = self._settings.objective.outcome(live.task, report)
         self._forget(live)
         self._outcomes.ended(trial, report, values, is_pruned=live.is_pruned)
 
-    def _forget(self, live: LiveTrial) -> None:
-        """Free a trial's memory; RuntimeError where its task has not left the run, or is still to be in one."""
-        assert self._orchestra is not None
-        self._orchestra.forget_task(live.name)
+    def _forget(self, live: LiveTrial) -> TaskReport:
+        """Free a trial's memory and return its report; RuntimeError where its task has not left the run yet."""
+        report = self._orchestra.forget_task(live.name)
         del self._live[live.name]
         live.release()
+        return report
 
     def _climb(self) -> None:
         for trial in self._trials.climb():

@@ -6,29 +6,28 @@ import os
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hydra_engine.checkpoints import CheckpointStore, furthest, load_newest
-from hydra_engine.devices import DeviceSpec, resolve_devices
-from hydra_engine.run import ModelOrchestrator
-from hydra_engine.schedule import Policy, resolve_policy
+from hydra_engine import DeviceSpec, Logger, Model, ModelOrchestrator, ModelTask, Policy, furthest, load_newest
 from hydra_engine.sweep.cluster import ClusterSearch, load_ray
 from hydra_engine.sweep.folder import SweepFolder
 from hydra_engine.sweep.live import name_of
 from hydra_engine.sweep.objective import Objective
-from hydra_engine.sweep.policy import SweepPolicy
 from hydra_engine.sweep.population import Population
 from hydra_engine.sweep.rungs import Rungs
 from hydra_engine.sweep.search import MODELS_PER_DEVICE, Search, SearchSettings
 from hydra_engine.sweep.study import Trials, directions_of, fixed_trial, load_optuna, open_study
-from hydra_engine.system import process as restart
-from hydra_engine.tasks import FINISHED, STOPPED, Logger, Model, ModelTask, checked_loggers
 from hydra_engine.texts import warn
-from partitioners import parse_bytes
-from partitioners.plain_numbers import plain
+from partitioners.plain_numbers import finite_number, whole_number
 
 if TYPE_CHECKING:
     import optuna
+
+
+# `hydra-engine resume` names the directory to go on from here (docs/signals.md), and that of a run without a
+# checkpoint_dir, which was saved as its device was lost, begins so.
+RESUME, RESCUE = "HYDRA_ENGINE_RESUME", "hydra-rescue-"
 
 
 class Sweep:
@@ -116,18 +115,10 @@ class Sweep:
         self._cluster = cluster
         if not callable(build_task):
             raise TypeError(f"build_task: {build_task!r} is not callable; give a function (trial) -> ModelTask")
-        num_trials, parallel, seed, timeout = map(plain, (num_trials, parallel, seed, timeout))
-        for field, number in (("num_trials", num_trials), ("parallel", parallel), ("seed", seed)):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
-                raise TypeError(f"{field}: {number!r} is a {type(number).__name__}; give an int")
-        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float))):
-            raise TypeError(f"timeout: {timeout!r} is a {type(timeout).__name__}; give seconds, or None for no limit")
-        if timeout is not None and not timeout >= 0:
-            raise ValueError(f"timeout: {timeout!r}, limit: at least 0 seconds; None is no limit")
-        if num_trials < 1:
-            raise ValueError(f"num_trials: {num_trials}, limit: at least 1")
-        if parallel is not None and parallel < 1:
-            raise ValueError(f"parallel: {parallel}, limit: at least 1; None is {MODELS_PER_DEVICE} per device")
+        num_trials = whole_number("num_trials", num_trials, 1 if population is None else 2)  # a population's members
+        parallel = None if parallel is None else whole_number("parallel", parallel)
+        seed = whole_number("seed", seed, 0)
+        timeout = None if timeout is None else finite_number("timeout", timeout)
         objective = Objective.parse(metric)
         self._directions = None if direction is None else directions_of(direction)
         if self._directions is not None and len(self._directions) != len(objective.names):
@@ -149,25 +140,25 @@ class Sweep:
                 raise ValueError(f"{field}: {len(objective.names)} metrics, limit: 1, by which trials are ranked")
         if population is not None and cluster is not None:
             raise ValueError("population: given beside cluster, limit: this machine; leave one of them out")
-        if population is not None and num_trials < 2:
-            raise ValueError(f"num_trials: {num_trials}, limit: at least 2, the members of a population")
         self._rungs: Rungs | Population | None = rungs or population
-        CheckpointStore(None, checkpoint_every, 1)  # raises for what it does not take
-        if cluster is None:  # else each node's own
-            devices = resolve_devices(devices)
-            parallel = parallel or min(num_trials, MODELS_PER_DEVICE * len(devices))
-        self._settings = SearchSettings(
+        settings = SearchSettings(
             build_task=build_task,
             objective=objective,
             parallel=parallel,
-            dram_bytes=None if dram is None else parse_bytes(dram, "dram"),
+            dram=dram,
             devices=devices,
-            policy=SweepPolicy() if policy is None else resolve_policy(policy),
+            policy=policy,
             checkpoint_every=checkpoint_every,
             seed=seed,
             population=population,
-            loggers=checked_loggers(loggers),
+            loggers=loggers,
         )
+        # Raises for what no run would take. On a cluster devices are each node's own.
+        orchestra = (settings if cluster is None else replace(settings, devices=None)).orchestra(None)
+        if cluster is None:
+            parallel = parallel or min(num_trials, MODELS_PER_DEVICE * len(orchestra.devices))
+            settings = replace(settings, parallel=parallel)
+        self._settings = settings
         self._study = study
         self._opened: tuple[optuna.Study, Any] | None = None  # and its storage, where it was opened here
         self._num_trials = num_trials
@@ -183,12 +174,13 @@ class Sweep:
         trials have failed. When every trial of the call has failed, the first failure is raised.
         """
         path, settings = self._checkpoint_dir, self._settings
-        if path is None and CheckpointStore(None, settings.checkpoint_every, 1).may_save:
+        asked = os.environ.get(RESUME, "")
+        if path is None and asked and os.path.basename(os.path.realpath(asked)).startswith(RESCUE):
             warn(
-                f"hydra_engine: this sweep begins anew, and not from {restart.directory_asked_for()}: without a "
-                f"checkpoint_dir nobody knows which values the trials had whose weights were saved there; give it one"
+                f"hydra_engine: this sweep begins anew, and not from {asked}: without a checkpoint_dir nobody knows "
+                f"which values the trials had whose weights were saved there; give it one"
             )
-            restart.forget()
+            del os.environ[RESUME]
         with nullcontext() if path is None else closing(SweepFolder(path)) as folder:
             if self._opened is None:
                 url = None if folder is None else folder.study_url
@@ -229,7 +221,7 @@ class Sweep:
             place = furthest(folder.places(folder.checkpoints), name) or folder.checkpoints
             found = load_newest(place)
             over = None if found is None else found.data["tasks"].get(name, {}).get("over")
-            if over not in (FINISHED, STOPPED):
+            if over not in ("finished", "stopped"):
                 raise ValueError(f"model: {name} is not in {folder.path} as one that is over; give one that is")
             task = self._settings.build(fixed_trial(trial))
             task.name = name

@@ -15,13 +15,9 @@ from typing import Any
 
 import torch
 
-from hydra_engine.data import stream_seed
-from hydra_engine.devices import DeviceSpec
-from hydra_engine.errors import PauseTask
-from hydra_engine.run import ModelOrchestrator
+from hydra_engine import Callback, DeviceSpec, ModelOrchestrator, ModelTask, PauseTask, TaskReport, stream_seed
 from hydra_engine.sweep.cluster import load_ray
 from hydra_engine.sweep.objective import LOSS, Objective
-from hydra_engine.tasks import PAUSED, Callback, ModelTask, TaskReport
 
 _NAME = "trial"
 
@@ -87,7 +83,7 @@ def trainable(
                 LOSS: report.validation_losses[-1] if report.validation_losses else math.nan,
                 **{name: values[-1] for name, values in report.validation_metrics.items()},
                 "steps": report.steps,
-                "done": report.status != PAUSED,
+                "done": report.status != "paused",
             }
 
         def save_checkpoint(self, checkpoint_dir: str) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from hydra_engine import Callback, Logger, ModelTask, stream_seed
+from hydra_engine import Callback, Logger, ModelTask, drawing_apart, stream_seed
 from hydra_engine.data.draws import UserDraws
 from hydra_engine.data.streams import Stream, capture, install, installed
 from tests import exact, reference
@@ -717,3 +717,15 @@ def test_a_thread_of_the_users_that_hides_what_layers_draw_fails_no_task(build, 
     with drawing(draw):
         report = exact.silent([ModelTask(build(), nn.MSELoss(), batches, 0.05, name="a", seed=1)]).train_models()
     report.raise_failures()
+
+
+def test_what_is_drawn_apart_is_of_a_stream_of_its_own():
+    before = torch.get_rng_state()
+    with drawing_apart(7):
+        found = [torch.rand(3), torch.randperm(4)]
+    generator = torch.Generator().manual_seed(7)
+    expected = [torch.rand(3, generator=generator), torch.randperm(4, generator=generator)]
+    assert all(map(torch.equal, found, expected))
+    with drawing_apart():
+        torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -281,8 +281,8 @@ def test_of_a_task_that_is_over_as_its_end_is_told(tmp_path):
 
 def test_the_name_of_one_that_was_trained_and_forgotten_is_refused(tmp_path):
     orchestra = orchestra_of([drawing(), drawing("other")], tmp_path)
-    orchestra.train_models()
-    orchestra.forget_task("other")
+    report = orchestra.train_models().tasks["other"]
+    assert orchestra.forget_task("other") is report
     with refused(task="'other'", says="fork_task name"):
         orchestra.fork_task("task", "other")
 

@@ -619,3 +619,14 @@ def test_weights_that_another_task_reads_frozen_are_not_trained():
     orchestra = orchestra_of(head, other, num_devices=1)
     assert set(orchestra.train_models().tasks) == {"head", "other"}
     names(at.errors[0], says="parameter other whole")
+
+
+def test_all_tasks_may_come_later_and_the_policy_may_be_another():
+    orchestra = orchestra_of()
+    orchestra.policy = "fifo"
+    orchestra.add_task(task("a"))
+    assert orchestra.train_models().tasks["a"].steps == STEPS * EPOCHS
+    orchestra.policy = "best"
+    orchestra.add_task(task("b"))
+    with refused(says="policy: 'best'"):
+        orchestra.train_models()

@@ -354,7 +354,7 @@ OTHER_CALLS = {
     "example of one argument": (lambda: Model(Two(), example=BATCH[0]), TypeError, "Two mask"),
     "trained twice": (lambda: trained().train_models(), RuntimeError, "train_models"),
     "tasks one": (lambda: ModelOrchestrator(task()), TypeError, "tasks ModelTask list"),
-    "tasks none": (lambda: ModelOrchestrator([]), ValueError, "tasks empty"),
+    "tasks none": (lambda: ModelOrchestrator([]).train_models(), RuntimeError, "train_models add_task"),
     "tasks models": (lambda: ModelOrchestrator([net()]), TypeError, "tasks Sequential ModelTask"),
     "devices number": (lambda: orchestra(devices=2), TypeError, "devices 2 list"),
     "devices cpu": (lambda: orchestra(devices=["cpu"]), ValueError, "devices 'cpu' 'cuda:0'"),

@@ -40,7 +40,7 @@ def settings_of(build_task=build, parallel=2):
         build_task=build_task,
         objective=Objective.parse(None),
         parallel=parallel,
-        dram_bytes=None,
+        dram=None,
         devices=[EmulatedDevice("1MiB")],
         policy="sharded-lrtf",
         checkpoint_every=1,

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import EmulatedDevice, ModelTask
+from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.sweep import Sweep
 from tests.sweep.space import batches, build
 
@@ -31,31 +31,39 @@ def frozen_base():
     return nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Tanh())
 
 
-def ran(build_task, **options):
+@pytest.fixture
+def policies(monkeypatch):
+    """Policies of orchestrators that train."""
+    found, train = [], ModelOrchestrator.train_models
+
+    def noted(orchestra, **options):
+        found.append(orchestra.policy)
+        return train(orchestra, **options)
+
+    monkeypatch.setattr(ModelOrchestrator, "train_models", noted)
+    return found
+
+
+def run(build_task, **options):
     options = {"num_trials": 3, "parallel": 3, **options}
     sweep = Sweep(build_task, devices=[EmulatedDevice("1MiB")], **options)
     sweep.verbose = 0
     assert {trial.state.name for trial in sweep.run().trials} == {"COMPLETE"}
-    return sweep._settings.policy
 
 
 @pytest.mark.parametrize(
-    ("build_task", "options", "is_in_step"),
+    ("build_task", "options", "policy"),
     [
-        (heads_over(frozen_base()), {}, True),
-        (heads_over(frozen_base()), {"parallel": 1}, False),
-        (heads_over(None), {}, False),
-        (build, {}, False),
+        (heads_over(frozen_base()), {}, "in-step"),
+        (heads_over(frozen_base()), {"parallel": 1}, "sharded-lrtf"),
+        (heads_over(None), {}, "sharded-lrtf"),
+        (build, {}, "sharded-lrtf"),
+        (heads_over(frozen_base()), {"policy": "fifo"}, "fifo"),
     ],
 )
-def test_it_is_chosen_by_what_trials_share(build_task, options, is_in_step):
-    policy = ran(build_task, **options)
-    assert policy.is_in_step == is_in_step
-    assert policy.longest_first == policy.has_affinity != is_in_step
-
-
-def test_one_that_is_named_is_taken():
-    assert type(ran(heads_over(frozen_base()), policy="fifo")).__name__ == "FIFO"
+def test_it_is_chosen_by_what_trials_share_unless_it_is_named(policies, build_task, options, policy):
+    run(build_task, **options)
+    assert set(policies) == {policy}
 
 
 def test_losses_are_those_of_any_other_policy():

@@ -460,24 +460,24 @@ def test_trials_over_one_base_begin_together_where_dram_holds_it_once(monkeypatc
     begun, train = [], Search._train
 
     def noted(search):
-        begun.append((len(search._live), search._settings.policy.is_in_step))
+        begun.append((len(search._live), search._orchestra.policy))
         train(search)
 
     monkeypatch.setattr(Search, "_train", noted)
     study = sweep_of(over_base, study=study_of(), parallel=4, dram=dram_bytes).run()
     assert states(study) == [COMPLETE] * 4
-    assert begun[0] == (4 - num_missing, True)
+    assert begun[0] == (4 - num_missing, "in-step")
 
 
 def test_a_trial_whose_checkpoint_cannot_be_read_has_failed_alone(tmp_path, monkeypatch):
-    begin_at = Search._begin_at
+    place = Search._place
 
-    def damaged(search, live, orchestra):
+    def damaged(search, live):
         if live.trial.number in (0, 2):
             raise CheckpointError("no checkpoint is whole")
-        begin_at(search, live, orchestra)
+        place(search, live)
 
-    monkeypatch.setattr(Search, "_begin_at", damaged)
+    monkeypatch.setattr(Search, "_place", damaged)
     study = sweep_of(study=study_of(), checkpoint_dir=tmp_path).run()
     assert states(study) == [FAIL, COMPLETE, FAIL, COMPLETE]
     names(study.trials[0].user_attrs["error"], says="CheckpointError:")
