@@ -364,7 +364,7 @@ class PlannedTask:
             chooser=self._made_chooser(),
             keeps_positions=keeps_positions,
             start=None if start is None else start.position,
-            begin_epoch=self.calls.begin_epoch if task.callbacks else None,
+            begin_epoch=self.calls.begin_epoch,
             max_devices=max_devices,
         )
         with noting(name, "as its model was looked at"):
