@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydra_engine.system.messages import plural
+from hydra_engine.texts import plural
 from partitioners.plain_numbers import plain
 
 # The root of the system's folders.
