@@ -76,8 +76,10 @@ class Watch:
             self._take()
             self._is_over.set()
             self._thread.join(STUCK_S)
-            with suppress(Exception):
+            try:
                 self._observer.leave()
+            except Exception as error:
+                _tell(error)
         self._is_over.set()
         self._observer = self._thread = self._seen = None
         del self._look, self._ask

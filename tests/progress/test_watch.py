@@ -121,6 +121,14 @@ def test_an_error_ends_it_and_nothing_else(capsys, of_the_observer):
     assert no_thread_is_left()
 
 
+def test_an_error_as_it_leaves_is_told(capsys):
+    notes = Notes()
+    notes.leave = fails
+    run_through(notes)
+    names(capsys.readouterr().err, says="hydra_engine: display ValueError:")
+    assert len(notes.ended) == 1
+
+
 def test_an_observer_that_does_not_return_holds_up_nobody(monkeypatch):
     monkeypatch.setattr(watch, "STUCK_S", 0.1)
     free, is_stuck, notes = threading.Event(), threading.Event(), Notes()
