@@ -37,13 +37,6 @@ class Signature(NamedTuple):
     def in_role(self, role: str) -> Signature:
         return self._replace(role=(*self.role, role))
 
-    def times(self, factor: float) -> Signature:
-        """Return the signature with sizes, and numbers that may be sizes, that are so many times as large."""
-        sizes, numbers = (
-            tuple(tuple(max(n, int(n * factor)) for n in each) for each in row) for row in (self.sizes, self.numbers)
-        )
-        return self._replace(sizes=sizes, numbers=numbers)
-
     @property
     def of_batch(self) -> Signature:
         """Sizes of the batch alone: without plain values and role."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hydra_engine.data import Signature
@@ -15,11 +15,6 @@ from hydra_engine.trace import Timing
 NUM_METERED = 8
 # The first to be seen are forgotten.
 MOST_KNOWN = 64
-# From then on, a unit of a batch whose dimensions are at most so many times those of a metered one is granted `MARGIN`
-# times its bytes, where a device has room for that: bytes grow by no more where they go by the product of three sizes
-# (1.25 ** 3 < 2), or where a layer pads to twice the length.
-GROWTH = 1.25
-MARGIN = 2
 
 
 class UnitBytes(NamedTuple):
@@ -60,13 +55,8 @@ class KnownUnits:
         batch = signature.of_batch
         return any(kind == training and batch.no_larger(other) for kind, other in self._batches)
 
-    def get(
-        self, kind: str, shard: Shard, signature: Signature, can_hold: Callable[[UnitBytes], bool]
-    ) -> UnitBytes | None:
-        """Bytes that a unit takes, or at most takes; None: it has to be metered.
-
-        can_hold: says whether a device has room for what is estimated by a smaller batch, and never learned.
-        """
+    def get(self, kind: str, shard: Shard, signature: Signature) -> UnitBytes | None:
+        """Bytes that a unit takes, or at most takes; None: it has to be metered."""
         table = dict(self._table(kind, shard, signature))
         if signature in table or len(table) < NUM_METERED or not self._is_monotone:
             return table.get(signature)
@@ -77,13 +67,7 @@ class KnownUnits:
             return min(alike, key=lambda found: found.total(number))
         if above:  # with values, names maybe, that were not seen yet
             return UnitBytes(*map(max, *table.values()))
-        near = [
-            UnitBytes(*(MARGIN * each for each in found))
-            for other, found in table.items()
-            if signature.values == other.values and signature.no_larger(other.times(GROWTH), numbers=numbers)
-        ]
-        most = max(near, key=lambda found: found.total(number), default=None)
-        return most if most is not None and can_hold(most) else None
+        return None
 
     def learn(self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes) -> None:
         """Remember what a metered run took."""

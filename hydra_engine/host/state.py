@@ -388,13 +388,11 @@ class TaskState:
         self.cut = replace(self.cut, num_micro_batches=num_micro_batches)
         self.measured.known.forget_units()
 
-    def unit_bytes(
-        self, kind: str, shard: Shard, signature: Signature, can_hold: Callable[[UnitBytes], bool]
-    ) -> UnitBytes | None:
+    def unit_bytes(self, kind: str, shard: Shard, signature: Signature) -> UnitBytes | None:
         """Bytes that a unit takes at most beside its slab in a step of this signature; None: it has to be metered."""
         if not self._is_sized_by_batch(shard):
             return None
-        return self.measured.known.get(kind, shard, signature, can_hold)
+        return self.measured.known.get(kind, shard, signature)
 
     def learn_unit_bytes(self, kind: str, shard: Shard, signature: Signature, measured: UnitBytes) -> None:
         if self._is_sized_by_batch(shard):

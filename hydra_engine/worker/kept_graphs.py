@@ -49,7 +49,7 @@ class KeptGraphs:
         # As much as with its forward, until it is known better.
         before = account.signature, account.known
         account.signature = account.signature.in_role("graph")
-        account.look_up(claim, num_bytes)
+        account.look_up(claim)
         with_graph = wanted_bytes if account.wanted_bytes is None else account.wanted_bytes
         if not self._ledger.can_hold(with_graph + num_bytes, claim.shard.slab_bytes):
             self._residents.unpin(key, is_whole=False)

@@ -216,15 +216,9 @@ class Account:
         """Bytes to ask for; None: not known yet."""
         return None if self.known is None else self.beside_bytes + self.known.total(self.num_micro_batches)
 
-    def look_up(self, claim: Claim, more_bytes: int = 0) -> None:
-        """Look up what is known of such units; more_bytes: that have to be there beside an estimate."""
-        state, shard = claim.state, claim.shard
-
-        def can_hold(found: UnitBytes) -> bool:
-            needed = self.beside_bytes + found.total(self.num_micro_batches) + more_bytes
-            return self.ledger.can_hold(needed, shard.slab_bytes)
-
-        self.known = state.unit_bytes(claim.unit.kind, shard, self.signature, can_hold)
+    def look_up(self, claim: Claim) -> None:
+        """Look up what is known of such units."""
+        self.known = claim.state.unit_bytes(claim.unit.kind, claim.shard, self.signature)
 
     def measured(self) -> UnitBytes:
         return UnitBytes(self.work_bytes, self.input_bytes, self.output_bytes)
