@@ -160,8 +160,8 @@ class Native:
     ) -> Sequence[NarrowUpdate]:
         """Make updates, with as many threads as the caller has intra-op ones; return those that it leaves to torch.
 
-        Those are of the first step, which makes the state, of tensors that do not all lie in the same order, and those
-        that would not get torch's bits. optimizer: it steps element by element, and nobody watches its steps. factors:
+        Those are of parameters that have no state yet, of tensors that do not all lie in the same order, and those that
+        would not get torch's bits. optimizer: it steps element by element, and nobody watches its steps. factors:
         each gradient is multiplied by them, one after the other. moments: the type that the state has to have; in
         bfloat16 they are rounded as `round_by_turns` of host/blocked.py does.
         """
