@@ -143,7 +143,8 @@ class Partitioner(Protocol):
     end indices: ``[3, 6, 8]`` is the shards ``[0, 3) [3, 6) [6, 8)`` of eight layers.
 
     One that also has a method ``candidates(costs, budget)``, which returns several partitions, leaves the choice to the
-    engine, for a task that trains: it takes the one with the least predicted time. So does `Fastest`.
+    engine, for a task that trains: it takes the one with the least predicted time. So does `Fastest`. Its budget has
+    the device's measured rates, and so has that of one with the attribute ``weighs_times = True``.
     """
 
     def partition(self, costs: Sequence[LayerCost], budget: Budget) -> list[int]:

@@ -58,7 +58,13 @@ class Checkpoint:
         written to, if names, types or shapes differ. Raises CheckpointError if a file changed, was removed by a later
         save, or was never there; the tensors hold any values then.
         """
-        files = self.parts(task)[part]
+        parts = self.parts(task)
+        if part not in parts:
+            raise CheckpointError(
+                f"{self.path} holds no part {part!r} of task {task!r}, but {', '.join(map(repr, parts)) or 'none'}; "
+                f"read one of those"
+            )
+        files = parts[part]
         try:
             try:
                 tensors, found = read_tensors([place(self.path, each) for each in files], into)

@@ -13,7 +13,7 @@ from hydra_engine._version import __version__
 from hydra_engine.errors import CheckpointError
 
 FORMAT = "hydra_engine checkpoint"
-VERSION = 1
+VERSION = 2
 
 # A manifest of any version begins with the hash of everything after it, written in this many characters.
 _HEAD = b'{"sha256": "'
@@ -71,10 +71,10 @@ class Manifest:
             written = expected.decode("ascii", "replace")
             raise Damaged(f"manifest: found {len(text)} bytes of SHA-256 {found.decode()}, expected {written}")
         content = json.loads(text)
-        if content["format"] != FORMAT or content["version"] > VERSION:
+        if content["format"] != FORMAT or content["version"] != VERSION:
             raise CheckpointError(
-                f"format {content['format']!r} of version {content['version']}, limit: {FORMAT!r} up to version "
-                f"{VERSION}; read it with the hydra_engine that wrote it, or a newer one"
+                f"format {content['format']!r} of version {content['version']}, limit: {FORMAT!r} of version "
+                f"{VERSION}; read it with the hydra_engine that wrote it"
             )
         tasks = {
             task: {part: tuple(StoredFile(**each) for each in files) for part, files in parts.items()}

@@ -163,9 +163,9 @@ def read_tensors(
     found, checksums = {}, []
     for crc32, tensors in files:
         for name, each in tensors.items():
-            crc32 = zlib.crc32(_bytes_of(each), crc32)
             target = torch.empty_like(each) if into is None else into[name].detach()
             found[name] = target.copy_(each)
+            crc32 = zlib.crc32(_bytes_of(_in_rows(target)), crc32)  # of what was taken, whatever the file has by now
         checksums.append(crc32)
     return found, checksums
 

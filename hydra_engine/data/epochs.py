@@ -285,7 +285,8 @@ class Epochs:
 
     def _resumed(self, start: TaskPosition) -> tuple[EpochStart, Iterator[Any]]:
         """The iterator of an epoch in progress, and the states that it was opened with."""
-        self._training.calls.begin()
+        begin = self._training.calls.begin  # a time limit is of each batch that is read on the way
+        begin()
         told: list[str] = []
         validation = self._task.validation
         if validation is not None:
@@ -294,7 +295,7 @@ class Epochs:
             told += [] if message is None else [message]
         self._unread = numbers_of(self._training.loader)
         with nullcontext() if self.lead is None else self.lead.over(start.epoch):
-            iterator, messages = restore(self._training.loader, self.stream, start.loader)
+            iterator, messages = restore(self._training.loader, self.stream, start.loader, begin)
         self._held = kept_iterators(self._training.loader) if start.loader.keeps_iterator else []
         self._training.draws.resumed(start.loader.start.random, self.stream.state)
         self.messages += [f"{self._name}: {each}" for each in (*told, *messages)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import IOBase
 from itertools import islice
@@ -116,8 +116,10 @@ def position_of(
     )
 
 
-def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iterator[Any], list[str]]:
-    """Bring a loader and the task's stream to a position.
+def restore(
+    loader: Any, stream: Stream, position: LoaderPosition, begin: Callable[[], None] = lambda: None
+) -> tuple[Iterator[Any], list[str]]:
+    """Bring a loader and the task's stream to a position; begin: called before each batch that is read on the way.
 
     Returns the iterator, and why its batches may be other ones than those of the run that was saved. Raises ValueError
     for a loader of another kind, a shorter one, or a generator that was read before.
@@ -125,7 +127,7 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iter
     changes = list(_changes(position.start.traits, _traits(loader)))
     held = [each for each in kept_iterators(loader) if _was_read(each)]
     try:
-        iterator, doubt = _restored(loader, stream, position)
+        iterator, doubt = _restored(loader, stream, position, begin)
     except ValueError as error:
         if changes:
             raise ValueError(f"{error} (the loader's {'; '.join(changes)})") from error
@@ -151,7 +153,9 @@ def restore(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iter
     return iterator, [*messages, *([] if doubt is None else [doubt])]
 
 
-def _restored(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[Iterator[Any], str | None]:
+def _restored(
+    loader: Any, stream: Stream, position: LoaderPosition, begin: Callable[[], None]
+) -> tuple[Iterator[Any], str | None]:
     start = position.start
     _check_unread(loader)
     if (position.own is not None) != _is_stateful(loader):
@@ -176,7 +180,7 @@ def _restored(loader: Any, stream: Stream, position: LoaderPosition) -> tuple[It
     if start.has_workers:
         _make_workers(loader, stream, start.generators)
     with installed(stream), begin_workers(num_workers_of(loader)):
-        drew_later = _passed(iterator := iter(loader), position)
+        drew_later = _passed(iterator := iter(loader), position, begin)
     doubt = _WORKERS if start.has_workers else None
     if begins:
         return iterator, doubt
@@ -326,10 +330,11 @@ def _make_workers(loader: Any, stream: Stream, generators: tuple[Any, ...]) -> N
 # -- reading on
 
 
-def _passed(iterator: Iterator[Any], position: LoaderPosition) -> bool:
+def _passed(iterator: Iterator[Any], position: LoaderPosition, begin: Callable[[], None]) -> bool:
     """Drop what lies before a position. Return True if this draws at every batch, and not only at the first."""
     after_first = None
     for k in range(position.num_batches):
+        begin()
         if next(iterator, _MISSING) is _MISSING:
             raise ValueError(
                 f"the loader ended after {k} batches, and was saved after {position.num_batches}; resume with the "

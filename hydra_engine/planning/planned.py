@@ -312,7 +312,7 @@ class CallbackCalls:
         self.roots = (task.model if source is None else source, task.loss_fn)
         self.attributes = plain_attributes(*self.roots) if task.callbacks else {}  # as the program has made them
         self.stop: StopTask | PauseTask | None = None  # what one raised before the task is begun
-        self._callbacks, self._report = task.callbacks, report
+        self._task, self._report = task, report
 
     def begin_epoch(self, epoch: int, stream: Stream) -> None:
         """Call callbacks for an epoch whose first batch is the sample, unless one has ended the task."""
@@ -320,7 +320,7 @@ class CallbackCalls:
             return
         try:
             with self.draws.drawing(stream, "on_epoch_begin", is_call=True):
-                for callback in self._callbacks:
+                for callback in self._task.callbacks:
                     callback.on_epoch_begin(self._report, epoch)
         except (StopTask, PauseTask) as stop:
             self.stop = stop

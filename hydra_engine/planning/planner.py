@@ -269,7 +269,8 @@ class Planner:
         number = self._number(1)
         if is_auto and saved is not None:
             number = saved.accumulation_steps  # with others, its losses would differ from those before
-        if getattr(task.partitioner, "weighs_times", False):  # not bytes alone
+        # By times, not bytes alone: where it says so, or where its candidates are chosen from by predictions.
+        if getattr(task.partitioner, "weighs_times", False) or hasattr(task.partitioner, "candidates"):
             self._target = replace(self._target, budget=self._estimate.budget(self._target.budget, device))
         together = self._target.together
         if together is not None and is_open:  # any other number is the user's, and with it the bits

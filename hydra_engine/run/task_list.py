@@ -212,7 +212,7 @@ class TaskList:
         else:
             self._stations[name] = Station.FORGOTTEN
         self._told += (*planned.reader.messages, *planned.doubts)
-        report = self._reports.get(name, planned.report)
+        report = planned.report
         report.lighten()
         return report, is_in_run
 
@@ -348,7 +348,8 @@ class TaskList:
         if saved is not None and saved.goes_on(task):
             saved.begin(task)
             return self._made(task, name, saved)
-        self._reports[name] = report = never_committed(task, name) if saved is None else saved.report(task)
+        report = never_committed(task, name) if saved is None else saved.report(task)
+        self._reports[name] = planned.report = report
         if saved is not None and task.keep_best is not None:
             saved.put_best_into_model(planned.layout)
         report.ema_state = None if saved is None else saved.ema_state(task, planned.layout)

@@ -279,7 +279,8 @@ class Trials:
             waiting = self._optuna.trial.TrialState.WAITING
             if not self.study.get_trials(deepcopy=False, states=(waiting,)):
                 # Marked before it is asked for: a kill in between leaves no trial of which nobody knows.
-                self.study.enqueue_trial({}, user_attrs={MARK: {"sweep": self._sweep_id}})
+                mark = {MARK: {"sweep": self._sweep_id}}  # not enqueued: Optuna would take its parameters for given
+                self.study.add_trial(self._optuna.trial.create_trial(state=waiting, user_attrs=mark))
             trial = self.study.ask()
             trial.set_user_attr(
                 MARK, {"sweep": self._sweep_id, "trial_id": self._trial_id(trial.storage, trial.number)}

@@ -9,7 +9,17 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hydra_engine import DeviceSpec, Logger, Model, ModelOrchestrator, ModelTask, Policy, furthest, load_newest
+from hydra_engine import (
+    DeviceSpec,
+    EmulatedDevice,
+    Logger,
+    Model,
+    ModelOrchestrator,
+    ModelTask,
+    Policy,
+    furthest,
+    load_newest,
+)
 from hydra_engine.sweep.cluster import ClusterSearch, load_ray
 from hydra_engine.sweep.folder import SweepFolder
 from hydra_engine.sweep.live import name_of
@@ -153,8 +163,9 @@ class Sweep:
             population=population,
             loggers=loggers,
         )
-        # Raises for what no run would take. On a cluster devices are each node's own.
-        orchestra = (settings if cluster is None else replace(settings, devices=None)).orchestra(None)
+        # Raises for what no run would take. On a cluster devices are each node's own, and none of them is touched here.
+        here = settings if cluster is None else replace(settings, devices=[EmulatedDevice("1MiB")])
+        orchestra = here.orchestra(None)
         if cluster is None:
             parallel = parallel or min(num_trials, MODELS_PER_DEVICE * len(orchestra.devices))
             settings = replace(settings, parallel=parallel)

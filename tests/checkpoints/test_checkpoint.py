@@ -392,6 +392,14 @@ def test_a_file_that_cannot_be_read_is_refused_and_not_passed_over(tmp_path, mon
             assert os.strerror(number) in str(caught.value)
 
 
+def test_parts_that_are_not_there(tmp_path):
+    found = load_newest(saved_twice(tmp_path).parent)
+    with refused(CheckpointError, says="'bert' 'other'"):
+        found.read_tensors("bert", "other")
+    with refused(CheckpointError, says="no 'gpt9'"):
+        found.parts("gpt9")
+
+
 def test_none_is_whole(tmp_path):
     saved_twice(tmp_path)
     for path in (tmp_path / "files").glob(f"*{WEIGHTS}.safetensors"):
@@ -404,10 +412,10 @@ def test_none_is_whole(tmp_path):
 def test_a_newer_version_is_refused_by_name(tmp_path, monkeypatch):
     with CheckpointDirectory(tmp_path) as store:
         save(store, 0)
-        monkeypatch.setattr(manifest, "VERSION", 2)
+        monkeypatch.setattr(manifest, "VERSION", 3)
         save(store, 1)
     monkeypatch.undo()
-    with refused(CheckpointError, says="version 2 1"):
+    with refused(CheckpointError, says="version 3 2"):
         load_newest(tmp_path)
 
 

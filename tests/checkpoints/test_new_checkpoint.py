@@ -201,7 +201,7 @@ def test_while_a_manifest_cannot_be_read_nothing_is_removed_that_it_may_name(tmp
             flip(path, 100)
         else:
             with monkeypatch.context() as patched:
-                patched.setattr(manifest, "VERSION", 2)
+                patched.setattr(manifest, "VERSION", 3)
                 path = save_round(store, 0).path
         own = set(path.parent.glob("files/00000001-*"))
         with contextlib.suppress(KeyError), store.begin() as new:
@@ -218,7 +218,7 @@ def test_while_a_manifest_cannot_be_read_nothing_is_removed_that_it_may_name(tmp
 def test_the_manifest_says_who_wrote_it(tmp_path):
     with CheckpointDirectory(tmp_path) as store:
         found = json.loads(save_round(store, 0).path.read_bytes())
-    assert found["version"] == 1
+    assert found["version"] == 2
     assert found["written_by"] == {"hydra_engine": _version.__version__, "torch": torch.__version__}
 
 

@@ -377,6 +377,23 @@ def test_generators_of_the_loaders_own_are_found_in_order():
     assert generators_of(loader) == [loader.dataset.own, loader.generator]
 
 
+def test_each_batch_that_is_read_on_the_way_is_a_call_of_its_own():
+    reads = []
+
+    class Counts(Plain):
+        def __getitem__(self, index):
+            reads.append(index)
+            return super().__getitem__(index)
+
+    def make():
+        return DataLoader(Counts(), BATCH)
+
+    position, begun = interrupted(make, 0, 3), []
+    reads.clear()
+    restore(make(), Stream(capture()), position, lambda: begun.append(len(reads)))
+    assert begun == [0, BATCH, 2 * BATCH]
+
+
 def test_another_loader_is_refused():
     shorter = DataLoader(TensorDataset(torch.arange(9)), BATCH)
     seven = lambda: list(range(7))  # noqa: E731

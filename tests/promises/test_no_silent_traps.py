@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hydra_engine import Callback, EmulatedDevice, Model, ModelTask, ShardDoesNotFit, StopTask
+from hydra_engine import Callback, EmulatedDevice, KeepBest, Model, ModelTask, ShardDoesNotFit, StopTask
 from tests import exact
 from tests.refused import names, refused
 
@@ -72,7 +72,7 @@ def test_the_reason_of_a_stop_is_kept():
         ModelTask(net(), F.mse_loss, loader(), name="unsaid", callbacks=[Stops()]),
         ModelTask(net(), F.mse_loss, loader(num=99), name="outside", callbacks=[StopsFromOutside()]),
         ModelTask(net(), F.mse_loss, loader(), name="nan", seed=0, **options),
-        ModelTask(net(), F.mse_loss, loader(), 0.0, 9, name="flat", keep_best="loss", patience=1),
+        ModelTask(net(), F.mse_loss, loader(), 0.0, 9, name="flat", keep_best=KeepBest("loss", patience=1)),
         ModelTask(net(), F.mse_loss, loader(), name="whole"),
     )
     found = made.train_models()

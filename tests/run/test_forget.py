@@ -268,6 +268,14 @@ def test_one_that_is_paused_is_reported_so_and_goes_on_in_a_later_call(tmp_path)
         orchestra.add_task(task("first"))
 
 
+def test_one_that_a_resume_found_to_be_over_has_its_saved_report(tmp_path):
+    orchestra_of(task("first"), checkpoint_dir=tmp_path).train_models()
+    orchestra = orchestra_of(task("first"), checkpoint_dir=tmp_path)
+    report = orchestra.train_models(resume=True).tasks["first"]
+    assert (report.status, report.steps) == ("finished", EPOCHS * STEPS)
+    assert orchestra.forget_task("first") is report
+
+
 def test_paused_before_it_is_begun_and_forgotten_it_has_its_seed_again(tmp_path):
     orchestra = orchestra_of(task("first"), task("second"), checkpoint_dir=tmp_path)
     orchestra.pause_task("first")
