@@ -12,7 +12,8 @@ import hydra_engine
 from tests.test_imports import CLIENTS, ENGINE_MODULES, PUBLIC, own_imports, room_of
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK, REST = ("schedule/test_scheduler.py", "run/test_chooser.py"), ("schedule", "data", "run")
+QUICK = ("schedule/test_scheduler.py", "run/test_chooser.py")
+REST = ("any_model", "capture", "checkpoints", "data", "devices", "host", "run", "schedule", "tasks", "worker")
 AWAY = f"""
 import importlib.util
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import uuid
 from collections.abc import Callable, Sequence
@@ -128,7 +129,7 @@ class Sweep:
         num_trials = whole_number("num_trials", num_trials, 1 if population is None else 2)  # a population's members
         parallel = None if parallel is None else whole_number("parallel", parallel)
         seed = whole_number("seed", seed, 0)
-        timeout = None if timeout is None else finite_number("timeout", timeout)
+        timeout = None if timeout in (None, math.inf) else finite_number("timeout", timeout)
         objective = Objective.parse(metric)
         self._directions = None if direction is None else directions_of(direction)
         if self._directions is not None and len(self._directions) != len(objective.names):
