@@ -24,7 +24,7 @@ from partitioners.partitioner import (
     make_partitioner,
     register_partitioner,
 )
-from partitioners.profile import DependsOnValues, profile, profile_evaluation, profile_shapes
+from partitioners.profile import DependsOnValues, profile, profile_evaluation, profile_shapes, spanned
 from partitioners.skips import Skips
 from partitioners.steptime import StepTime, predict_step
 
@@ -57,5 +57,6 @@ __all__ = [
     "register_partitioner",
     "shard_bytes",
     "slab_bytes",
+    "spanned",
     "unit_bytes",
 ]

@@ -11,8 +11,7 @@ from hydra_engine import AheadPlan, predict_training
 from hydra_engine.cli.command import DEVICES, Mistake, mistakes, print_table
 from hydra_engine.cli.sample import called, here_importable, planned, without_values
 from hydra_engine.texts import duration, plural
-from partitioners import STATED_RATES, Partitioner, format_bytes, make_partitioner, parse_bytes
-from partitioners.profile import spanned
+from partitioners import STATED_RATES, Partitioner, format_bytes, make_partitioner, parse_bytes, spanned
 
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([kmgtp]?)(?:flops?(?:/s)?)?\s*", re.ASCII | re.IGNORECASE)
 
