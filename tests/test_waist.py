@@ -13,7 +13,20 @@ from tests.test_imports import CLIENTS, ENGINE_MODULES, PUBLIC, own_imports, roo
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ("schedule/test_scheduler.py", "run/test_chooser.py")
-REST = ("any_model", "capture", "checkpoints", "data", "devices", "host", "run", "schedule", "tasks", "worker")
+REST = (
+    "any_model",
+    "capture",
+    "checkpoints",
+    "data",
+    "devices",
+    "host",
+    "planning",
+    "progress",
+    "run",
+    "schedule",
+    "tasks",
+    "worker",
+)
 AWAY = f"""
 import importlib.util
 

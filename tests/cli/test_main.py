@@ -245,6 +245,12 @@ def test_step_line_gives_throughput(plan):
     assert tokens_per_s == pytest.approx(32 * samples_per_s, rel=1e-3)
 
 
+def test_layers_at_home_are_told_where_they_make_steps_shorter(plan):
+    line = line_of(plan("mlp", "--link", "1MB/s", "--dram-bandwidth", "100MB/s"), "with ")
+    assert line.startswith("with 18 of 18 layers at home on the device, cut into 1 shard, a step takes ")
+    assert not [line for line in plan("mlp", "--link", "1PB/s", "--dram-bandwidth", "1PB/s") if "at home" in line]
+
+
 def test_several_devices_help_several_tasks(plan):
     assert not [line for line in plan("mlp") if "devices" in line]
     line = line_of(plan("mlp", "--devices", "4"), "4 devices with 4 such tasks or more ")
