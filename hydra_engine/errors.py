@@ -23,9 +23,9 @@ class DeviceLost(RuntimeError):
     `train_models` saves the committed state of all tasks, and ends the process with exit code 75.
     """
 
-    def __init__(self, device: str, error: BaseException, task: str = "") -> None:
-        """`task`: name of the task whose unit the device was computing."""
-        self.device, self.task = device, task
+    def __init__(self, device: str, error: BaseException) -> None:
+        self.device = device
+        self.task = ""  # of which the device was computing a unit: set by who knows
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         super().__init__(
             f"{device} is lost until this process ends: {first_line}; look for an index out of range (a token, a "

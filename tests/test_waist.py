@@ -12,8 +12,8 @@ import hydra_engine
 from tests.test_imports import CLIENTS, ENGINE_MODULES, PUBLIC, own_imports, room_of
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK = ("schedule/test_scheduler.py", "run/test_chooser.py")
-REST = (
+QUICK = "schedule/test_scheduler.py", "run/test_chooser.py"
+ROOMS = [
     "any_model",
     "capture",
     "checkpoints",
@@ -26,7 +26,7 @@ REST = (
     "schedule",
     "tasks",
     "worker",
-)
+]
 AWAY = f"""
 import importlib.util
 
@@ -46,7 +46,10 @@ def test_what_clients_use_is_offered_and_what_is_offered_is_public():
     assert used <= {*offered, "__version__"}
 
 
-@pytest.mark.parametrize("tests", [QUICK, pytest.param(REST, marks=pytest.mark.rest)], ids=["quick", "rest"])
+@pytest.mark.parametrize(
+    "tests",
+    [pytest.param(QUICK, id="quick"), *(pytest.param((room,), marks=pytest.mark.rest, id=room) for room in ROOMS)],
+)
 def test_the_engine_trains_without_its_clients(tmp_path, tests):
     for folder in ("hydra_engine", "partitioners", "tests"):
         away = shutil.ignore_patterns("__pycache__", *CLIENTS) if folder == "hydra_engine" else None

@@ -69,11 +69,6 @@ def tokens(*spec, names=("input_ids", "attention_mask")):
     return dict(zip(names, (ids, mask), strict=True)), ids.masked_fill(mask == 0, IGNORED)
 
 
-def ids_alone(*spec):
-    inputs, target = tokens(*spec)
-    return {"input_ids": inputs["input_ids"]}, target
-
-
 def pair_of_tokens(samples, length, padded, generator):
     """An encoder's input, and labels of another length."""
     inputs, _ = tokens(samples, length, padded, generator)
@@ -183,10 +178,6 @@ def span_loss(output, target):
 
 def contrast_loss(output, target):
     return F.cross_entropy(output.logits_per_image, target) + F.cross_entropy(output.logits_per_text, target)
-
-
-def squared_loss(output, target):
-    return F.mse_loss(output.prediction_outputs, target)
 
 
 # ---- what becomes of the target: labels in the batch, or not
