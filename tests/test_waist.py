@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 import hydra_engine
+from hydra_engine.checkpoints import store
+from hydra_engine.cli import resume
+from hydra_engine.sweep import sweep
+from hydra_engine.system import process
 from tests.test_imports import CLIENTS, ENGINE_MODULES, PUBLIC, own_imports, room_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,3 +64,9 @@ def test_the_engine_trains_without_its_clients(tmp_path, tests):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not rest or net", "-p", "no:cacheprovider", *paths]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout
+
+
+def test_what_processes_tell_each_other_has_one_name():
+    """Clients repeat it, as another program would."""
+    assert sweep.RESUME == resume.VARIABLE == process.VARIABLE
+    assert sweep.RESCUE == store.RESCUE

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from hydra_engine.checkpoints import checkpoint
 from hydra_engine.checkpoints.checkpoint import FILES, Checkpoint, check_file
 from hydra_engine.checkpoints.manifest import Damaged, Manifest, Parts, StoredFile
-from hydra_engine.checkpoints.tensors import Tensors, are_written, in_files, write_tensors
+from hydra_engine.checkpoints.tensors import MovingTensor, Tensors, are_written, in_files, write_tensors
 from hydra_engine.errors import CheckpointError
 from hydra_engine.system import Disk, FolderLock
 from partitioners import format_bytes
@@ -59,7 +59,7 @@ class NewCheckpoint:
     ) -> None:
         """Write a task's parts, tensors by name, which stay as they are until it returns, or move.
 
-        unchanged: of `newest_parts`. lasting: parts that do not move, and that another task may have as well, or this
+        unchanged: of `newest_parts`. lasting: parts that another task may have as well, or this
         one in an earlier run: files that have it already are named again.
         """
         num_bytes = sum(each.nbytes for tensors in parts.values() for each in tensors.values())
@@ -112,9 +112,10 @@ class NewCheckpoint:
     def _found(self, part: str, tensors: Any) -> tuple[StoredFile, ...] | None:
         """Return files of this part of any task that have these tensors, and are whole; None if there are none."""
         tasks = (*self._base.values(), *self._tasks.values())
+        values = {name: each.now() if isinstance(each, MovingTensor) else each for name, each in tensors.items()}
         for stored in dict.fromkeys(parts[part] for parts in tasks if part in parts):
             with suppress(Exception):  # damaged, in whatever way
-                if are_written([self.draft.parent / each.file for each in stored], tensors):
+                if are_written([self.draft.parent / each.file for each in stored], values):
                     for each in stored:
                         check_file(self.path, each)
                     return stored

@@ -12,11 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hydra_engine.checkpoints.tensors import plain_text
+
 JSON = "json"  # the tensor with the JSON's bytes
-# None, bool, int, float, str and lists are JSON's own. All else is an object of one key, its kind. Of these, how values
-# are told by others, which are encoded as well, and read again.
+# None, bool, int of 64 bits, float, str and lists are JSON's own. All else is an object of one key, its kind. Of these,
+# how values are told by others, which are encoded as well, and read again.
 _OTHERS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     **{kind: (list, kind) for kind in (tuple, set, frozenset, torch.Size)},
+    int: (hex, lambda text: int(text, 16)),
     complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     bytes: (bytes.hex, bytes.fromhex),
     torch.dtype: (lambda value: str(value).removeprefix("torch."), lambda name: getattr(torch, name)),
@@ -33,6 +36,7 @@ _MAPPINGS: dict[type, Callable[[Any], Any]] = {
 _READ = {kind.__name__: read for kind, read in {**{k: read for k, (_, read) in _OTHERS.items()}, **_MAPPINGS}.items()}
 # Each takes up to three levels of JSON, and readers have a limit. A value that contains itself ends here too.
 _MAX_DEPTH = 100
+_MAX_BITS = 64  # of an int: not every reader of JSON takes longer ones, and Python's own has a limit
 _NUMBER_KINDS = "biufc"  # numpy's letters for bool, integers, floats and complex numbers
 
 
@@ -67,7 +71,8 @@ class _Flattener:
                 f"{self._where} is nested {len(path)} levels deep, limit: {_MAX_DEPTH}; make it flatter, and let "
                 f"nothing contain itself"
             )
-        if value is None or kind in (bool, int, float, str):
+        is_short = kind is int and value.bit_length() < _MAX_BITS
+        if value is None or kind in (bool, float, str) or is_short:
             return value
         if kind is list:
             return [self.encode(each, (*path, str(k))) for k, each in enumerate(value)]
@@ -95,7 +100,7 @@ class _Flattener:
         memory = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
         if memory in self._seen:
             return self._seen[memory]
-        base = ".".join(path).lstrip("_") or "value"  # the format has a name of its own, with underscores
+        base = plain_text(".".join(path)).lstrip("_") or "value"  # the format has a name of its own, with underscores
         names = itertools.chain([base], (f"{base}#{k}" for k in itertools.count()))  # keys may have dots, too
         name = next(each for each in names if each != JSON and each not in self.tensors)
         # Written as it lies in memory: nothing is copied, and a channels-last tensor comes back as one.

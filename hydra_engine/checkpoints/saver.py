@@ -261,7 +261,10 @@ class Saver:
         if snapshot is not None and self._is_whole(snapshot):
             it = _Round([task])
             it.given.put(snapshot)
-            return None if self._save(it) else it.error or snapshot.error
+            if self._save(it):
+                return None
+            if snapshot.error is None:
+                return it.error
         if over is not None and (snapshot is None or over not in (FINISHED, STOPPED)):
             # A task that ended well and cannot be saved keeps an older step, which is not its end.
             self._save(_Round(), {task: {**(saved or {"steps": 0, "loss": None}), "over": over}})
@@ -295,7 +298,11 @@ class Saver:
             with self._directory.begin() as new:
                 for snapshot in it.come():
                     if self._is_whole(snapshot):
-                        self._add(new, snapshot)
+                        try:
+                            self._add(new, snapshot)
+                        except (TypeError, ValueError) as error:  # of this task's tensors
+                            snapshot.error = error
+                            self._is_whole(snapshot)
                 whole = [each for each in it.snapshots if each.error is None]
                 if not whole and not noted:
                     return False

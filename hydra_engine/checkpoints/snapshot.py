@@ -23,7 +23,7 @@ from torch import Tensor
 from hydra_engine.checkpoints.nested import flatten, losses_to_state
 from hydra_engine.checkpoints.tensors import MovingTensor, Tensors
 from hydra_engine.data import TaskPosition
-from hydra_engine.host import BestWeights, TaskOptimizer, TaskState
+from hydra_engine.host import BestWeights, Slot, TaskOptimizer, TaskState
 from hydra_engine.system import dram
 from hydra_engine.tasks import BatchChooser, StepChoice, TaskReport
 
@@ -98,13 +98,20 @@ class Snapshot:
     def _capture(self) -> None:
         try:
             self._state.homes.save()
-            self.parts[WEIGHTS], frozen, other = self._weights()
+            self.parts[WEIGHTS], frozen, of_loss = self._weights()
             if frozen:
                 self.parts[FROZEN] = frozen
             if self._best is not None and self._best.step is not None:
                 slots = self._state.layout.slots
                 self.parts[BEST] = {slots[k].name: self._moving(k, each) for k, each in self._best_weights.items()}
-            self.parts[STATE] = flatten(self._rest(other), f"task {self.name!r}: state")
+            state = flatten(
+                self._rest({name: slot.parameter.data for name, slot in of_loss.items()}), f"task {self.name!r}: state"
+            )
+            places = {slot.parameter.data_ptr(): slot.index for slot in of_loss.values()}
+            self.parts[STATE] = {
+                name: self._moving(places[each.data_ptr()], each) if each.data_ptr() in places else each
+                for name, each in state.items()
+            }
             self.parts[OPTIMIZER] = self._updated()
         except BaseException as error:
             self.error = error
@@ -113,10 +120,12 @@ class Snapshot:
             self._captured.set()
 
     def secure(self, slots: Iterable[int] | None = None) -> None:
-        """Wait until these parameters, their averages and optimizer states may change; None: all of them."""
+        """Wait until these parameters, their averages and optimizer states may change; None: all that are trained."""
         start_s = time.perf_counter()
         self._captured.wait()
-        moving = [each for slot in (self._by_slot if slots is None else slots) for each in self._by_slot.get(slot, ())]
+        if slots is None:
+            slots = [slot for slot in self._by_slot if self._state.layout.slots[slot].trainable]
+        moving = [each for slot in slots for each in self._by_slot.get(slot, ())]
         copied_bytes = self._copy(moving)
         self._count(copied_bytes=copied_bytes, held_s=time.perf_counter() - start_s)
 
@@ -142,20 +151,19 @@ class Snapshot:
         self._by_slot.setdefault(slot, []).append(moving)
         return moving
 
-    def _weights(self) -> tuple[dict[str, Tensor | MovingTensor], dict[str, Tensor], dict[str, Tensor]]:
-        """Return tensors by name: those of the state dict that change, those that do not, and a loss's parameters."""
+    def _weights(self) -> tuple[dict[str, Tensor | MovingTensor], dict[str, Tensor | MovingTensor], dict[str, Slot]]:
+        """Return tensors by name: those of the state dict that are trained, those that are not, and a loss's."""
         layout = self._state.layout
         weights: dict[str, Tensor | MovingTensor] = {}
-        frozen: dict[str, Tensor] = {}
-        other: dict[str, Tensor] = {}
+        frozen: dict[str, Tensor | MovingTensor] = {}
+        of_loss: dict[str, Slot] = {}
         for name, slot, is_of_loss in layout.named_slots():
-            if slot.trainable:
-                weights[name] = self._moving(slot.index, slot.parameter.data)
-            else:
-                data = slot.parameter.data  # a copy of it, where callbacks write there
-                (other if is_of_loss else frozen)[name] = data.clone() if self.frozen_version else data
+            if is_of_loss and not slot.trainable:
+                of_loss[name] = slot
+            else:  # callbacks write to frozen ones, too
+                (weights if slot.trainable else frozen)[name] = self._moving(slot.index, slot.parameter.data)
         weights |= {name: self._buffers[number] for name, number in layout.persistent_buffers().items()}
-        return weights, frozen, other
+        return weights, frozen, of_loss
 
     def _rest(self, loss_parameters: dict[str, Tensor]) -> dict[str, Any]:
         report, num, adaptive = self._report, self._num_validations, None

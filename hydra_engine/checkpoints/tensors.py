@@ -14,7 +14,9 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,10 +25,11 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
-from hydra_engine.system import Disk
+from hydra_engine.system import Disk, checksum
 
 # Where another file begins. Short, since one is written twice if its tensors change, and copies are held until it is.
 FILE_BYTES = 2**26
+METADATA = "__metadata__"  # what the format itself names so, beside the tensors
 _DTYPES = "dtypes"  # in a file's metadata: JSON of dtypes that the format lacks, by tensor
 
 
@@ -79,6 +82,7 @@ class MovingTensor:
 
 
 Tensors: TypeAlias = "Mapping[str, Tensor | MovingTensor]"
+Kinds: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes by name
 
 
 def in_files(tensors: Tensors) -> Iterator[Tensors]:
@@ -102,17 +106,30 @@ def write_tensors(disk: Disk, path: Path, tensors: Tensors) -> int:
     """
     moving = {name: each for name, each in tensors.items() if isinstance(each, MovingTensor)}
     fixed = {name: _in_rows(each) for name, each in tensors.items() if not isinstance(each, MovingTensor)}
+    for name in tensors:
+        _check_name(name)
     while True:
         values = {**fixed, **{name: each.now() for name, each in moving.items()}}
         disk.write(path, partial(_serialize, values))
-        crc32, mapped = map_tensors(path)
-        for name in mapped:
-            crc32 = zlib.crc32(_bytes_of(values[name]), crc32)
         if all(each.now() is values[name] for name, each in moving.items()):
             break
+        with suppress(MemoryError, RuntimeError):  # without DRAM for copies, it is written as often as updates come
+            for each in moving.values():
+                each.secure()
     for each in moving.values():
         each.done()
-    return crc32
+    return checksum(path)
+
+
+def _check_name(name: str) -> None:
+    """Raise ValueError if the format does not take a tensor's name."""
+    if name == METADATA or name != plain_text(name):
+        raise ValueError(f"{name!r} is no name of a tensor in safetensors files; rename it")
+
+
+def plain_text(text: str) -> str:
+    """Return a text as UTF-8 has it: lone surrogates, as of file names that are none, become escapes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _serialize(values: Mapping[str, Tensor], path: Path) -> None:
@@ -140,46 +157,66 @@ def _has(dtype: str) -> bool:
         return False
 
 
-def map_tensors(path: Path) -> tuple[int, dict[str, Tensor]]:
-    """Return the checksum of a file's header, and its tensors in the order of their bytes, mapped from there."""
-    with path.open("rb") as file:
-        size = file.read(8)
-        crc32 = zlib.crc32(size + file.read(int.from_bytes(size, "little")))
+def _kinds_in(path: Path) -> Kinds:
+    """Return what a file's tensors are, in the order of their bytes. Only its header is read."""
     with safe_open(path, "pt") as opened:
-        tensors = {name: opened.get_tensor(name) for name in opened.offset_keys()}
+        kinds = _kinds({name: opened.get_tensor(name) for name in opened.offset_keys()})
         lacking = json.loads(opened.metadata().get(_DTYPES, "{}"))
-    for name, dtype in lacking.items():  # they may lie where such elements may not
-        tensors[name] = tensors[name].clone().view(getattr(torch, dtype)).squeeze(-1)
-    return crc32, tensors
+    return kinds | {name: (getattr(torch, dtype), kinds[name][1][:-1]) for name, dtype in lacking.items()}
+
+
+class _Reading:
+    """Reads a file from its beginning. The library would map it, and an error of the disk would end the process."""
+
+    def __init__(self, file: BufferedReader) -> None:
+        self._file = file
+        size = file.read(8)
+        self.crc32 = zlib.crc32(size + file.read(int.from_bytes(size, "little")))  # of all that was read
+
+    def into(self, tensor: Tensor) -> Tensor:
+        """Fill a tensor with the values that are next, and return it."""
+        place = tensor if _is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        if self._file.readinto(_bytes_of(place)) < place.nbytes:
+            raise EOFError
+        self.crc32 = zlib.crc32(_bytes_of(place), self.crc32)
+        return tensor if place is tensor else tensor.copy_(place)
 
 
 def read_tensors(
     paths: Sequence[Path], into: Mapping[str, Tensor] | None = None
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Read tensors from files, and return the checksums of these as well; `into` as of `Checkpoint.read_tensors`."""
-    files = [map_tensors(path) for path in paths]
+    files = [_kinds_in(path) for path in paths]
     if into is not None:
-        _check_same(_kinds(*(tensors for _, tensors in files)), _kinds(into))
+        _check_same({name: kind for kinds in files for name, kind in kinds.items()}, _kinds(into))
     found, checksums = {}, []
-    for crc32, tensors in files:
-        for name, each in tensors.items():
-            target = torch.empty_like(each) if into is None else into[name].detach()
-            found[name] = target.copy_(each)
-            crc32 = zlib.crc32(_bytes_of(_in_rows(target)), crc32)  # of what was taken, whatever the file has by now
-        checksums.append(crc32)
+    for path, kinds in zip(paths, files, strict=True):
+        with path.open("rb") as file:
+            reading = _Reading(file)
+            for name, (dtype, shape) in kinds.items():
+                target = torch.empty(shape, dtype=dtype, device="cpu") if into is None else into[name].detach()
+                found[name] = reading.into(target)
+        checksums.append(reading.crc32)
     return found, checksums
 
 
 def are_written(paths: Sequence[Path], tensors: Mapping[str, Tensor]) -> bool:
     """Return True if these files hold these tensors, byte by byte."""
-    found = {name: each for path in paths for name, each in map_tensors(path)[1].items()}
-    return _kinds(found) == _kinds(tensors) and all(
-        np.array_equal(_bytes_of(each), _bytes_of(_in_rows(tensors[name]))) for name, each in found.items()
-    )
+    files = [_kinds_in(path) for path in paths]
+    if {name: kind for kinds in files for name, kind in kinds.items()} != _kinds(tensors):
+        return False
+    for path, kinds in zip(paths, files, strict=True):
+        with path.open("rb") as file:
+            reading = _Reading(file)
+            for name, (dtype, shape) in kinds.items():
+                found = reading.into(torch.empty(shape, dtype=dtype, device="cpu"))
+                if not np.array_equal(_bytes_of(found), _bytes_of(_in_rows(tensors[name]))):
+                    return False
+    return True
 
 
-def _kinds(*files: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    return {name: (each.dtype, tuple(each.shape)) for tensors in files for name, each in tensors.items()}
+def _kinds(tensors: Mapping[str, Tensor]) -> Kinds:
+    return {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
 
 
 def _check_same(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

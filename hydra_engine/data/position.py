@@ -187,7 +187,10 @@ def _restored(
     # What drew at every batch may have drawn in between others that are not here, such as the model's layers.
     was_alone = stream.state._replace(device=position.random.device).same_as(position.random)
     stream.state = position.random
-    set_states(loader, position.generators)
+    if len(states_of(loader)) != len(position.generators):
+        doubt = doubt or "makes random generators while it reads"
+    else:
+        set_states(loader, position.generators)
     if drew_later and not was_alone and not _draws_its_order_first(loader):
         doubt = "draws from the process-wide generators at every batch, as others do in between"
     return iterator, doubt

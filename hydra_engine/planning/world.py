@@ -333,7 +333,7 @@ class _Task:
         return self.cost.of_shard("gradient_bytes", unit.shard) if so_far else 0.0
 
     def next_use_s(self, shard: int, *, beyond_step: bool = False, with_last: bool = False) -> float:
-        """As `TaskState.next_use_s`."""
+        """Seconds until a shard is used again; infinite: not any more."""
         positions = (max(0, part.position - with_last) for part in self.parts)
         return min((self.flow.next_use_s(shard, k, beyond_step=beyond_step) for k in positions), default=math.inf)
 

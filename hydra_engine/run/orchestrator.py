@@ -727,7 +727,9 @@ def _check_tasks_left(tasks: TaskList, *, resume: bool, may_save: bool) -> None:
             f"has the weights of that step, and give ModelOrchestrator a checkpoint_dir"
         )
     if not tasks.at(Station.WAITING) and not (cut_off and resume):
-        what = cut_off or ("these tasks are trained already" if tasks.all else "there is no task; add_task() one")
+        if not tasks.all:
+            raise RuntimeError("train_models: there is no task; add_task() one")
+        what = cut_off or "these tasks are trained already"
         remedy = "go on with train_models(resume=True)" if cut_off and may_save else "make new tasks to train further"
         raise RuntimeError(f"train_models: {what}; {remedy}")
 

@@ -128,7 +128,7 @@ class Sweep:
             raise TypeError(f"build_task: {build_task!r} is not callable; give a function (trial) -> ModelTask")
         num_trials = whole_number("num_trials", num_trials, 1 if population is None else 2)  # a population's members
         parallel = None if parallel is None else whole_number("parallel", parallel)
-        seed = whole_number("seed", seed, 0)
+        seed = whole_number("seed", seed, -(2**63))  # torch's least
         timeout = None if timeout in (None, math.inf) else finite_number("timeout", timeout)
         objective = Objective.parse(metric)
         self._directions = None if direction is None else directions_of(direction)

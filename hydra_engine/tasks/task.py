@@ -116,7 +116,7 @@ class ModelTask(Opaque):
         resume_options*: where the task goes on from a checkpoint, whose options of the optimizer and whose schedule
             count: those of the "checkpoint", as with torch's `load_state_dict`, with a line in `report.messages` for
             each that the program gives otherwise; or those of the "program". A changed schedule is the program's.
-        hparams: a mapping that JSON takes, shown in tables: `Report.compare` and `Report.frame`.
+        hparams: a mapping that JSON takes, shown in the table of `Report.compare`.
         priority: units of tasks of a higher one go first, under every policy; any int.
         group*: of tasks that share the devices which `ModelOrchestrator(quotas=)` gives that group.
         min_devices: with fewer in, it begins no step; with as many, a step is spread over no fewer, as far as it has

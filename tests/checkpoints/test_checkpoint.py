@@ -76,7 +76,7 @@ def nested():
         "numpy": np.random.RandomState(1).get_state(),
         "random": random.Random(1).getstate(),
         "numbers": [np.float64(0.1), np.float32(-0.0), np.int64(-1), np.bool_(True)],
-        "big": [2**200, -(2**200), 2**63 - 1, -(2**63), 2**64],
+        "big": [10**5000, -(2**200), 2**63 - 1, -(2**63), 2**64],
         "torch": [torch.Size([2, 3]), torch.Size([]), torch.bfloat16, torch.device("cpu"), torch.device("meta:0")],
         "complex": [1j, complex(math.nan, -0.0), complex(-math.inf, 5e-324)],
         "kinds": (None, True, 1, 1.0, "é\ud800\x00", b"\x00\xff", (), [], {}, {"a"}, frozenset({1})),

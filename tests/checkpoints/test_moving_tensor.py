@@ -12,6 +12,7 @@ from hydra_engine.checkpoints import tensors
 from hydra_engine.checkpoints.tensors import MovingTensor, read_tensors, write_tensors
 from hydra_engine.system.files import Disk
 from tests.checkpoints.support import bits
+from tests.refused import refused
 
 BASE = torch.arange(24.0)
 TENSORS = {
@@ -79,6 +80,31 @@ def test_one_that_changes_while_it_is_written_is_written_as_it_was(tmp_path, ten
     found = written(tmp_path / "a", disk, moving=moving, other=MovingTensor(other), fixed=other)
     assert found == {"moving": before, "other": bits(other), "fixed": bits(other)}
     assert disk.num_writes == 1 + tensor.is_contiguous(), "one with gaps was copied before"
+
+
+def test_a_file_is_written_once_more_at_most_however_many_of_its_tensors_change(tmp_path):
+    tensors = [torch.full((9,), float(k)) for k in range(4)]
+    moving = {f"t{k}": MovingTensor(each) for k, each in enumerate(tensors)}
+
+    class ChangesOneEachTime(Disk):
+        num_writes = 0
+
+        def write(self, path, put):
+            super().write(path, put)
+            moving[f"t{self.num_writes}"].secure()
+            tensors[self.num_writes].fill_(-1)
+            self.num_writes += 1
+
+    disk = ChangesOneEachTime()
+    assert written(tmp_path / "a", disk, **moving) == {f"t{k}": bits(torch.full((9,), float(k))) for k in range(4)}
+    assert disk.num_writes == 2
+
+
+def test_a_name_that_the_format_does_not_take_is_refused(tmp_path):
+    for name in ("__metadata__", "\ud800"):
+        with refused(ValueError, says=f"{name!r} rename"):
+            written(tmp_path / "a", **{name: torch.ones(1)})
+    assert not (tmp_path / "a").exists()
 
 
 def test_values_that_are_elsewhere_are_put_together_as_it_is_written(tmp_path):

@@ -16,6 +16,7 @@ from hydra_engine.checkpoints import snapshot
 from hydra_engine.checkpoints.checkpoint import load_newest
 from hydra_engine.checkpoints.directory import CheckpointDirectory
 from hydra_engine.run.loop import EngineRun
+from hydra_engine.system.files import Disk
 from tests.checkpoints.support import FullDisk
 from tests.promises.test_resumed import LOADERS, NUM_STEPS, PATIENCE_S, orchestra_of, shuffled, task_of
 from tests.refused import names
@@ -183,6 +184,75 @@ def test_a_damaged_file_of_a_task_that_is_over_stops_no_save_of_others(tmp_path,
     assert load_newest(tmp_path).data["tasks"]["b"]["steps"] == report.tasks["b"].steps
     resumed = orchestra_of(tasks(), tmp_path).train_models(resume=True)
     assert all(resumed.tasks[name].losses == report.tasks[name].losses for name in "ab")
+
+
+class WritesAsItIsSaved(Callback):
+    """Writes to a parameter while the first file of a part is written, after the step that is saved."""
+
+    def __init__(self, parameter, part, monkeypatch):
+        self.parameter, self.part, self.write = parameter, f"-{part}", Disk.write
+        self.begun, self.through = threading.Event(), threading.Event()
+        monkeypatch.setattr(Disk, "write", lambda disk, *args: self._written(disk, *args))
+
+    def _written(self, disk, path, put):
+        self.write(disk, path, put)
+        if self.part in path.name and not self.begun.is_set():
+            self.begun.set()
+            assert self.through.wait(PATIENCE_S)
+
+    def on_step(self, report):
+        if report.steps == 2:
+            assert self.begun.wait(PATIENCE_S)
+            with torch.no_grad():
+                self.parameter.fill_(2)
+            self.through.set()
+
+
+class ScaledLoss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, output, target):
+        return (self.scale * (output - target) ** 2).mean()
+
+
+@pytest.mark.parametrize("part", ["frozen", "state"])
+def test_a_frozen_weight_that_a_callback_writes_as_it_is_saved_is_saved_as_it_was(tmp_path, monkeypatch, part):
+    loss, net = ScaledLoss(), torch.nn.Sequential(torch.nn.Linear(6, 6).requires_grad_(False), torch.nn.Linear(6, 3))
+    parameter = {"frozen": net[0].weight, "state": loss.scale}[part]
+    before, found = parameter.clone(), []
+    writes = WritesAsItIsSaved(parameter, part, monkeypatch)
+    task = ModelTask(net, loss, list(shuffled()), 0.1, 1, name="a", seed=7, callbacks=[writes])
+    publish = CheckpointDirectory.publish
+
+    def published(store, path, manifest):
+        told = publish(store, path, manifest)
+        first = load_newest(tmp_path)
+        found.append({"frozen": first.read_tensors("a", "frozen"), **first.read_nested("a", "state")})
+        return told
+
+    monkeypatch.setattr(CheckpointDirectory, "publish", published)
+    orchestra_of([task], tmp_path).train_models().raise_failures()
+    names = {"frozen": "0.weight", "state": next(iter(found[0]["loss_parameters"]))}
+    saved = [each["frozen" if part == "frozen" else "loss_parameters"][names[part]] for each in found]
+    assert torch.equal(saved[0], before)
+    assert torch.equal(saved[-1], torch.full_like(before, 2))
+
+
+class KeepsOddNames(Callback):
+    def state_dict(self):
+        return {os.fsdecode(b"caf\xe9"): torch.ones(1)}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+def test_state_under_a_name_that_is_no_text_is_saved(tmp_path):
+    orchestra_of([task_of(callbacks=[KeepsOddNames()], epochs=1)], tmp_path).train_models().raise_failures()
+    resumed = task_of(callbacks=[KeepsOddNames()])
+    orchestra_of([resumed], tmp_path).train_models(resume=True).raise_failures()
+    assert resumed.callbacks[0].loaded == {os.fsdecode(b"caf\xe9"): torch.ones(1)}
 
 
 def test_a_frozen_base_that_tasks_share_is_written_once_per_directory(tmp_path):

@@ -372,6 +372,18 @@ def test_generators_that_are_made_later_are_followed():
     assert message is None
 
 
+def test_generators_that_were_made_where_nobody_sees_them_are_told():
+    class Lazy(Plain):
+        def __getitem__(self, index):
+            if not hasattr(self, "own"):
+                self.own = random.Random(0)
+            return index
+
+    position = interrupted(lambda: DataLoader(Lazy(), BATCH), 0, 3)
+    _, message, _ = resumed(lambda: DataLoader(Lazy(), BATCH, num_workers=1), position)
+    names(message, says="generators")
+
+
 def test_generators_of_the_loaders_own_are_found_in_order():
     loader = DataLoader(Augmented(), BATCH, shuffle=True, generator=own_generator())
     assert generators_of(loader) == [loader.dataset.own, loader.generator]

@@ -49,8 +49,7 @@ def cuda():
     found.check_all_left_as_found()
 
 
-def test_rates_of_a_kind_of_card_are_measured_once_in_a_process(cuda, monkeypatch, tmp_path):
-    monkeypatch.setenv("HYDRA_ENGINE_CEILINGS", str(tmp_path / "none"))
+def test_rates_of_a_kind_of_card_are_measured_once_in_a_process(cuda, monkeypatch):
     monkeypatch.setattr("hydra_engine.devices.cuda._MEASURED", {})
     monkeypatch.setattr(rates, "DRAM_BYTES", 2**22)
     state = torch.get_rng_state()
