@@ -179,7 +179,9 @@ class GpuWatcher:
         *,
         max_devices: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], bool] | None = None,
     ) -> None:
+        """`wait` for so many seconds; True: the run is over."""
         self._uuids = CudaDevice.uuids()
         if not self._uuids:
             raise RuntimeError(
@@ -190,7 +192,7 @@ class GpuWatcher:
         self._settings = settings
         self._watch = Watch(settings, max_devices)
         self._max_devices = max_devices
-        self._clock = clock
+        self._clock, self._wait = clock, wait
         self._told: Counter[str] = Counter()  # for the report of a run
 
     @classmethod
@@ -227,7 +229,7 @@ class GpuWatcher:
         over = threading.Event()
 
         def work() -> None:
-            while not over.wait(self._settings.poll_s):
+            while not (self._wait or over.wait)(self._settings.poll_s):
                 try:
                     self.poll(pool)
                 except Exception as error:  # the next look may be better

@@ -157,7 +157,7 @@ def adaptive(i):
 def sweep(**options):
     made = Sweep(task, **options)
     settings = made._settings
-    return made._num_trials, settings.parallel, settings.seed, settings.dram_bytes
+    return made._num_trials, settings.parallel, settings.seed  # the rest goes to a ModelOrchestrator
 
 
 @pytest.mark.parametrize("door", DOORS)
