@@ -81,7 +81,7 @@ def race(workload, *, adapts, seed=0):
         name=workload.name,
         optimizer=workload.optimizer,
         seed=seed,
-        validation=DataLoader(workload.validation, batch_size=256),
+        validation=DataLoader(workload.validation, batch_size=2 * workload.batch_size),
         callbacks=[until],
     )
     orchestra = ModelOrchestrator([task], devices=[EmulatedDevice(workload.memory, bandwidth=workload.bandwidth)])
