@@ -13,22 +13,22 @@ import torch
 from adaptive_digits import Workload, compare
 from torch.utils.data import random_split
 
-from hydra_engine.cli.demo import Config, Windows, gpt, next_byte_loss, read_text
+from hydra_engine.cli import demo
 
 NUM_WINDOWS = 800
-CONFIG = Config(width=256, num_blocks=1, lr=1e-3)
+CONFIG = demo.Config(width=256, num_blocks=1, lr=1e-3)
 
 
 def workload(text=None, epochs=12, target=2.5, num_windows=NUM_WINDOWS):
     """A text through a link of 64 MiB/s."""
     split = torch.Generator().manual_seed(0)
     num_validated = num_windows // 8
-    windows = Windows(read_text(text), num_windows)
+    windows = demo.windows(demo.read_text(text), num_windows)
     train, validation = random_split(windows, [num_windows - num_validated, num_validated], split)
     return Workload(
         "text",
-        lambda: gpt(CONFIG, 0),
-        next_byte_loss,
+        lambda: demo.gpt(CONFIG, 0),
+        demo.next_byte_loss,
         train,
         validation,
         batch_size=4,

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hydra_engine import elastic
-from hydra_engine.cli.demo import Config, Windows, gpt, next_byte_loss, read_text
+from hydra_engine.cli import demo
 
-CONFIG = Config(width=64, num_blocks=2, lr=3e-3)
+CONFIG = demo.Config(width=64, num_blocks=2, lr=3e-3)
 SEED = 0
 TOLERANCE = 1e-3  # of losses: sums are in another order, which training lets grow
 
@@ -25,7 +25,7 @@ TOLERANCE = 1e-3  # of losses: sums are in another order, which training lets gr
 def train(windows, split):
     """Train with a split of the global batch; return the loss of every step."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    model = nn.DataParallel(gpt(CONFIG, SEED)).to(device)
+    model = nn.DataParallel(demo.gpt(CONFIG, SEED)).to(device)
     optimizer = elastic.GradientAccumulation(torch.optim.AdamW(model.parameters(), lr=CONFIG.lr), split.steps)
     losses = []
     torch.manual_seed(SEED)
@@ -35,7 +35,7 @@ def train(windows, split):
         for x, y in parts:
             x, y = x.to(device), y.to(device)
             optimizer.zero_grad()
-            loss = optimizer.weigh(next_byte_loss(model(x), y), len(x), len(inputs))
+            loss = optimizer.weigh(demo.next_byte_loss(model(x), y), len(x), len(inputs))
             loss.backward()
             optimizer.step()
             loss_of_step += loss.item() / split.steps
@@ -53,7 +53,7 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
 
-    windows = Windows(read_text(args.text), args.steps * args.global_batch_size)
+    windows = demo.windows(demo.read_text(args.text), args.steps * args.global_batch_size)
     split = elastic.init(args.global_batch_size, args.max_gpu_batch_size, args.gpus)
     losses = train(windows, split)
     print(f"{split}\nin {split.steps} rounds: loss {losses[0]:.4f} -> {losses[-1]:.4f}")

@@ -1,6 +1,7 @@
 """The command line: ``hydra-engine VERB ...``, one verb for each thing that people do.
 
-A verb's module is imported once the line has been understood: torch takes seconds, and `--help` needs none of it.
+A verb is `run(options)` of the module of its name, which is imported once the line has been understood: torch takes
+seconds, and `--help` needs none of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from threading import TIMEOUT_MAX
 from typing import NoReturn, TypeAlias
 
 from hydra_engine import __version__
-from hydra_engine.texts import table
 
 # As `predict_training` knows them.
 DEVICES = {"gpu": "cuda", "cpu": "cpu"}
@@ -50,15 +50,10 @@ def mistakes(*kinds: type[Exception], before: str = "", after: str = "") -> Iter
         raise Mistake(f"{before}{error}{after}") from error
 
 
-def print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Print rows with aligned columns; the first row is the head."""
-    print(*table(rows), sep="\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb and return the exit code: 0 done, 1 failed, 2 refused, 130 after Ctrl-C, 143 after SIGTERM.
+    """Run a verb and return the exit code, as docs/command-line.md lists them.
 
-    All but 0 come with one line on stderr. With `--debug` the exception is raised instead, with its traceback.
+    All but 0 come with one line on stderr, and with `--debug` the traceback before it.
     """
     line = list(sys.argv[1:] if arguments is None else arguments)
     own, command = split_command(line)
@@ -68,47 +63,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.argv = command
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sign that a terminal lacks is no failure
+    verb, path = import_module(f"hydra_engine.cli.{options.command}"), list(sys.path)
+    sys.path.insert(0, "")  # the user's modules are looked for in the current directory first
     try:
-        module, _, function = options.run.partition(":")
-        getattr(import_module(f"hydra_engine.cli.{module}"), function)(options)
-    except (Mistake, Failure) as error:
-        if options.debug:
-            raise
-        _say(options, str(error))
-        return REFUSED if isinstance(error, Mistake) else FAILED
-    except KeyboardInterrupt:
-        if options.debug:
-            raise
-        _say(options, f"ended by Ctrl-C; {_again(options, line)}")
-        return INTERRUPTED
-    except SystemExit as ended:
-        if ended.code == TERMINATED:
-            _say(options, f"ended by SIGTERM; {_again(options, line)}")
-        if ended.code in (TERMINATED, LOST):
-            raise
+        verb.run(options)
+        return DONE
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         if options.debug:
             traceback.print_exc()
-        _say(options, f"SystemExit: {ended.code}: the code that it called has ended it; let it return, or raise")
-        return FAILED
-    except Exception as error:
-        if options.debug:
-            raise
-        _say(options, f"{type(error).__name__}: {error}; the same command with --debug shows the traceback")
-        return FAILED
-    return DONE
+        code, text = _outcome(error, options, line)
+        if text:
+            print(f"hydra-engine {options.command}: {' '.join(text.split())}", file=sys.stderr)
+        return code
+    finally:
+        sys.path[:] = path
 
 
-def split_command(line: list[str]) -> tuple[list[str], list[str] | None]:
-    """Return what `resume` takes itself, and the command that stands behind a "--"; None without one."""
-    verb = next((each for each in line if not each.startswith("-")), None)
-    if verb != "resume" or "--" not in line:
-        return line, None
-    end = line.index("--")
-    return line[:end], line[end + 1 :]
-
-
-def _say(options: argparse.Namespace, text: str) -> None:
-    print(f"hydra-engine {options.command}: {' '.join(text.split())}", file=sys.stderr)
+def _outcome(error: BaseException, options: argparse.Namespace, line: Sequence[str]) -> tuple[int, str]:
+    """Return the exit code and the line that says why."""
+    if isinstance(error, Mistake):
+        return REFUSED, str(error)
+    if isinstance(error, Failure):
+        return FAILED, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, f"ended by Ctrl-C; {_again(options, line)}"
+    if not isinstance(error, SystemExit):
+        return FAILED, f"{type(error).__name__}: {error}; the same command with --debug shows the traceback"
+    if error.code == LOST:  # the engine has said so
+        return LOST, ""
+    if error.code == TERMINATED:
+        return TERMINATED, f"ended by SIGTERM; {_again(options, line)}"
+    return FAILED, f"SystemExit: {error.code}: the code that it called has ended it; let it return, or raise"
 
 
 def _again(options: argparse.Namespace, line: Sequence[str]) -> str:
@@ -123,6 +108,18 @@ def _again(options: argparse.Namespace, line: Sequence[str]) -> str:
     return f"go on with {again}"
 
 
+def split_command(line: list[str]) -> tuple[list[str], list[str] | None]:
+    """Return what `resume` takes itself, and the command that stands behind a "--"; None without one.
+
+    argparse would take a second "--" out of the command.
+    """
+    verb = next((each for each in line if not each.startswith("-")), None)
+    if verb != "resume" or "--" not in line:
+        return line, None
+    end = line.index("--")
+    return line[:end], line[end + 1 :]
+
+
 # -- the parser
 
 
@@ -130,12 +127,10 @@ class _Parser(argparse.ArgumentParser):
     """Reports an error in one line, without the usage, and with the nearest known word."""
 
     def error(self, message: str) -> NoReturn:
-        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
-        option = re.search(r"unrecognized arguments: (?:.* )?(--[\w-]+)", message)
         near: list[str] = []
-        if choice is not None:
+        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             near = difflib.get_close_matches(choice[1], re.findall(r"[\w-]+", choice[2]), 1)
-        elif option is not None:
+        elif option := re.search(r"unrecognized arguments: (?:.* )?(--[\w-]+)", message):
             near = difflib.get_close_matches(option[1], re.findall(r"--[\w-]+", self.format_usage()), 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         self.exit(REFUSED, f"{self.prog}: {message}{hint}; `{self.prog} --help` lists what it takes\n")
@@ -195,21 +190,21 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     found.add_argument("--debug", action="store_true", help="show an error's traceback")
     verbs = found.add_subparsers(dest="command", required=True, metavar="VERB")
-    for add_verb in VERBS.values():
+    for add_verb in (_demo, _plan, _train, _verify, _sweep, _resume, _devices, _report, _simulate):
         add_verb(verbs)
     return found
 
 
-def _verb(verbs: _Verbs, name: str, run: str, text: str, description: str, *examples: str) -> _Add:
-    """Add a verb, and return what adds its arguments. `run`: module of hydra_engine.cli, and function."""
+def _verb(verbs: _Verbs, name: str, text: str, description: str, *examples: str) -> _Add:
+    """Add a verb, and return what adds its arguments."""
     added = verbs.add_parser(
         name,
         help=text,
-        description=textwrap.fill(description, 100),
+        description=textwrap.fill(f"{text[0].upper()}{text[1:]}. {description}", 100),
         epilog="\n  ".join(["examples:", *(f"hydra-engine {name} {each}".rstrip() for each in examples)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    added.set_defaults(run=run, parser=added)
+    added.set_defaults(parser=added)
     added.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show an error's traceback")
     return added.add_argument
 
@@ -218,11 +213,9 @@ def _demo(verbs: _Verbs) -> None:
     add = _verb(
         verbs,
         "demo",
-        "demo:run",
         "trains four models on two devices that none of them fits, and checks the bits",
-        "Trains four byte-level GPTs together on two small emulated devices, and the training state of each is over 4 "
-        "times a device. Then it trains one of them again in plain PyTorch and compares all bits. It says first what "
-        "it does and how long that takes. Exit code 1: the bits differ.",
+        "They are byte-level GPTs on emulated devices, and the training state of each is over 4 times a device. One is "
+        "trained again in plain PyTorch. It says first what it does and how long that takes. Exit code 1: bits differ.",
         *("", "--full", "--devices cuda:0 --memory 4GiB"),
     )
     add("--full", action="store_true", help="120 steps of each model in place of 20: minutes")
@@ -237,10 +230,8 @@ def _plan(verbs: _Verbs) -> None:
     add = _verb(
         verbs,
         "plan",
-        "plan:run",
-        "how a model would be cut, and what its step would take, by arithmetic",
-        "Prints how a model would be cut into shards, the bytes it takes, and the predicted time of a step. Nothing is "
-        "allocated and nothing computed. Sizes: 512MiB, 16GiB, 1.5GB (10^9).",
+        "says how a model would be cut, the bytes it takes and the time of its step, by arithmetic",
+        "Nothing is allocated and nothing computed. Sizes: 512MiB, 16GiB, 1.5GB (10^9).",
         "my_models:sample --memory 24GiB --precision bfloat16",
         "my_models:sample --memory 8GiB --batch 64 --micro-batches auto",
     )
@@ -280,10 +271,8 @@ def _train(verbs: _Verbs) -> None:
     add = _verb(
         verbs,
         "train",
-        "train:run",
         "trains the tasks that a function of yours returns",
-        "Calls the function, which returns one ModelTask or a list of them, and trains all together. Ctrl-C saves the "
-        "last commits in --checkpoint-dir, and the line after it names the command that goes on.",
+        "Ctrl-C saves the last commits in --checkpoint-dir, and the line after it names the command that goes on.",
         "my_models:tasks --devices cuda:0 cuda:1 --checkpoint-dir runs/a --report a.json",
         "my_models:tasks --devices 512MiB 512MiB --dry-run",
     )
@@ -299,13 +288,11 @@ def _verify(verbs: _Verbs) -> None:
     add = _verb(
         verbs,
         "verify",
-        "train:verify",
         "compares tasks of yours with plain PyTorch, bit for bit, in a few steps",
-        "Calls the function for each training and trains its tasks for a few steps in float32 on the CPU: in plain "
-        "PyTorch, then by the engine in one piece, with a shard for each layer on devices that come and go, and saved "
-        "and resumed in the middle. Prints the first step and the first tensors that differ, and the rule of "
-        "docs/contract.md that is likely broken. Do so before a long run on GPUs, with a small model of the same kind: "
-        "it takes the DRAM of the tasks' models, gradients, states and activations. Exit code 1: something differs.",
+        "Trains them in float32 on the CPU: in plain PyTorch, then by the engine in one piece, with a shard for each "
+        "layer on devices that come and go, and saved and resumed in the middle. Prints what differs first, and the "
+        "rule of docs/contract.md that is likely broken. Do so before a long run on GPUs, with a small model of the "
+        "same kind: all that it trains is in DRAM. Exit code 1: something differs.",
         "my_models:small_tasks",
         "my_models:small_tasks --steps 10 --micro-batches 2 --memory 64MiB",
     )
@@ -320,10 +307,8 @@ def _sweep(verbs: _Verbs) -> None:
     add = _verb(
         verbs,
         "sweep",
-        "sweep:run",
         "trains the trials of a search space together, and names the best",
-        "Calls the function for each trial of an Optuna study, and trains the tasks that it returns together. With "
-        "--checkpoint-dir the same command goes on after it was killed.",
+        "They are trials of an Optuna study. With --checkpoint-dir the same command goes on after it was killed.",
         "my_models:build_task --trials 24 --devices cuda:0 --study sqlite:///sweep.db",
         "my_models:build_task --rungs 1:3 --checkpoint-dir sweeps/a",
     )
@@ -346,12 +331,10 @@ def _resume(verbs: _Verbs) -> None:
     add = _verb(
         verbs,
         "resume",
-        "resume:run",
         "runs the command again that made checkpoints, from the newest one",
-        "Says what the newest whole checkpoint in DIR holds, and runs the command again that made it, where it ran "
-        "then: its train_models() goes on from there, with the devices and settings of its program as it is now. "
-        "Environment variables are those of this shell. The command is read from DIR, so DIR must be from someone you "
-        "trust. After -- you may give another one, which runs here.",
+        "Says first what that holds. The command runs where it ran then, with this shell's environment variables: its "
+        "train_models() goes on, with the devices and settings of its program as it is now. The command is read from "
+        "DIR, so DIR must be from someone you trust. After -- you may give another one, which runs here.",
         "runs/a",
         "runs/a -- python train.py --more",
     )
@@ -363,10 +346,8 @@ def _devices(verbs: _Verbs) -> None:
     add = _verb(
         verbs,
         "devices",
-        "devices:run",
         "lists this machine's devices; lists, adds and removes those of a run that is at work",
-        "Lists the devices of this machine, or steers a run of yours that is at work, from outside: what leaves "
-        "finishes its unit, and no step is redone. list RUN prints the place of each device: in, leaving or out.",
+        "What leaves finishes its unit, and no step is redone. list RUN prints where each is: in, leaving or out.",
         *("", "list runs/a", "remove runs/a cuda:1 --grace 30"),
     )
     orders = ("list", "add", "remove")
@@ -381,9 +362,8 @@ def _report(verbs: _Verbs) -> None:
     add = _verb(
         verbs,
         "report",
-        "report:run",
         "prints and draws a report that a run saved",
-        "Prints what a run's report says, and draws it. Runs save it: `report.save(FILE)`, `train --report`.",
+        "Runs save it: `report.save(FILE)`, `train --report`.",
         "run.json",
         "run.json --plot timeline.png --trace trace.json",
     )
@@ -396,10 +376,8 @@ def _simulate(verbs: _Verbs) -> None:
     add = _verb(
         verbs,
         "simulate",
-        "simulate:run",
         "predicts how long tasks would train on so many devices",
-        "Predicts how long tasks would train on 1, 2 or more devices, with a real run's scheduler. The function is "
-        "that of `plan`, or returns a TaskCost or a list of them. Nothing is allocated or computed.",
+        "It asks a real run's scheduler. The function is that of `plan`, or returns a TaskCost or a list of them.",
         "my_models:sample --memory 24GiB --copies 12 --steps 1000 --devices 1 2 4",
     )
     add("function", metavar=_FUNCTION, help="returns (model, (inputs, target), loss_fn), or TaskCosts")
@@ -410,16 +388,3 @@ def _simulate(verbs: _Verbs) -> None:
     add("--policy", default="sharded-lrtf", metavar="NAME", help="of the schedule (sharded-lrtf)")
     add("--memory", metavar="SIZE", help="of one device; for a model")
     _add_machine(add)
-
-
-VERBS = {
-    "demo": _demo,
-    "plan": _plan,
-    "train": _train,
-    "verify": _verify,
-    "sweep": _sweep,
-    "resume": _resume,
-    "devices": _devices,
-    "report": _report,
-    "simulate": _simulate,
-}

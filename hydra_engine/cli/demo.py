@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import sysconfig
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_engine import (
     CudaDevice,
@@ -23,9 +23,9 @@ from hydra_engine import (
     ShardDoesNotFit,
     TaskReport,
 )
-from hydra_engine.cli.command import Failure, Mistake, mistakes, print_table
-from hydra_engine.cli.sample import devices_here
-from hydra_engine.texts import plural
+from hydra_engine.cli.command import Failure, Mistake, mistakes
+from hydra_engine.cli.sample import devices_of
+from hydra_engine.texts import plural, table
 
 VOCABULARY = 256  # bytes
 CONTEXT = 64  # tokens the model sees
@@ -115,102 +115,89 @@ def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a text, evenly spaced; the target is the same window one byte on."""
-
-    def __init__(self, text: bytes, num_windows: int) -> None:
-        if len(text) <= CONTEXT + num_windows:
-            raise ValueError(f"text: {len(text)} bytes, expected more than {CONTEXT + num_windows}; give a longer one")
-        self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self.num_windows = num_windows
-        self.stride = (len(text) - CONTEXT - 1) // num_windows
-
-    def __len__(self) -> int:
-        return self.num_windows
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        start = index * self.stride
-        window = self.bytes[start : start + CONTEXT + 1].long()
-        return window[:-1], window[1:]
+def windows(text: bytes, num_windows: int) -> TensorDataset:
+    """Return evenly spaced windows of a text; the target is the same window one byte on."""
+    if len(text) <= CONTEXT + num_windows:
+        raise ValueError(f"text: {len(text)} bytes, expected more than {CONTEXT + num_windows}; give a longer one")
+    stride = (len(text) - CONTEXT - 1) // num_windows
+    every = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, CONTEXT + 1, stride)
+    chosen = every[:num_windows].long()
+    return TensorDataset(chosen[:, :-1], chosen[:, 1:])
 
 
-def read_text(path: Path | None) -> bytes:
+def read_text(path: str | Path | None) -> bytes:
     """Return the file's bytes, or else the source of the standard library."""
     if path is not None:
-        return path.read_bytes()
+        return Path(path).read_bytes()
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return b"".join(source.read_bytes() for source in sources)[:TEXT_BYTES]
 
 
-def train_plain(
-    model: nn.Module, loader: Iterable[Any], validation: Iterable[Any], lr: float, seed: int
-) -> tuple[list[float], list[float]]:
-    """Train a task in plain PyTorch; return its losses of all steps, and of all epochs' validation."""
+# --- the check ---
+
+
+def train_plain(model: nn.Module, task: ModelTask, lr: float, seed: int) -> tuple[list[float], list[float]]:
+    """Train a model on a task's batches; return its losses of all steps, and of all epochs' validation."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     losses, validation_losses = [], []
     torch.manual_seed(seed)  # shuffling and dropout draw from this one stream
     for _ in range(EPOCHS):
-        for inputs, target in loader:
+        for inputs, target in task.dataloader:
             optimizer.zero_grad()
             loss = next_byte_loss(model(inputs), target)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(loss.item())
-        validation_losses.append(evaluate(model, validation))
+        assert task.validation is not None
+        model.eval()
+        total, num_windows = 0.0, 0
+        with torch.random.fork_rng(devices=[]), torch.no_grad():  # a loader draws as it is opened
+            for inputs, target in task.validation:
+                total += next_byte_loss(model(inputs), target).item() * len(inputs)
+                num_windows += len(inputs)
+        model.train()
+        validation_losses.append(total / num_windows)
     return losses, validation_losses
 
 
-def evaluate(model: nn.Module, loader: Iterable[Any]) -> float:
-    """Return the mean loss; leave the random stream and every module's training flag as they were."""
-    training_flags = [(module, module.training) for module in model.modules()]
-    total, num_windows = 0.0, 0
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model.eval()
-        for inputs, target in loader:
-            total += next_byte_loss(model(inputs), target).item() * len(inputs)
-            num_windows += len(inputs)
-    for module, training in training_flags:
-        module.training = training
-    return total / num_windows
-
-
-def differences(task: ModelTask, report: TaskReport, config: Config, seed: int) -> list[str]:
+def differences(task: ModelTask, report: TaskReport, config: Config) -> list[str]:
     """Train a task again in plain PyTorch, print what is compared, and return what differs."""
     start_s = time.perf_counter()
-    plain, validation, lr = gpt(config, seed), task.validation, task.lr
-    assert validation is not None
-    assert lr is not None
-    losses, validation_losses = train_plain(plain, task.dataloader, validation, lr, report.seed)
+    plain = gpt(config, report.seed)
+    losses, validation_losses = train_plain(plain, task, config.lr, report.seed)
     print(f"{report.name} again in plain PyTorch, alone, in {time.perf_counter() - start_s:.1f} s")
     pairs = list(zip(task.model.state_dict().values(), plain.state_dict().values(), strict=True))
     num_equal = sum(torch.equal(ours, theirs) for ours, theirs in pairs)
-    checks = [
-        (num_equal == len(pairs), f"{num_equal} of {len(pairs)} weight tensors are bit-equal"),
-        (report.losses == losses, f"losses of {len(losses)} steps are identical"),
-        (report.validation_losses == validation_losses, f"validation losses of {EPOCHS} epochs are identical"),
-    ]
-    for holds, text in checks:
+    checks = {
+        f"{num_equal} of {len(pairs)} weight tensors are bit-equal": num_equal == len(pairs),
+        f"losses of {len(losses)} steps are identical": report.losses == losses,
+        f"validation losses of {EPOCHS} epochs are identical": report.validation_losses == validation_losses,
+    }
+    for text, holds in checks.items():
         print(f"  {'yes' if holds else 'NO'}: {text}")
-    return [text for holds, text in checks if not holds]
+    return [text for text, holds in checks.items() if not holds]
+
+
+# --- the command ---
 
 
 def run(options: argparse.Namespace) -> None:
     """Plan, train and check; raises Failure if a task failed or a bit differs."""
-    num_steps = options.steps or (FULL_STEPS if options.full else STEPS)
-    steps_per_epoch = -(-num_steps // EPOCHS)
+    steps_per_epoch = -(-(options.steps or (FULL_STEPS if options.full else STEPS)) // EPOCHS)
     devices = _devices(options)
+    tasks = _tasks(options, steps_per_epoch)
     threads = torch.get_num_threads()
     # One compute thread for each emulated device; more would compete for the same cores. Results depend on the number
     # (sums are cut differently), so the plain run uses the same.
     torch.set_num_threads(1)
     try:
-        _demonstrate(_tasks(options, steps_per_epoch), devices, EPOCHS * steps_per_epoch, options)
+        _demonstrate(tasks, devices, EPOCHS * steps_per_epoch, options)
     finally:
         torch.set_num_threads(threads)
 
 
 def _devices(options: argparse.Namespace) -> Sequence[DeviceSpec]:
-    devices = devices_here(options.devices or DEVICES)
+    devices = devices_of(options.devices or DEVICES)
     if options.memory is None:
         return devices
     gpus = [each for each in devices if isinstance(each, CudaDevice)]
@@ -225,10 +212,10 @@ def _devices(options: argparse.Namespace) -> Sequence[DeviceSpec]:
 def _tasks(options: argparse.Namespace, steps_per_epoch: int) -> list[ModelTask]:
     remedy = f"; name a file of more than {10 * CONTEXT} bytes, or leave it out"
     with mistakes(OSError, ValueError, before="--text: ", after=remedy):
-        text = read_text(None if options.text is None else Path(options.text))
+        text = read_text(options.text)
         num_train = len(text) * 9 // 10
-        train = Windows(text[:num_train], steps_per_epoch * BATCH_SIZE)
-        validation = Windows(text[num_train:], max(1, len(train) // 8))
+        train = windows(text[:num_train], steps_per_epoch * BATCH_SIZE)
+        validation = windows(text[num_train:], max(1, len(train) // 8))
     return [
         ModelTask(
             gpt(config, options.seed),
@@ -248,11 +235,16 @@ def _tasks(options: argparse.Namespace, steps_per_epoch: int) -> list[ModelTask]
 def _demonstrate(
     tasks: list[ModelTask], devices: Sequence[DeviceSpec], num_steps: int, options: argparse.Namespace
 ) -> None:
-    is_emulated = all(isinstance(device, EmulatedDevice) for device in devices)
-    times = [_state_bytes(task) / min(device.memory_bytes for device in devices) for task in tasks]
-    _announce(devices, num_steps, _step_s(options.seed), is_checked=is_emulated)
-    print()
-    print_table(_rows(tasks, times))
+    is_checked = all(isinstance(device, EmulatedDevice) for device in devices)
+    _announce(devices, num_steps, options.seed, is_checked=is_checked)
+    rows: list[tuple[str, ...]] = [("model", "blocks", "width", "lr", "dropout", "training state", "of a device")]
+    times = []
+    for task, (name, config) in zip(tasks, CONFIGS.items(), strict=True):
+        state_bytes = STATE_BYTES * sum(parameter.numel() for parameter in task.model.parameters())
+        times.append(state_bytes / min(device.memory_bytes for device in devices))
+        shown = (str(config.num_blocks), str(config.width), f"{config.lr:g}", str(config.dropout))
+        rows.append((name, *shown, f"{state_bytes / 2**20:.1f} MiB", f"{times[-1]:.1f} times"))
+    print("", *table(rows), sep="\n")
     orchestra = ModelOrchestrator(tasks, devices=devices)
     orchestra.tracebacks = options.debug
     print("\n1. plan")
@@ -269,19 +261,19 @@ def _demonstrate(
         f"{len(tasks)} models, each {min(times):.1f} to {max(times):.1f} times a device, were trained together on "
         f"{plural(len(devices), 'device')} in {report.makespan_s:.1f} s"
     )
-    if not is_emulated:
+    if not is_checked:
         print(f"\nConclusion: {ended}. Bits are compared on emulated devices alone: leave --devices out.")
         return
     print("\n3. check")
-    task = next(task for task in tasks if task.name == CHECKED)
-    found = differences(task, report.tasks[CHECKED], CONFIGS[CHECKED], options.seed)
+    [task] = [task for task in tasks if task.name == CHECKED]
+    found = differences(task, report.tasks[CHECKED], CONFIGS[CHECKED])
     if found:
         raise Failure(f"{ended}, but {CHECKED} differs from plain PyTorch: not {'; not '.join(found)}; report this bug")
     print(f"\nConclusion: {ended}, and {CHECKED} has every bit that plain PyTorch gives it alone.")
 
 
-def _step_s(seed: int) -> float:
-    """Seconds of one step of all models in plain PyTorch, as one of them takes them here and now."""
+def _announce(devices: Sequence[DeviceSpec], num_steps: int, seed: int, *, is_checked: bool) -> None:
+    """Say how long each phase takes, from a step in plain PyTorch here and now, and what it does."""
     model = gpt(CONFIGS[CHECKED], seed)
     optimizer, tokens = torch.optim.AdamW(model.parameters()), torch.zeros(BATCH_SIZE, CONTEXT, dtype=torch.long)
     seconds = []
@@ -290,37 +282,18 @@ def _step_s(seed: int) -> float:
         next_byte_loss(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         seconds.append(time.perf_counter() - start_s)
-    return len(CONFIGS) * min(seconds)
-
-
-def _announce(devices: Sequence[DeviceSpec], num_steps: int, step_s: float, *, is_checked: bool) -> None:
-    """Say how long each phase takes and what it does."""
-    plan_s = PLAN_STEPS * step_s
-    train_s = ENGINE_TIMES * num_steps * step_s / min(len(devices), 2)
+    step_s = len(CONFIGS) * min(seconds)
+    plan_s, train_s = PLAN_STEPS * step_s, ENGINE_TIMES * num_steps * step_s / min(len(devices), 2)
     check_s = num_steps * step_s / len(CONFIGS) if is_checked else 0.0
-    lines = [
+    print(
         f"Four byte-level GPTs train together on {plural(len(devices), 'device')}, each too small for any: about "
-        f"{_about(plan_s + train_s + check_s)} here.",
-        f"1. plan, {_about(plan_s)}: profile each model on its first batch, cut it into shards that fit a device",
-        f"2. train, {_about(train_s)}: {num_steps} steps of each; while one's weights travel, another computes",
-    ]
+        f"{_about(plan_s + train_s + check_s)} here.\n"
+        f"1. plan, {_about(plan_s)}: profile each model on its first batch, cut it into shards that fit a device\n"
+        f"2. train, {_about(train_s)}: {num_steps} steps of each; while one's weights travel, another computes"
+    )
     if is_checked:
-        lines.append(f"3. check, {_about(check_s)}: train {CHECKED} again, in plain PyTorch, and compare all bits")
-    print(*lines, sep="\n")
+        print(f"3. check, {_about(check_s)}: train {CHECKED} again, in plain PyTorch, and compare all bits")
 
 
 def _about(seconds: float) -> str:
     return f"{max(1, round(seconds))} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
-def _rows(tasks: Sequence[ModelTask], times: Sequence[float]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("model", "blocks", "width", "lr", "dropout", "training state", "of a device")]
-    for task, times_a_device in zip(tasks, times, strict=True):
-        config, mib = CONFIGS[str(task.name)], _state_bytes(task) / 2**20
-        shown = (str(config.num_blocks), str(config.width), f"{config.lr:g}", str(config.dropout), f"{mib:.1f} MiB")
-        rows.append((str(task.name), *shown, f"{times_a_device:.1f} times"))
-    return rows
-
-
-def _state_bytes(task: ModelTask) -> int:
-    return STATE_BYTES * sum(parameter.numel() for parameter in task.model.parameters())

@@ -12,12 +12,8 @@ from hydra_engine.pictures import timeline, trace
 
 def run(options: argparse.Namespace) -> None:
     """Print the summary of a report; draw its timeline and write its trace where that is asked for."""
-    try:
+    with mistakes(OSError, ValueError, before=f"FILE: {options.file!r} cannot be read: ", after=_MAKE):
         report = Report.load(options.file)
-    except FileNotFoundError as error:
-        raise Mistake(f"FILE: {options.file!r} is not there, expected a saved report; {_MAKE}") from error
-    except (OSError, ValueError) as error:
-        raise Mistake(f"FILE: {options.file!r} cannot be read: {error}; {_MAKE}") from error
     for field, path in (("--plot", options.plot), ("--trace", options.trace)):
         if path is not None and Path(path).exists() and Path(path).samefile(options.file):
             raise Mistake(f"{field}: {path!r} is the report itself, which this would replace; name another file")
@@ -30,4 +26,4 @@ def run(options: argparse.Namespace) -> None:
             print(f"written: {path}")
 
 
-_MAKE = "save one with report.save(FILE) or `hydra-engine train --report FILE`"
+_MAKE = ", expected a saved report; save one with report.save(FILE) or `hydra-engine train --report FILE`"

@@ -6,12 +6,12 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra_engine import CheckpointError, load_newest
-from hydra_engine.cli.command import Mistake, mistakes, print_table
+from hydra_engine.cli.command import Mistake, mistakes
+from hydra_engine.texts import table
 
 # Names the directory for the process that is started again, as docs/signals.md has it.
 VARIABLE = "HYDRA_ENGINE_RESUME"
@@ -32,8 +32,11 @@ def run(options: argparse.Namespace) -> NoReturn:
             f"DIR: nothing is saved in {directory}, expected at least one checkpoint; give the checkpoint_dir of a run"
         )
     data = found.data if isinstance(found.data, dict) else {}
-    print(found.path, *found.messages, sep="\n")
-    print_table(_rows(data.get("tasks", {})))
+    rows: list[tuple[str, ...]] = [("task", "status", "steps", "last loss")]
+    for name, task in data.get("tasks", {}).items():
+        loss = "-" if task["loss"] is None else f"{task['loss']:.3f}"
+        rows.append((name, task["over"] or "goes on", str(task["steps"]), loss))
+    print(found.path, *found.messages, *table(rows), sep="\n")
     if command == []:
         raise Mistake("COMMAND: nothing behind --, expected a program and its arguments; write them there")
     argv, cwd = _stored(directory, data.get("command")) if command is None else (command, os.getcwd())
@@ -56,11 +59,3 @@ def _stored(directory: Path, command: Any) -> tuple[list[str], str]:
     if not (isinstance(argv, list) and argv and all(isinstance(each, str) for each in argv) and isinstance(cwd, str)):
         raise Mistake(f"DIR: {directory} holds {command!r} for a command, expected argv and cwd; {_OTHERWISE}")
     return argv, cwd
-
-
-def _rows(tasks: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("task", "status", "steps", "last loss")]
-    for name, task in tasks.items():
-        loss = "-" if task["loss"] is None else f"{task['loss']:.3f}"
-        rows.append((name, task["over"] or "goes on", str(task["steps"]), loss))
-    return rows

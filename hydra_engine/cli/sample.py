@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import os
 import re
-import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 import partitioners
-from hydra_engine import DeviceSpec, EmulatedDevice, resolve_devices
+from hydra_engine import DeviceSpec, EmulatedDevice, ModelTask, resolve_devices
 from hydra_engine.cli.command import Mistake, mistakes
 from partitioners import LayerTooLarge
 
@@ -27,23 +26,11 @@ _META = re.compile(r"\bmeta\b|register_meta", re.IGNORECASE)  # how torch says t
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-@contextlib.contextmanager
-def here_importable() -> Iterator[None]:
-    """The current directory comes first among those that modules are imported from."""
-    before = list(sys.path)
-    sys.path.insert(0, os.getcwd())
-    try:
-        yield
-    finally:
-        sys.path[:] = before
-
-
-@contextlib.contextmanager
-def without_values(name: str) -> Iterator[None]:
-    """Let tensors have shapes alone, so that a model may be of any size; what reads values raises Mistake."""
+def called_for_shapes(name: str, returns: str) -> Any:
+    """Call a function as `called` does, where tensors have shapes alone, so that a model may be of any size."""
     try:
         with torch.device("meta"):
-            yield
+            return called(name, returns)
     except Mistake as mistake:
         error = mistake.__cause__
         if isinstance(error, (RuntimeError, TypeError)) and _META.search(str(error)):  # it wants values
@@ -53,6 +40,17 @@ def without_values(name: str) -> Iterator[None]:
                 f"shapes alone, and load weights and data elsewhere"
             ) from error
         raise
+
+
+def tasks_of(name: str) -> list[ModelTask]:
+    """Call a function for its tasks; raises Mistake for what is none, and no list of them."""
+    returned = called(name, "returns a ModelTask or a list of them")
+    tasks = list(returned) if isinstance(returned, Sequence) else [returned]
+    strangers = [each for each in tasks if not isinstance(each, ModelTask)]
+    if strangers or not tasks:
+        found = f"a {type(strangers[0]).__name__}" if strangers else "an empty list"
+        raise Mistake(f"{name}: returned {found}, expected a ModelTask or a list of at least one; return these")
+    return tasks
 
 
 def called(name: str, returns: str) -> Any:
@@ -92,22 +90,12 @@ def function_of(name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def devices_of(names: Sequence[str]) -> list[DeviceSpec | str]:
-    """Return the devices that --devices names; a size is an emulated one's. Raises Mistake."""
-    with device_mistakes():
-        return [EmulatedDevice(name) if name[:1].isdigit() else name for name in names]  # a GPU's begins with none
-
-
-def devices_here(names: Sequence[str]) -> list[DeviceSpec]:
-    """Return the same of this machine; raises Mistake for one that is not there."""
-    with device_mistakes():
-        return resolve_devices(devices_of(names))
-
-
-def device_mistakes() -> contextlib.AbstractContextManager[None]:
-    return mistakes(
-        ValueError, RuntimeError, before="--devices: ", after="; a size such as 512MiB is an emulated device"
-    )
+def devices_of(names: Sequence[str], *, are_here: bool = True) -> list[DeviceSpec]:
+    """Return the devices that --devices names, a size being an emulated one's; unless they are here, names of GPUs."""
+    after = "; a size such as 512MiB is an emulated device"
+    with mistakes(ValueError, RuntimeError, before="--devices: ", after=after):
+        found: list[Any] = [EmulatedDevice(name) if name[:1].isdigit() else name for name in names]  # a GPU's: no digit
+        return resolve_devices(found) if are_here else found
 
 
 @contextlib.contextmanager
@@ -125,10 +113,9 @@ def planned(options: argparse.Namespace) -> Iterator[None]:
             raise Mistake(f"model: {_said(error)}{notes}; correct the layer, or the sample batch") from error
         if _is_ours(last) and (last.line or "").startswith("raise "):  # what it refuses; not what it trips over
             field, colon, said = str(error).partition(":")
-            option = (
-                f"--{field.replace('_', '-')}" if field in vars(options) and isinstance(error, ValueError) else field
-            )
-            raise Mistake(f"{option}{colon}{said}{notes}") from error
+            is_option = field in vars(options) and isinstance(error, ValueError)
+            name = f"--{field.replace('_', '-')}" if is_option else field
+            raise Mistake(f"{name}{colon}{said}{notes}") from error
         raise
 
 

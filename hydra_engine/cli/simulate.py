@@ -6,16 +6,15 @@ import argparse
 from dataclasses import replace
 
 from hydra_engine import DeviceCost, HostCost, TaskCost, simulate
-from hydra_engine.cli.command import Mistake, mistakes, print_table
+from hydra_engine.cli.command import Mistake, mistakes
 from hydra_engine.cli.plan import predicted
-from hydra_engine.cli.sample import called, here_importable, without_values
-from hydra_engine.texts import duration
+from hydra_engine.cli.sample import called_for_shapes
+from hydra_engine.texts import duration, table
 
 
 def run(options: argparse.Namespace) -> None:
     """Print a row of predicted figures for each number of devices."""
-    with here_importable():
-        costs, device = _costs(options)
+    costs, device = _costs(options)
     tasks = [replace(cost, name=f"{cost.name}-{k}") for cost in costs for k in range(options.copies)]
     rows: list[tuple[str, ...]] = [("devices", "makespan", "at least", "busy", "speedup")]
     first_s = 0.0
@@ -26,15 +25,16 @@ def run(options: argparse.Namespace) -> None:
         speedup = first_s / found.makespan_s if found.makespan_s else 1.0
         shown = (duration(found.makespan_s), duration(found.bound_s), f"{found.busy_share:.0%}", f"{speedup:.2f}")
         rows.append((str(number), *shown))
-    print(f"{options.function}: {len(tasks)} tasks, policy {options.policy}; predicted, not measured", "", sep="\n")
-    print_table(rows)
+    title = f"{options.function}: {len(tasks)} tasks, policy {options.policy}; predicted, not measured"
+    print(title, "", *table(rows), sep="\n")
     print(f"at least: no schedule is faster; speedup: over {options.devices[0]} of these devices")
 
 
 def _costs(options: argparse.Namespace) -> tuple[list[TaskCost], DeviceCost]:
     """Return the tasks' costs, and those of one device: of a model by arithmetic, or as the function returned them."""
-    with without_values(options.function):
-        returned = called(options.function, "returns (model, (inputs, target), loss_fn), a TaskCost or a list of them")
+    returned = called_for_shapes(
+        options.function, "returns (model, (inputs, target), loss_fn), a TaskCost or a list of them"
+    )
     costs = list(returned) if isinstance(returned, list) else [returned]
     if costs and all(isinstance(each, TaskCost) for each in costs):
         return costs, DeviceCost()

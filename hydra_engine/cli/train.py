@@ -1,90 +1,46 @@
-"""``hydra-engine train`` and ``verify``: the tasks of a user's function, trained, and compared with plain PyTorch."""
+"""``hydra-engine train``: the tasks of a user's function, trained."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
-from hydra_engine import CheckpointError, HostOutOfMemory, ModelOrchestrator, ModelTask, Report, ShardDoesNotFit
+from hydra_engine import CheckpointError, HostOutOfMemory, ModelOrchestrator, Report, ShardDoesNotFit
 from hydra_engine.cli.command import Failure, Mistake, mistakes
-from hydra_engine.cli.sample import called, devices_here, here_importable
+from hydra_engine.cli.sample import devices_of, tasks_of
 from hydra_engine.texts import say, warn
-from hydra_engine.verify import verify as verified
-
-RULE = "expected a ModelTask or a list of them; return these"
 
 
 def run(options: argparse.Namespace) -> None:
     """Train the tasks of a user's function, print the report and save it; raises Failure if a task failed."""
     if options.report is not None:
         _check_writable(Path(options.report))
-    devices = None if options.devices is None else devices_here(options.devices)
-    with here_importable():
-        tasks = _tasks(options.function, called(options.function, "returns a ModelTask or a list of them"))
-        with mistakes(TypeError, ValueError):
-            orchestra = ModelOrchestrator(
-                tasks,
-                devices=devices,
-                policy=options.policy,
-                checkpoint_dir=options.checkpoint_dir,
-                checkpoint_every=options.checkpoint_every,
-                dram=options.dram,
-            )
-        orchestra.verbose = 0 if options.quiet else 1
-        orchestra.tracebacks = options.debug
-        with mistakes(CheckpointError, HostOutOfMemory, ShardDoesNotFit):
-            if options.dry_run:
-                orchestra.generate()
-                return
-            try:
-                report = orchestra.train_models()
-            except BaseException as error:  # what ends the run has a report, too, and is what the user hears of
-                if orchestra.report is not None:
-                    for text in _not_saved(orchestra.report, options):
-                        warn(f"hydra_engine: {text}")
-                    _refuse_exits(orchestra.report, error)
-                raise
-    _tell(report, options)
-
-
-def verify(options: argparse.Namespace) -> None:
-    """Compare the tasks of a user's function with plain PyTorch, and print how; raises Failure if a bit differs."""
-    with here_importable(), mistakes(TypeError, ValueError):
-        found = verified(
-            lambda: _tasks(options.function, called(options.function, "returns a ModelTask or a list of them")),
-            steps=options.steps,
-            memory=options.memory,
-            devices=options.devices,
-            micro_batches=options.micro_batches,
+    devices = None if options.devices is None else devices_of(options.devices)
+    tasks = tasks_of(options.function)
+    with mistakes(TypeError, ValueError):
+        orchestra = ModelOrchestrator(
+            tasks,
+            devices=devices,
+            policy=options.policy,
+            checkpoint_dir=options.checkpoint_dir,
+            checkpoint_every=options.checkpoint_every,
+            dram=options.dram,
         )
-    say(str(found))
-    if not found.is_same:
-        differing = [name for name, task in found.tasks.items() if not task.is_same]
-        raise Failure(f"{', '.join(differing)}: not as plain PyTorch; the lines above say where, and what is likely")
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse a file for the report before the hours that training takes, rather than after them."""
-    is_special = path.exists() and not path.is_file()  # /dev/null, say
-    if path.is_dir() or not os.access(path if is_special else path.resolve().parent, os.W_OK):
-        raise Mistake(f"--report: {str(path)!r} cannot be saved, expected a file in a folder that is there and yours")
-
-
-def _tasks(name: str, returned: object) -> list[ModelTask]:
-    tasks = [returned] if isinstance(returned, ModelTask) else returned
-    if not isinstance(tasks, Sequence) or isinstance(tasks, str):
-        raise Mistake(f"{name}: returned a {type(returned).__name__}, {RULE}")
-    for each in tasks:
-        if not isinstance(each, ModelTask):
-            raise Mistake(f"{name}: returned a {type(each).__name__} in its list, {RULE}")
-    if not tasks:
-        raise Mistake(f"{name}: returned an empty list, expected at least one ModelTask; return these")
-    return list(tasks)
-
-
-def _tell(report: Report, options: argparse.Namespace) -> None:
+    orchestra.verbose = 0 if options.quiet else 1
+    orchestra.tracebacks = options.debug
+    with mistakes(CheckpointError, HostOutOfMemory, ShardDoesNotFit):
+        if options.dry_run:
+            orchestra.generate()
+            return
+        try:
+            report = orchestra.train_models()
+        except BaseException as error:  # what ends the run has a report, too, and is what the user hears of
+            if orchestra.report is not None:
+                for text in _not_saved(orchestra.report, options):
+                    warn(f"hydra_engine: {text}")
+                _refuse_exits(orchestra.report, error)
+            raise
     wrong = _not_saved(report, options)  # first of all: a terminal may take nothing
     if not options.quiet:
         say(f"\n{report}")
@@ -96,6 +52,13 @@ def _tell(report: Report, options: argparse.Namespace) -> None:
         )
     if wrong:
         raise Failure("; and ".join(wrong))
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a file for the report before the hours that training takes, rather than after them."""
+    is_special = path.exists() and not path.is_file()  # /dev/null, say
+    if path.is_dir() or not os.access(path if is_special else path.resolve().parent, os.W_OK):
+        raise Mistake(f"--report: {str(path)!r} cannot be saved, expected a file in a folder that is there and yours")
 
 
 def _not_saved(report: Report, options: argparse.Namespace) -> list[str]:

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import torch
 from torch.utils.data import DataLoader
 
-from hydra_engine.cli import main
 from tests.fake_cuda import FakeCuda
 from tests.refused import names, refused
 
@@ -21,20 +20,18 @@ def shrink(monkeypatch, **changes):
     return small
 
 
-def test_it_trains_four_models_as_plain_pytorch_does(capsys, monkeypatch):
+def test_it_trains_four_models_as_plain_pytorch_does(said, monkeypatch):
     small = shrink(monkeypatch, width=96, num_blocks=4)
     threads = torch.get_num_threads()
-    assert main(["demo", "--steps", "2", "--devices", "1.75MiB", "1.75MiB"]) == 0
-    assert torch.get_num_threads() == threads
-    printed = capsys.readouterr().out
-    lines = printed.splitlines()
+    code, lines, _ = said("demo --steps 2 --devices 1.75MiB 1.75MiB")
+    assert (code, torch.get_num_threads()) == (0, threads)
     assert lines[0].startswith("Four byte-level GPTs train together on 2 devices, each too small for any: about ")
     assert [line.split(",")[0] for line in lines[1:4]] == ["1. plan", "2. train", "3. check"]
     for name in small:
         header, row = (line for line in lines if line.split()[:2] in ([name, "4"], [name, "finished"]))
         assert float(header.split()[-2]) >= 4, header
         assert row.count("->") == 2, row  # training and validation loss
-    assert printed.count("plan for EmulatedDevice(1.8 MiB), EmulatedDevice(1.8 MiB)") == 1
+    assert lines.count("plan for EmulatedDevice(1.8 MiB), EmulatedDevice(1.8 MiB)") == 1
     assert {"1. plan", "2. train", "3. check"} <= set(lines)
     assert "  yes: 54 of 54 weight tensors are bit-equal" in lines
     assert "  yes: losses of 2 steps are identical" in lines
@@ -43,12 +40,12 @@ def test_it_trains_four_models_as_plain_pytorch_does(capsys, monkeypatch):
     assert lines[-1].endswith("and deep has every bit that plain PyTorch gives it alone.")
 
 
-def test_it_trains_on_gpus(capsys, monkeypatch):
+def test_it_trains_on_gpus(said, monkeypatch):
     small = shrink(monkeypatch, width=32, num_blocks=1)
     cuda = FakeCuda(num_devices=2)
     with cuda.installed():
-        assert main(["demo", "--steps", "2", "--devices", "cuda:0", "cuda:1", "--memory", "8MiB"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+        code, lines, _ = said("demo --steps 2 --devices cuda:0 cuda:1 --memory 8MiB")
+    assert code == 0
     assert "plan for CudaDevice(0, 3.8 MiB), CudaDevice(1, 3.8 MiB)" in lines
     for name in small:
         assert [line for line in lines if line.split()[:3] == [name, "finished", "2"]]
@@ -56,60 +53,55 @@ def test_it_trains_on_gpus(capsys, monkeypatch):
     cuda.check_all_left_as_found()
 
 
-def test_it_fails_when_the_weights_differ(capsys, monkeypatch):
+def test_it_fails_when_the_weights_differ(said, monkeypatch):
     shrink(monkeypatch, width=32, num_blocks=2)
     gpt, seeds = demo.gpt, iter(range(99))
     monkeypatch.setattr(demo, "gpt", lambda config, seed: gpt(config, next(seeds)))
-    assert main(["demo", "--steps", "2", "--devices", "1.75MiB", "1.75MiB"]) == 1
-    out, err = capsys.readouterr()
-    assert "  NO: losses of 2 steps are identical" in out
-    assert "Conclusion" not in out
-    assert "but deep differs from plain PyTorch: not " in err
-    assert err.count("\n") == 1
+    code, lines, errors = said("demo --steps 2 --devices 1.75MiB 1.75MiB")
+    assert code == 1
+    assert "  NO: losses of 2 steps are identical" in lines
+    assert not [line for line in lines if "Conclusion" in line]
+    assert "but deep differs from plain PyTorch: not " in errors[0]
+    assert len(errors) == 1
 
 
-def test_what_differs_is_named(capsys, monkeypatch):
+def test_what_differs_is_named(capsys):
     config = demo.Config(width=32, num_blocks=1, lr=1e-3)
-    windows = demo.Windows(bytes(range(256)), 8)
-    untrained = SimpleNamespace(
-        model=demo.gpt(config, seed=0),
-        dataloader=DataLoader(windows, batch_size=4),
-        validation=DataLoader(windows, batch_size=4),
-        lr=config.lr,
-    )
+    loader = DataLoader(demo.windows(bytes(range(256)), 8), batch_size=4)
+    untrained = SimpleNamespace(model=demo.gpt(config, seed=0), dataloader=loader, validation=loader)
     report = SimpleNamespace(name="tiny", losses=[0.0] * 4, validation_losses=[0.0] * 2, seed=0)
-    assert len(demo.differences(untrained, report, config, 0)) == 3
+    assert len(demo.differences(untrained, report, config)) == 3
     printed = capsys.readouterr().out
     assert printed.count("NO: ") == 3
     assert "NO: 0 of " in printed
 
 
-def test_devices_too_small_are_refused_in_one_line(capsys, monkeypatch):
+def test_devices_too_small_are_refused_in_one_line(said, monkeypatch):
     shrink(monkeypatch, width=96, num_blocks=1)
-    assert main(["demo", "--devices", "1KiB"]) == 2
-    out, err = capsys.readouterr()
-    assert out.startswith("Four byte-level GPTs train together on 1 device, ")
-    names(err, says="available: 1 KiB")
-    names(err, says="--devices 12MiB")
-    assert err.count("\n") == 1
+    code, lines, errors = said("demo --devices 1KiB")
+    assert (code, len(errors)) == (2, 1)
+    assert lines[0].startswith("Four byte-level GPTs train together on 1 device, ")
+    names(errors[0], says="available: 1 KiB")
+    names(errors[0], says="--devices 12MiB")
 
 
 def test_it_learns_a_text_of_the_users(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(bytes(range(256)) * 2)
-    windows = demo.Windows(demo.read_text(path), 8)
+    windows = demo.windows(demo.read_text(path), 8)
     inputs, target = windows[7]
     assert len(windows) == 8
+    assert inputs.tolist() == [each % 256 for each in range(7 * 55, 7 * 55 + 64)]
     assert inputs.tolist()[1:] == target.tolist()[:-1]
+    assert len(target) == 64
     with refused(says="text: 512 564"):
-        demo.Windows(demo.read_text(path), 500)
+        demo.windows(demo.read_text(path), 500)
 
 
-def test_ctrl_c_names_the_command(capsys, monkeypatch):
+def test_ctrl_c_names_the_command(said, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "_demonstrate", interrupt)
-    assert main(["demo", "--steps", "2"]) == 130
-    out, err = capsys.readouterr()
-    assert (out, err) == ("", "hydra-engine demo: ended by Ctrl-C; begin again with `hydra-engine demo --steps 2`\n")
+    again = "hydra-engine demo: ended by Ctrl-C; begin again with `hydra-engine demo --steps 2`"
+    assert said("demo --steps 2") == (130, [], [again])

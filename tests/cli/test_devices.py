@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from hydra_engine.cli import main
-from tests.refused import names
 from tests.test_control import FakePool, steered
 
 ROOT = Path(__file__).parents[2]
@@ -20,31 +18,31 @@ def pool(tmp_path):
         yield found
 
 
-def test_places_are_listed_and_changed(pool, tmp_path, capsys):
-    for order in (["list"], ["add", "cuda:1"], ["remove", "cuda:0"], ["remove", "cuda:1", "--grace", "2.5"], ["list"]):
-        assert main(["devices", order[0], str(tmp_path), *order[1:]]) == 0
-    out = ["cuda:0: in", "cuda:1: out", "cuda:1: in", "cuda:0: leaving", "cuda:1: leaving"]
-    assert capsys.readouterr() == ("\n".join([*out, "cuda:0: leaving", "cuda:1: leaving", ""]), "")
+def test_places_are_listed_and_changed(pool, tmp_path, said):
+    for order, *lines in (
+        ("list {}", "cuda:0: in", "cuda:1: out"),
+        ("add {} cuda:1", "cuda:1: in"),
+        ("remove {} cuda:0", "cuda:0: leaving"),
+        ("remove {} cuda:1 --grace 2.5", "cuda:1: leaving"),
+        ("list {}", "cuda:0: leaving", "cuda:1: leaving"),
+    ):
+        assert said(f"devices {order.format(tmp_path)}") == (0, lines, [])
     assert pool.orders[1:] == [("remove", "cuda:0", None), ("remove", "cuda:1", 2.5)]
 
 
 @pytest.mark.parametrize(
     ("order", "says"),
     [
-        (["add", "RUN", "cuda:0"], "add_device: 'cuda:0'"),
-        (["remove", "RUN", "cuda:7"], "remove_device: 'cuda:7' 'cuda:1'"),
-        (["add", "RUN"], "NAME: add"),
-        (["list", "RUN", "cuda:0"], "NAME: 'cuda:0' list"),
-        (["add", "RUN", "cuda:1", "--grace", "3"], "--grace: 3 add"),
-        (["remove", "RUN", "cuda:0", "--grace=-1"], "--grace: '-1'"),
-        (["remove", "RUN", "cuda:0", "--grace", "inf"], "--grace: 'inf'"),
+        ("add {} cuda:0", "add_device: 'cuda:0'"),
+        ("remove {} cuda:7", "remove_device: 'cuda:7' 'cuda:1'"),
+        ("list {} cuda:0", "NAME: 'cuda:0' list"),
+        ("add {} cuda:1 --grace 3", "--grace: 3 add"),
+        ("remove {} cuda:0 --grace=-1", "--grace: '-1'"),
+        ("remove {} cuda:0 --grace inf", "--grace: 'inf'"),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
 def test_refusals_are_one_line(pool, tmp_path, refused, order, says):
-    line = refused("devices", *(str(tmp_path) if each == "RUN" else each for each in order))
-    assert line.startswith("hydra-engine devices: ")
-    names(line, says=says)
+    assert refused(f"devices {order.format(tmp_path)}", says).startswith("hydra-engine devices: ")
     assert pool.devices == {"cuda:0": "in", "cuda:1": "out"}
 
 

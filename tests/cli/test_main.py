@@ -36,15 +36,6 @@ def tokens():
     return model, (ids, ids), lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-class OwnForward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 1)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
 class Residual(nn.Module):
     """README's `Net`."""
 
@@ -93,10 +84,6 @@ OWN_FORWARDS = {
 }
 
 
-def own_forward():
-    return OwnForward(), mlp()[1], F.mse_loss
-
-
 def huge():
     """Four weights of 4 TiB."""
     model = nn.Sequential(*(nn.Linear(2**20, 2**20, bias=False) for _ in range(4)))
@@ -132,7 +119,7 @@ class Branch(nn.Module):
         return x if x.sum() > 0 else -x
 
 
-# Short ones, which a test puts into this module by their names.
+# Short ones, by their names.
 SHORT = {
     "takes_arguments": lambda width: mlp(),
     "a_pair": lambda: mlp()[:2],
@@ -146,27 +133,79 @@ SHORT = {
     "branching_layer": lambda: ([nn.Linear(64, 1), Branch()], mlp()[1], F.mse_loss),
     "NOT_CALLABLE": 3,
 }
+globals().update(SHORT)
 
 
 # --- what it prints ---
 
 
-@pytest.fixture(autouse=True)
-def _at_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
+HERE = "tests.cli.test_main"
+FIXED = "--memory 64MiB --device cpu"  # unless an option behind them says otherwise
+NARROW = "--precision bfloat16 --partitioner balanced:18"
+RATES = (
+    "\nstated rates: {} TFLOP/s, device memory {} GB/s, link {} GB/s each way, DRAM {} GB/s for 28 bytes per parameter"
+)
 
 
 @pytest.fixture
-def plan(capsys):
-    """Runs `plan` on a function of this file and returns the lines it printed."""
+def plan(said):
+    """Runs `plan` on a function of this file, with options, and returns the lines it printed."""
 
-    def plan(name, *options, memory="64MiB", device="cpu"):
-        code = main(["plan", f"tests.cli.test_main:{name}", "--memory", memory, "--device", device, *options])
-        printed = capsys.readouterr()
-        assert (code, printed.err) == (0, "")
-        return printed.out.splitlines()
+    def plan(line):
+        name, _, options = line.partition(" ")
+        code, lines, _ = said(f"plan {HERE}:{name} {FIXED} {options}")
+        assert code == 0
+        return lines
 
     return plan
+
+
+# A function and options, and what the output has; behind a "!" what it has not.
+SHOWN = [
+    ("mlp", " samples/s\n", RATES.format(0.05, 10, 25, 50), "!estimates", "!devices", "!own forward"),
+    ("mlp", f"{HERE}:mlp: 18 layers, 70,785 parameters\ncpu of 64 MiB; float32; batch of 8 samples in 1 micro-batch\n"),
+    ("mlp --batch 16 --micro-batches 2", "; batch of 16 samples in 2 micro-batches\ntimes are counted, not measured\n"),
+    (
+        "mlp --precision bfloat16 --memory 24GiB --device gpu",
+        "\ngpu of 24 GiB, 1 GiB of it reserved; bfloat16; batch of ",
+    ),
+    ("mlp --memory 24GiB --device gpu", " in 1 micro-batch\nestimates: no such device was measured\n"),
+    ("tokens", "!own forward"),
+    ("mlp --partitioner pilot", "weights 276.5 KiB + gradients 276.5 KiB + adamw 553 KiB (16 bytes per parameter)"),
+    ("mlp --partitioner pilot", "+ buffers 0 B + boundaries 2 KiB\n"),
+    ("mlp --optimizer sgd", "sgd 0 B (8 bytes per parameter)"),
+    ("mlp --flops 1e6", "\nbound by: compute ("),
+    ("mlp --link 1MB/s", "\nbound by: link ("),
+    ("mlp --dram-bandwidth 1MB/s", "\nbound by: host optimizer ("),
+    ("mlp --link 1MB/s --dram-bandwidth 100MB/s", "\nwith 18 of 18 layers at home on the device, cut into 1 shard, a "),
+    ("mlp --link 1PB/s --dram-bandwidth 1PB/s", "!at home"),
+    (
+        "mlp --devices 4",
+        "\n4 devices with 4 such tasks or more (a task's step uses one device at a time)",
+        " of DRAM\n",
+    ),
+    ("mlp --flops 2T --memory-bandwidth 1.5TB/s --link 12GB --dram-bandwidth 1GiB/s", RATES.format(2, 1500, 12, 1.074)),
+    *((f"mlp --flops '{each}'", "\nstated rates: 80 TFLOP/s") for each in ("80e12", "80T", "80 TFLOP/s", "80tflops")),
+    ("mlp --flops 80000000000000", "\nstated rates: 80 TFLOP/s"),
+    ("mlp --dram 1.1MiB", "\nDRAM: "),
+    ("mlp --precision bfloat16 --dram 1MiB", "\nDRAM: 970."),  # split, or it does not fit
+    (f"mlp {NARROW}", "= weights 414.8 KiB + gradients 138.3 KiB + adamw 553 KiB (16 bytes"),
+    (f"mlp {NARROW} --split-weights", "= split weights 276.5 KiB + gradients 138.3 KiB + adamw 553 KiB (14 bytes"),
+    (f"mlp {NARROW} --early-release", "gradients 16.2 KiB"),  # of two shards, or of all
+    (f"mlp {NARROW} --early-release all", "gradients 138.3 KiB"),
+    ("mlp --early-release", "\nwith early_release=True a step takes ", " by simulation\n"),
+    ("mlp --early-release all", "\nwith early_release='all' a step takes "),
+    ("huge --memory 64TiB", "\nDRAM: 64 TiB = weights 16 TiB + "),  # nothing is allocated
+    ("mlp --batch 1024 --micro-batches auto --memory 400KiB", "; batch of 1024 samples in ", "!in 1 micro-batch"),
+]
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: shown[0])
+def test_what_it_prints(plan, shown):
+    line, *parts = shown
+    text = "\n".join([*plan(line), ""])
+    for part in parts:
+        assert (part.lstrip("!") in text) != part.startswith("!"), f"{part!r}:\n{text}"
 
 
 def line_of(lines, start):
@@ -179,30 +218,12 @@ def rows_of(lines):
     return lines[begin + 1 : lines.index("", begin)]
 
 
-def test_header_says_what_is_planned(plan):
-    lines = plan("mlp", "--batch", "16", "--micro-batches", "2")
-    assert lines[:3] == [
-        "tests.cli.test_main:mlp: 18 layers, 70,785 parameters",
-        "cpu of 64 MiB; float32; batch of 16 samples in 2 micro-batches",
-        "times are counted, not measured",
-    ]
-
-
-def test_a_gpu_keeps_a_gibibyte_and_says_that_it_estimates(plan):
-    lines = plan("mlp", "--precision", "bfloat16", memory="24GiB", device="gpu")
-    assert lines[1:3] == [
-        "gpu of 24 GiB, 1 GiB of it reserved; bfloat16; batch of 8 samples in 1 micro-batch",
-        "estimates: no such device was measured",
-    ]
-    assert "estimates" not in "".join(plan("mlp"))
-
-
 def cells(row):
     return [cell.strip() for cell in row.split("  ") if cell]
 
 
 def test_one_row_per_shard(plan):
-    lines = plan("mlp", "--partitioner", "balanced:3")
+    lines = plan("mlp --partitioner balanced:3")
     assert cells(lines[4]) == ["shard", "layers", "slab", "needs", "forward", "backward"]
     rows = [cells(row) for row in rows_of(lines)]
     assert [row[0] for row in rows] == ["0", "1", "2"]
@@ -211,7 +232,7 @@ def test_one_row_per_shard(plan):
 
 
 def test_equal_shards_share_a_row_when_there_are_many(plan):
-    lines = plan("mlp", "--partitioner", "balanced:18")
+    lines = plan("mlp --partitioner balanced:18")
     rows = [cells(row) for row in rows_of(lines)]
     assert lines[4].endswith("  equal shards")
     assert 18 > MOST_ROWS > len(rows)
@@ -223,106 +244,28 @@ def test_equal_shards_share_a_row_when_there_are_many(plan):
     ]
 
 
-def test_dram_line_names_its_parts(plan):
-    line = line_of(plan("mlp", "--partitioner", "pilot"), "DRAM:")
-    assert "weights 276.5 KiB + gradients 276.5 KiB + adamw 553 KiB (16 bytes per parameter)" in line
-    assert line.endswith("+ buffers 0 B + boundaries 2 KiB")
-    assert "sgd 0 B (8 bytes per parameter)" in line_of(plan("mlp", "--optimizer", "sgd"), "DRAM:")
-
-
-@pytest.mark.parametrize(
-    ("options", "bound"),
-    [(["--flops", "1e6"], "compute"), (["--link", "1MB/s"], "link"), (["--dram-bandwidth", "1MB/s"], "host optimizer")],
-)
-def test_the_slowest_rate_bounds_the_step(plan, options, bound):
-    assert line_of(plan("mlp", *options), "bound by: ").startswith(f"bound by: {bound} (")
-
-
 def test_step_line_gives_throughput(plan):
-    assert line_of(plan("mlp"), "step of one task alone: ").endswith("samples/s")
-    line = line_of(plan("tokens", "--batch", "4"), "step of one task alone: ")
+    line = line_of(plan("tokens --batch 4"), "step of one task alone: ")
     samples_per_s, tokens_per_s = (float(part.split()[0]) for part in line.split("; ")[1].split(", "))
     assert tokens_per_s == pytest.approx(32 * samples_per_s, rel=1e-3)
-
-
-def test_layers_at_home_are_told_where_they_make_steps_shorter(plan):
-    line = line_of(plan("mlp", "--link", "1MB/s", "--dram-bandwidth", "100MB/s"), "with ")
-    assert line.startswith("with 18 of 18 layers at home on the device, cut into 1 shard, a step takes ")
-    assert not [line for line in plan("mlp", "--link", "1PB/s", "--dram-bandwidth", "1PB/s") if "at home" in line]
-
-
-def test_several_devices_help_several_tasks(plan):
-    assert not [line for line in plan("mlp") if "devices" in line]
-    line = line_of(plan("mlp", "--devices", "4"), "4 devices with 4 such tasks or more ")
-    assert "a task's step uses one device at a time" in line
-    assert line.endswith("of DRAM")
-
-
-def test_rates_are_stated(plan):
-    told = "{} TFLOP/s, device memory {} GB/s, link {} GB/s each way, DRAM {} GB/s for 28 bytes per parameter"
-    assert line_of(plan("mlp"), "stated rates: ") == f"stated rates: {told.format(0.05, 10, 25, 50)}"
-    own = ("--flops", "2T", "--memory-bandwidth", "1.5TB/s", "--link", "12GB", "--dram-bandwidth", "1GiB/s")
-    assert line_of(plan("mlp", *own), "stated rates: ") == f"stated rates: {told.format(2, 1500, 12, 1.074)}"
-
-
-def test_flops_are_read(plan):
-    for flops in ("80e12", "80T", "80 TFLOP/s", "80tflops", "80000000000000"):
-        assert "stated rates: 80 TFLOP/s" in line_of(plan("mlp", "--flops", flops), "stated rates: ")
 
 
 def test_layers_are_made_of_a_forward_of_its_own(plan, monkeypatch):
     for function, shown in OWN_FORWARDS.items():
         monkeypatch.setattr(sys.modules[__name__], "made", function, raising=False)
-        lines = plan("made", "--partitioner", f"balanced:{len(shown)}")
+        lines = plan(f"made --partitioner balanced:{len(shown)}")
         assert "the layers are made of " in lines[3]
         assert [cells(row)[1] for row in rows_of(lines)] == shown
-    assert not [line for name in ("mlp", "tokens") for line in plan(name) if "own forward" in line]
 
 
-def test_dram_is_a_limit_for_as_many_tasks_as_devices(plan, refused):
-    base = ("plan", "tests.cli.test_main:mlp", "--memory", "64MiB", "--device", "cpu")
-    assert plan("mlp", "--dram", "1.1MiB")
-    names(refused(*base, "--dram", "1MiB"), says="dram: dram=1 split_weights")
-    names(refused(*base, "--dram", "1.1MiB", "--devices", "2"), says="2 dram=1.1")
-    narrow = ("--precision", "bfloat16")
-    assert line_of(plan("mlp", *narrow, "--dram", "1MiB"), "DRAM: ").startswith(
-        "DRAM: 970."
-    )  # split, or it does not fit
-    names(refused(*base, *narrow, "--dram", "1MiB", "--no-split-weights"), says="dram=1")
-
-
-def test_split_weights_and_early_release_save_bytes(plan):
-    narrow = ("--precision", "bfloat16", "--partitioner", "balanced:18")
-
-    def dram(*options):
-        return line_of(plan("mlp", *narrow, *options), "DRAM: ")
-
-    assert "= weights 414.8 KiB + gradients 138.3 KiB + adamw 553 KiB (16 bytes" in dram()
-    assert "= split weights 276.5 KiB + gradients 138.3 KiB + adamw 553 KiB (14 bytes" in dram("--split-weights")
-    # Of two shards, or of all.
-    assert "gradients 16.2 KiB" in dram("--early-release")
-    assert "gradients 138.3 KiB" in dram("--early-release", "all")
-    assert line_of(plan("mlp", "--early-release"), "with early_release=True a step takes ").endswith(" by simulation")
-    assert line_of(plan("mlp", "--early-release", "all"), "with early_release='all' a step takes ")
-
-
-def test_nothing_is_allocated(plan):
-    assert line_of(plan("huge", memory="64TiB"), "DRAM: ").startswith("DRAM: 64 TiB = weights 16 TiB + ")
-
-
-def test_micro_batches_are_chosen(plan):
-    line = plan("mlp", "--batch", "1024", "--micro-batches", "auto", memory="400KiB")[1]
-    assert "batch of 1024 samples in " in line
-    assert "in 1 micro-batch" not in line
-
-
-def test_modules_of_the_current_directory_are_found(tmp_path, monkeypatch, capsys):
-    (tmp_path / "of_this_folder.py").write_text("from tests.cli.test_main import mlp\n")
+def test_modules_of_the_current_directory_are_found(tmp_path, monkeypatch, said):
+    (tmp_path / "of_this_folder.py").write_text(f"from {HERE} import mlp\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
     before = list(sys.path)
-    assert main(["plan", "of_this_folder:mlp", "--memory", "1MiB", "--device", "cpu"]) == 0
-    assert "70,785 parameters" in capsys.readouterr().out
+    code, lines, _ = said(f"plan of_this_folder:mlp {FIXED}")
+    assert code == 0
+    assert lines[0].endswith("70,785 parameters")
     assert sys.path == before
 
 
@@ -344,63 +287,59 @@ FUNCTIONS = {
     "wrong_width": "RuntimeError: 3 (Linear)",
     "failing_layer": "LookupError: (test_main.py: (Fails)",
     "branching_layer": "values 1 (Branch)",
-    "missing": "'missing' 'tests.cli.test_main' mlp,",
+    "missing": f"'missing' '{HERE}' mlp,",
     "NOT_CALLABLE": "'NOT_CALLABLE' int",
 }
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_that_cannot_be_planned(refused, monkeypatch, name):
-    if name in SHORT:
-        monkeypatch.setattr(sys.modules[__name__], name, SHORT[name], raising=False)
-    line = refused("plan", f"tests.cli.test_main:{name}", "--memory", "64MiB", "--device", "cpu")
-    names(line, says=FUNCTIONS[name])
+def test_functions_that_cannot_be_planned(refused, name):
+    refused(f"plan {HERE}:{name} {FIXED}", FUNCTIONS[name])
 
 
 OPTIONS = {
-    ("--memory", "0"): "--memory: '0'",
-    ("--memory", "16G"): "--memory: '16G' '16GiB'",
-    ("--memory", "-1GiB"): "--memory",
-    ("--memory=-1GiB",): "--memory: '-1GiB'",
-    ("--reserve", "64MiB"): "--reserve: memory, 64",
-    ("--reserve", "much"): "--reserve: 'much'",
-    ("--device", "gpu"): "--reserve: 1 64",
-    ("--device", "tpu"): "'tpu' gpu --help",
-    ("--precision", "int8"): "'int8' bfloat16",
-    ("--optimizer", "lion"): "'lion' adamw sgd-momentum",
-    ("--batch", "0"): "--batch: '0'",
-    ("--batch", "x"): "--batch: 'x'",
-    ("--devices", "1.5"): "--devices: '1.5'",
-    ("--micro-batches", "many"): "--micro-batches: 'many'",
-    ("--micro-batches", "9"): "micro-batches: 9, 8",
-    ("--partitioner", "best"): "'best' pilot balanced:N",
-    ("--partitioner", "balanced"): "partitioner: 'balanced' balanced:N",
-    ("--partitioner", "balanced:0"): "--partitioner '0'",
-    ("--partitioner", "pilot:3"): "partitioner: 'pilot' balanced:N",
-    ("--partitioner", "balanced:19"): "19 18",
-    ("--flops", "fast"): "--flops: 'fast' 80T",
-    ("--flops", "0"): "--flops: '0'",
-    ("--flops", "1e999"): "--flops: '1e999'",
-    ("--link", "0"): "--link: '0'",
-    ("--dram-bandwidth", "50G"): "--dram-bandwidth: '50G'",
-    ("--memory-bandwidth", "x/s"): "--memory-bandwidth: 'x'",
-    ("--dram", "much"): "--dram: 'much'",
-    ("--split-weights",): "--split-weights: precision='float32'",
-    ("--early-release", "late"): "'late' all",
-    ("--early-release", "--precision", "float16"): "--early-release: precision='float16'",
-    ("--no-such-option",): "--no-such-option",
+    "--memory 0": "--memory: '0'",
+    "--memory 16G": "--memory: '16G' '16GiB'",
+    "--memory -1GiB": "--memory",
+    "--memory=-1GiB": "--memory: '-1GiB'",
+    "--memory 20KiB": "20480 --memory --reserve",
+    "--reserve 64MiB": "--reserve: memory, 64",
+    "--reserve much": "--reserve: 'much'",
+    "--device gpu": "--reserve: 1 64",
+    "--device tpu": "'tpu' gpu --help",
+    "--precision int8": "'int8' bfloat16",
+    "--optimizer lion": "'lion' adamw sgd-momentum",
+    "--batch 0": "--batch: '0'",
+    "--batch x": "--batch: 'x'",
+    "--devices 1.5": "--devices: '1.5'",
+    "--micro-batches many": "--micro-batches: 'many'",
+    "--micro-batches 9": "micro-batches: 9, 8",
+    "--partitioner best": "'best' pilot balanced:N",
+    "--partitioner balanced": "partitioner: 'balanced' balanced:N",
+    "--partitioner balanced:0": "--partitioner '0'",
+    "--partitioner pilot:3": "partitioner: 'pilot' balanced:N",
+    "--partitioner balanced:19": "19 18",
+    "--flops fast": "--flops: 'fast' 80T",
+    "--flops 0": "--flops: '0'",
+    "--flops 1e999": "--flops: '1e999'",
+    "--link 0": "--link: '0'",
+    "--dram-bandwidth 50G": "--dram-bandwidth: '50G'",
+    "--memory-bandwidth x/s": "--memory-bandwidth: 'x'",
+    "--dram much": "--dram: 'much'",
+    "--dram 1MiB": "dram: dram=1 split_weights",
+    "--dram 1.1MiB --devices 2": "2 dram=1.1",
+    "--dram 1MiB --precision bfloat16 --no-split-weights": "dram=1",
+    "--split-weights": "--split-weights: precision='float32'",
+    "--early-release late": "'late' all",
+    "--early-release --precision float16": "--early-release: precision='float16'",
+    "--no-such-option": "--no-such-option",
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_options_that_cannot_be_meant(refused, options):
-    line = refused("plan", "tests.cli.test_main:mlp", "--memory", "64MiB", "--device", "cpu", *options)
-    names(line, says=OPTIONS[options])
-
-
-def test_a_layer_too_large_names_what_to_change(refused):
-    line = refused("plan", "tests.cli.test_main:mlp", "--memory", "20KiB", "--device", "cpu")
-    names(line, layer="0 (Linear)", says="20480 --memory --reserve")
+    layer = "0 (Linear)" if options == "--memory 20KiB" else None
+    refused(f"plan {HERE}:mlp {FIXED} {options}", OPTIONS[options], layer=layer)
 
 
 def test_names_that_lead_nowhere(refused, tmp_path, monkeypatch):
@@ -415,21 +354,17 @@ def test_names_that_lead_nowhere(refused, tmp_path, monkeypatch):
         "broken_here:f": "'broken_here' 'no_such_package' (broken_here.py:1",
         "unreadable_here:f": "'unreadable_here' SyntaxError",
     }.items():
-        names(refused("plan", name, "--memory", "16GiB"), says=says)
+        refused(f"plan {name} --memory 16GiB", says)
 
 
-def test_bugs_show_their_traceback_where_asked(monkeypatch, capsys):
-    arguments = ["plan", "tests.cli.test_main:mlp", "--memory", "64MiB", "--device", "cpu"]
+@pytest.mark.parametrize("line", ["plan {} --debug", "--debug plan {}", "plan {}"])
+def test_bugs_show_their_traceback_where_asked(monkeypatch, said, line):
     monkeypatch.setattr("hydra_engine.planning.ahead.predict_step", None)
-    for words in ([*arguments, "--debug"], ["--debug", *arguments]):
-        with pytest.raises(TypeError):
-            main(words)
-    assert main(arguments) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    names(err, says="TypeError: 'NoneType' --debug")
-    assert err.startswith("hydra-engine plan: ")
-    assert err.count("\n") == 1
+    code, lines, errors = said(line.format(f"{HERE}:mlp {FIXED}"))
+    assert (code, lines) == (1, [])
+    assert (errors[0] == "Traceback (most recent call last):", len(errors) > 1) == ("--debug" in line,) * 2
+    assert errors[-1].startswith("hydra-engine plan: ")
+    names(errors[-1], says="TypeError: 'NoneType' --debug")
 
 
 # --- as a program ---

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from hydra_engine.checkpoints.directory import CheckpointDirectory
-from hydra_engine.cli import main
 from hydra_engine.system import process as restart
 from tests.checkpoints.support import TaskContent, save_tasks
 from tests.refused import names
@@ -38,100 +37,73 @@ def started(monkeypatch, tmp_path):
     return found
 
 
-@pytest.fixture
-def said(capsys, started):
-    """Runs `resume`, and returns what it printed; with its one line on stderr where it refuses."""
-
-    def said(*arguments):
-        code = main(["resume", *map(str, arguments)])
-        printed = capsys.readouterr()
-        if code == 0:
-            assert printed.err == ""
-            return printed.out
-        assert (code, started) == (2, [])
-        assert printed.err.startswith("hydra-engine resume: ")
-        assert printed.err.count("\n") == 1, printed.err
-        return printed.out, printed.err
-
-    return said
-
-
 def test_it_says_what_was_saved_and_runs_the_stored_command_in_its_place(tmp_path, said, started):
     place = tmp_path / "project"
     place.mkdir()
     path = saved(tmp_path / "runs", tasks=TASKS, command={"argv": ARGV, "cwd": str(place)})
-    assert said("runs").splitlines() == [
-        str(path),
-        "task  status    steps  last loss",
-        "----  --------  -----  ---------",
-        "bert  goes on   120    0.693",
-        "gpt   finished  40     2.500",
-        "new   failed    0      -",
-        f"in {place}: {sys.executable} train.py --name 'two words'",
-    ]
+    assert said("resume runs")[:2] == (
+        0,
+        [
+            str(path),
+            "task  status    steps  last loss",
+            "----  --------  -----  ---------",
+            "bert  goes on   120    0.693",
+            "gpt   finished  40     2.500",
+            "new   failed    0      -",
+            f"in {place}: {sys.executable} train.py --name 'two words'",
+        ],
+    )
     assert started == [(sys.executable, ARGV, str(tmp_path / "runs"), str(place))]
 
 
 def test_a_command_given_goes_before_the_stored_one_and_runs_here(tmp_path, said, started):
     saved(tmp_path / "runs", tasks=TASKS, command={"argv": ARGV, "cwd": "/gone"})
-    out = said(tmp_path / "runs", "--", "torchrun", "--standalone", "--", "train.py")
-    assert out.endswith(f"in {tmp_path}: torchrun --standalone -- train.py\n")
-    argv = ["torchrun", "--standalone", "--", "train.py"]
-    assert started == [("torchrun", argv, str(tmp_path / "runs"), str(tmp_path))]
+    command = "torchrun --standalone -- train.py"
+    code, lines, _ = said(f"resume {tmp_path / 'runs'} -- {command}")
+    assert (code, lines[-1]) == (0, f"in {tmp_path}: {command}")
+    assert started == [("torchrun", command.split(), str(tmp_path / "runs"), str(tmp_path))]
 
 
-def test_it_says_what_is_wrong_with_a_newer_one(tmp_path, said):
+def test_it_says_what_is_wrong_with_a_newer_one(tmp_path, said, started):
     older = saved(tmp_path / "runs", tasks=TASKS, command={"argv": ARGV, "cwd": str(tmp_path)})
     newer = saved(tmp_path / "runs", tasks=TASKS, command={"argv": ARGV, "cwd": str(tmp_path)})
     [weights] = (tmp_path / "runs/files").glob("00000002-*-0-bert-weights.safetensors")
     weights.write_bytes(b"")
-    first, second, *_ = said("runs").splitlines()
+    first, second, *_ = said("resume runs")[1]
     assert first == str(older)
     assert second.startswith(f"{newer} is damaged, and not used: {weights.name}: found 0 bytes of ")
 
 
-def test_nothing_saved(tmp_path, said):
-    says = f"DIR: {tmp_path / 'runs'}, checkpoint_dir"
-    names(said("runs")[1], says=says)
-    (tmp_path / "runs").mkdir()
-    names(said("runs")[1], says=says)
-
-
-def test_none_is_whole(tmp_path, said):
+def test_nothing_whole_is_saved(tmp_path, refused):
+    for make in (lambda: None, (tmp_path / "runs").mkdir):
+        make()
+        refused(f"resume {tmp_path / 'runs'}", f"DIR: {tmp_path / 'runs'}, checkpoint_dir")
     saved(tmp_path / "runs").write_bytes(b"{}")
-    out, line = said("runs")
-    assert out == ""
-    names(line, says="whole 1 backup")
+    refused(f"resume {tmp_path / 'runs'}", "whole 1 backup")
 
 
-def test_no_command_is_stored(tmp_path, said):
-    saved(tmp_path / "runs", tasks=TASKS, command=None)
-    out, line = said("runs")
-    assert "bert  goes on   120    0.693" in out
-    names(line, says="train_models(resume=True) DIR --")
-
-
-@pytest.mark.parametrize("command", ["rm -rf", {"argv": [], "cwd": "/"}, {"argv": [3], "cwd": "/"}, {"argv": ["ls"]}])
-def test_what_is_stored_is_no_command(tmp_path, said, command):
+@pytest.mark.parametrize(
+    ("command", "line", "says"),
+    [
+        (None, "resume runs", "train_models(resume=True) DIR --"),
+        ("rm -rf", "resume runs", "argv cwd 'rm"),
+        ({"argv": [], "cwd": "/"}, "resume runs", "argv cwd {'argv':"),
+        ({"argv": [3], "cwd": "/"}, "resume runs", "argv cwd [3],"),
+        ({"argv": ["ls"]}, "resume runs", "argv cwd ['ls']}"),
+        ({"argv": ARGV, "cwd": "/no/such/place"}, "resume runs", "/no/such/place: command"),
+        ({"argv": ARGV, "cwd": "/"}, "resume runs --", "COMMAND: --"),
+    ],
+)
+def test_no_command_can_be_run(tmp_path, said, started, command, line, says):
     saved(tmp_path / "runs", tasks=TASKS, command=command)
-    line = said("runs")[1]
-    assert repr(command) in line
-    names(line, says="argv cwd")
+    code, lines, errors = said(line)
+    assert (code, started, len(errors)) == (2, [], 1)
+    assert "bert  goes on   120    0.693" in lines
+    assert errors[0].startswith("hydra-engine resume: ")
+    names(errors[0], says=says)
 
 
-def test_its_place_is_gone(tmp_path, said):
-    saved(tmp_path / "runs", tasks=TASKS, command={"argv": ARGV, "cwd": str(tmp_path / "gone")})
-    names(said("runs")[1], says=f"{tmp_path / 'gone'}: command")
-
-
-def test_nothing_behind_the_dashes(tmp_path, said):
-    saved(tmp_path / "runs", tasks=TASKS, command={"argv": ARGV, "cwd": str(tmp_path)})
-    names(said("runs", "--")[1], says="COMMAND: --")
-
-
-def test_help_says_whose_command_it_runs(capsys):
-    with pytest.raises(SystemExit):
-        main(["resume", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
+def test_help_says_whose_command_it_runs(said):
+    text = " ".join(" ".join(said("resume --help")[1]).split())
     assert "usage: hydra-engine resume [-h] DIR [-- COMMAND...]" in text
     assert "The command is read from DIR, so DIR must be from someone you trust." in text

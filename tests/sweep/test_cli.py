@@ -1,9 +1,8 @@
-"""The command `hydra-engine sweep`: what it prints, what it leaves, and each refusal in one line."""
+"""The command `hydra-engine sweep`: what it prints and leaves; tests/cli/test_wrong_lines.py has its refusals."""
 
 import pytest
 
 from hydra_engine.cli import main
-from tests.refused import names
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -41,22 +40,3 @@ def test_trials_that_wait_on_disk(tmp_path, options, states):
     assert main([*command, "--checkpoint-dir", str(tmp_path)]) == 0
     study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path / 'study.db'}")
     assert sorted(trial.state.name for trial in study.trials) == states
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["no_such_module:build"], "module: 'no_such_module'"),
-        ([f"{BUILD}er"], "function: 'builder' 'tests.sweep.space'"),
-        ([BUILD, "--devices", "3lots"], "--devices: '3lots'"),
-        ([BUILD, "--population", "lr", "lr"], "settings: ['lr', 'lr']"),
-        ([BUILD, "--devices", "1MiB", "--study", "sqlite:////no/such/folder/a.db"], "study: 'sqlite:////no/such"),
-        ([BUILD, "--devices", "1MiB", "--checkpoint-dir", "/dev/null/a"], "checkpoint_dir: /dev/null/a"),
-    ],
-)
-def test_refused_in_one_line(capsys, arguments, says):
-    """One of each kind of error; tests/cli/test_wrong_lines.py has more lines, and test_refusals.py more values."""
-    assert main(["sweep", *arguments]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("hydra-engine sweep: ")
-    names(line, says=says)
