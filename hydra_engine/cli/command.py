@@ -10,6 +10,7 @@ import argparse
 import difflib
 import io
 import math
+import os
 import re
 import shlex
 import sys
@@ -63,9 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.argv = command
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sign that a terminal lacks is no failure
-    verb, path = import_module(f"hydra_engine.cli.{options.command}"), list(sys.path)
-    sys.path.insert(0, "")  # the user's modules are looked for in the current directory first
+    path = list(sys.path)
     try:
+        verb = import_module(f"hydra_engine.cli.{options.command}")
+        if hasattr(options, "function"):
+            sys.path.insert(0, os.getcwd())  # the user's modules are looked for in the current directory first
         verb.run(options)
         return DONE
     except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -200,7 +203,7 @@ def _verb(verbs: _Verbs, name: str, text: str, description: str, *examples: str)
     added = verbs.add_parser(
         name,
         help=text,
-        description=textwrap.fill(f"{text[0].upper()}{text[1:]}. {description}", 100),
+        description=textwrap.fill(f"{text[0].upper()}{text[1:]}. {description}", 100, break_on_hyphens=False),
         epilog="\n  ".join(["examples:", *(f"hydra-engine {name} {each}".rstrip() for each in examples)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -331,7 +334,7 @@ def _resume(verbs: _Verbs) -> None:
     add = _verb(
         verbs,
         "resume",
-        "runs the command again that made checkpoints, from the newest one",
+        "runs the command again that made checkpoints, from the newest whole one",
         "Says first what that holds. The command runs where it ran then, with this shell's environment variables: its "
         "train_models() goes on, with the devices and settings of its program as it is now. The command is read from "
         "DIR, so DIR must be from someone you trust. After -- you may give another one, which runs here.",
@@ -347,7 +350,8 @@ def _devices(verbs: _Verbs) -> None:
         verbs,
         "devices",
         "lists this machine's devices; lists, adds and removes those of a run that is at work",
-        "What leaves finishes its unit, and no step is redone. list RUN prints where each is: in, leaving or out.",
+        "It works from outside. What leaves finishes its unit, and no step is redone. list RUN prints where each is: "
+        "in, leaving or out.",
         *("", "list runs/a", "remove runs/a cuda:1 --grace 30"),
     )
     orders = ("list", "add", "remove")
@@ -377,7 +381,8 @@ def _simulate(verbs: _Verbs) -> None:
         verbs,
         "simulate",
         "predicts how long tasks would train on so many devices",
-        "It asks a real run's scheduler. The function is that of `plan`, or returns a TaskCost or a list of them.",
+        "Nothing is computed: it asks a real run's scheduler. The function is that of `plan`, or returns a TaskCost or "
+        "a list of them.",
         "my_models:sample --memory 24GiB --copies 12 --steps 1000 --devices 1 2 4",
     )
     add("function", metavar=_FUNCTION, help="returns (model, (inputs, target), loss_fn), or TaskCosts")

@@ -26,4 +26,4 @@ def run(options: argparse.Namespace) -> None:
             print(f"written: {path}")
 
 
-_MAKE = ", expected a saved report; save one with report.save(FILE) or `hydra-engine train --report FILE`"
+_MAKE = "; save one with report.save(FILE) or `hydra-engine train --report FILE`"

@@ -45,11 +45,13 @@ def called_for_shapes(name: str, returns: str) -> Any:
 def tasks_of(name: str) -> list[ModelTask]:
     """Call a function for its tasks; raises Mistake for what is none, and no list of them."""
     returned = called(name, "returns a ModelTask or a list of them")
-    tasks = list(returned) if isinstance(returned, Sequence) else [returned]
+    several = isinstance(returned, Sequence) and not isinstance(returned, str)
+    tasks = list(returned) if several else [returned]
     strangers = [each for each in tasks if not isinstance(each, ModelTask)]
     if strangers or not tasks:
-        found = f"a {type(strangers[0]).__name__}" if strangers else "an empty list"
-        raise Mistake(f"{name}: returned {found}, expected a ModelTask or a list of at least one; return these")
+        where = " in its list" if several else ""
+        found = f"a {type(strangers[0]).__name__}{where}" if strangers else "an empty list"
+        raise Mistake(f"{name}: returned {found}, expected a ModelTask or a list of them; return these")
     return tasks
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,7 +144,8 @@ HERE = "tests.cli.test_main"
 FIXED = "--memory 64MiB --device cpu"  # unless an option behind them says otherwise
 NARROW = "--precision bfloat16 --partitioner balanced:18"
 RATES = (
-    "\nstated rates: {} TFLOP/s, device memory {} GB/s, link {} GB/s each way, DRAM {} GB/s for 28 bytes per parameter"
+    "\nstated rates: {} TFLOP/s, device memory {} GB/s, link {} GB/s each way, DRAM {} GB/s "
+    "for 28 bytes per parameter\n"
 )
 
 
@@ -269,6 +271,18 @@ def test_modules_of_the_current_directory_are_found(tmp_path, monkeypatch, said)
     assert sys.path == before
 
 
+@pytest.mark.parametrize(
+    ("line", "searched"), [(f"plan {HERE}:mlp {FIXED}", True), ("demo", False), ("report a", False)]
+)
+def test_the_current_directory_is_searched_where_a_function_is_named(monkeypatch, tmp_path, line, searched):
+    found = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        command, "import_module", lambda _: SimpleNamespace(run=lambda options: found.append(str(tmp_path) in sys.path))
+    )
+    assert (main(line.split()), found) == (0, [searched])
+
+
 # --- refusals ---
 
 
@@ -365,6 +379,34 @@ def test_bugs_show_their_traceback_where_asked(monkeypatch, said, line):
     assert (errors[0] == "Traceback (most recent call last):", len(errors) > 1) == ("--debug" in line,) * 2
     assert errors[-1].startswith("hydra-engine plan: ")
     names(errors[-1], says="TypeError: 'NoneType' --debug")
+
+
+@pytest.mark.parametrize("where", ["import", "run"])
+@pytest.mark.parametrize("line", ["plan {}", "--debug plan {}"])
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (command.Mistake("--memory: 3"), 2, "--memory: 3"),
+        (command.Failure("task 'a' failed"), 1, "'a' failed"),
+        (ImportError("libcudart.so.12"), 1, "ImportError: libcudart.so.12"),
+        (KeyboardInterrupt(), 130, "Ctrl-C"),
+        (SystemExit(143), 143, "SIGTERM"),
+        (SystemExit(75), 75, None),  # the engine has said why
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_what_ends_a_verb_has_its_code_and_one_line(monkeypatch, capsys, where, line, error, code, says):
+    def fails(_):
+        raise error
+
+    monkeypatch.setattr(command, "import_module", fails if where == "import" else lambda _: SimpleNamespace(run=fails))
+    assert main(line.format(f"{HERE}:mlp {FIXED}").split()) == code
+    errors = capsys.readouterr().err.splitlines()
+    own = [each for each in errors if each.startswith("hydra-engine plan: ")]
+    assert own == (errors[-1:] if says else [])
+    assert (errors[:1] == ["Traceback (most recent call last):"]) == ("--debug" in line)
+    assert "--debug" in line or errors == own
+    names("".join(own), says=says or "")
 
 
 # --- as a program ---

@@ -74,12 +74,13 @@ def test_it_says_what_is_wrong_with_a_newer_one(tmp_path, said, started):
     assert second.startswith(f"{newer} is damaged, and not used: {weights.name}: found 0 bytes of ")
 
 
-def test_nothing_whole_is_saved(tmp_path, refused):
+def test_nothing_whole_is_saved(tmp_path, refused, started):
     for make in (lambda: None, (tmp_path / "runs").mkdir):
         make()
         refused(f"resume {tmp_path / 'runs'}", f"DIR: {tmp_path / 'runs'}, checkpoint_dir")
     saved(tmp_path / "runs").write_bytes(b"{}")
     refused(f"resume {tmp_path / 'runs'}", "whole 1 backup")
+    assert started == []
 
 
 @pytest.mark.parametrize(
