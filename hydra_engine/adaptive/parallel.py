@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from itertools import accumulate, pairwise
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -25,6 +24,8 @@ from hydra_engine import LaneSeconds, StepChoice, StepMeasures, square_norms
 from hydra_engine.adaptive.adaptation import Adaptation, Autoscale
 from hydra_engine.adaptive.loader import AdaptiveDataLoader, checked_rule
 from hydra_engine.adaptive.rules import ScalingRule
+
+_KEYS = ("adaptation", "before", "loader", "lr_scheduler", "model", "optimizer", "scaler", "steps")  # of a checkpoint
 
 
 class AdaptiveDataParallel(nn.Module):
@@ -159,8 +160,16 @@ class AdaptiveDataParallel(nn.Module):
         before the last micro-batch of a step was stepped.
         """
         self._loop.check_between_steps("checkpoint()")
-        states = {name: None if each is None else each.state_dict() for name, each in self._parts().items()}
-        return {**states, "steps": StepChoice.to_columns(self.steps)}
+        return {
+            "adaptation": self._loop.adaptation.state_dict(),
+            "before": self._loop.gradients.state_dict(),
+            "loader": None if self.loader is None else self.loader.state_dict(),
+            "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+            "model": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "steps": StepChoice.to_columns(self.steps),
+        }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `checkpoint()` returned, in the middle of an epoch too.
@@ -168,13 +177,12 @@ class AdaptiveDataParallel(nn.Module):
         Raises ValueError if it is of another training, before anything is changed as far as that shows.
         """
         self._loop.check_between_steps("restore()")
-        parts = self._parts()
-        keys = sorted([*parts, "steps"])
-        if sorted(saved) != keys:
-            raise ValueError(f"saved: keys {sorted(saved)}, limit: {keys}; give what checkpoint() returned")
-        for name in ("loader", "lr_scheduler", "scaler"):
-            if (parts[name] is None) != (saved[name] is None):
-                here, there = ("not given", "saved") if parts[name] is None else ("given", "not saved")
+        if sorted(saved) != list(_KEYS):
+            raise ValueError(f"saved: keys {sorted(saved)}, limit: {list(_KEYS)}; give what checkpoint() returned")
+        own = {"loader": self.loader, "lr_scheduler": self.lr_scheduler, "scaler": self.scaler}
+        for name, each in own.items():
+            if (each is None) != (saved[name] is None):
+                here, there = ("not given", "saved") if each is None else ("given", "not saved")
                 raise ValueError(f"{name}: {here}, limit: {there}; give what the training that was saved had")
         num_groups = len(saved["optimizer"]["param_groups"])
         if num_groups != len(self.optimizer.param_groups):
@@ -183,22 +191,14 @@ class AdaptiveDataParallel(nn.Module):
                 f"one that was saved; give one with the same groups"
             )
         steps = StepChoice.from_columns(saved["steps"])
-        for name, each in parts.items():
+        self._loop.adaptation.load_state_dict(saved["adaptation"])
+        self.module.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        for name, each in own.items():
             if each is not None:
                 each.load_state_dict(saved[name])
+        self._loop.gradients.load_state_dict(saved["before"])
         self._loop.record[:] = steps
-
-    def _parts(self) -> dict[str, Any]:
-        """Return what has a state, by its key in a checkpoint; None: not given."""
-        return {
-            "adaptation": self._loop.adaptation,  # first: it refuses the state of another training
-            "model": self.module,
-            "optimizer": self.optimizer,
-            "loader": self.loader,
-            "lr_scheduler": self.lr_scheduler,
-            "scaler": self.scaler,
-            "before": self._loop.gradients,
-        }
 
     def close(self) -> None:
         """Leave loader, optimizer, schedule and scaler as they were given; another wrapper may take them."""
@@ -209,20 +209,21 @@ class AdaptiveDataParallel(nn.Module):
     def _lead(self) -> ExitStack:
         """Put the loop's hooks in place; return what takes them away again."""
         loop, undo = self._loop, ExitStack()
-        for parameter in loop.gradients.parameters:
+        for parameter in _parameters(self.optimizer):
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(loop.computed)  # type: ignore[no-untyped-call]
                 undo.callback(hook.remove)
         if self.loader is not None:
             self.loader.cut = loop.cut
-            self.loader.guide = loop.next_size if loop.adapts else None
+            self.loader.guide = None if self.loader.autoscale is None else loop.next_size
             for name in ("cut", "guide"):
                 undo.callback(setattr, self.loader, name, None)
         _lead_step(self.optimizer, loop, undo)
         if self.lr_scheduler is not None:
-            _only_at_the_last(self.lr_scheduler, {"step": None}, loop, undo)
+            _only_at_the_last(self.lr_scheduler, ("step",), loop, undo)
         if self.scaler is not None:
-            _only_at_the_last(self.scaler, {"unscale_": None, "step": loop.end, "update": None}, loop, undo)
+            _only_at_the_last(self.scaler, ("unscale_", "update"), loop, undo)
+            _only_at_the_last(self.scaler, ("step",), loop, undo, then=loop.end_skipped)
         return undo
 
 
@@ -236,34 +237,37 @@ class _Step:
     choice: StepChoice
     sizes: tuple[int, ...]  # of its micro-batches, in samples
     index: int = 0  # of the micro-batch in progress
-    sums: dict[int, Tensor] = field(default_factory=dict)  # of its gradients, by the index of their parameter
-    # Squared norms, by parameter group: of each micro-batch, by its index,
-    norms: dict[int, list[Tensor]] = field(default_factory=dict)
-    # and of the step's gradient; with one micro-batch, of the step before and of the mean of both, if that tells noise.
-    others: tuple[list[Tensor], ...] = ()
+    norms: dict[int, list[Tensor]] = field(default_factory=dict)  # by micro-batch and parameter group
+    total: list[Tensor] | None = None  # squared norms of the step's gradient, by parameter group
+    pair: tuple[list[Tensor], ...] | None = None  # of a step of one micro-batch, as `_Gradients.paired` gives it
 
     @property
     def is_last(self) -> bool:
         return self.index == len(self.sizes) - 1
 
 
-@dataclass(eq=False)
 class _Loop:
     """The steps of a training loop, from the choice of a batch to its record."""
 
-    adaptation: Adaptation
-    gradients: _Gradients
-    loader: AdaptiveDataLoader | None
-    clock: Callable[[], float]
-    record: list[StepChoice] = field(default_factory=list)
-    asked: StepChoice | None = None  # the choice for the batch that is read
-    began_s: float = 0.0
-    step: _Step | None = None  # in progress
-    backward: int = -1  # the number that torch gave the last backward pass
-
-    def __post_init__(self) -> None:
-        self.initial = 1 if self.loader is None else self.loader.batch_size
-        self.adapts = self.loader is not None and self.loader.autoscale is not None
+    def __init__(
+        self,
+        adaptation: Adaptation,
+        gradients: _Gradients,
+        loader: AdaptiveDataLoader | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.adaptation = adaptation
+        self.gradients = gradients
+        self.record: list[StepChoice] = []
+        self.initial = 1 if loader is None else loader.batch_size
+        self._loader = loader
+        self._adapts = loader is not None and loader.autoscale is not None
+        self._clock = clock
+        self._asked: StepChoice | None = None  # the choice for the batch that is read
+        self._began_s = 0.0
+        self._step: _Step | None = None  # in progress
+        self._first: _Step | None = None  # with which the newest batch of the loader began
+        self._backward = -1  # the number that torch gave the last backward pass
 
     @property
     def last(self) -> StepChoice | None:
@@ -273,14 +277,14 @@ class _Loop:
     @property
     def is_between(self) -> bool:
         """True before the last micro-batch of a step."""
-        return self.step is not None and not self.step.is_last
+        return self._step is not None and not self._step.is_last
 
     def check_between_steps(self, what: str) -> None:
         """Raise RuntimeError while a step is in progress."""
-        if self.step is not None:
+        if self._step is not None:
             raise RuntimeError(
-                f"{what} in micro-batch {self.step.index + 1} of {len(self.step.sizes)} of step "
-                f"{self.step.choice.step}, limit: between steps, since gradients are not saved; call it where "
+                f"{what} in micro-batch {self._step.index + 1} of {len(self._step.sizes)} of step "
+                f"{self._step.choice.step}, limit: between steps, since gradients are not saved; call it where "
                 f"len(steps) has grown after optimizer.step(), or behind the loop over the loader"
             )
 
@@ -288,104 +292,112 @@ class _Loop:
 
     def next_size(self) -> int | None:
         """Choose the size of the batch that is about to be read; None: the epoch is over."""
-        assert self.loader is not None
-        if self.last is None and self.loader.epoch > 0:
+        assert self._loader is not None
+        if self.last is None and self._loader.epoch > 0:
             raise RuntimeError(
-                f"loader: epoch {self.loader.epoch}, limit: 0 before the first step; restore() the checkpoint of that "
+                f"loader: epoch {self._loader.epoch}, limit: 0 before the first step; restore() the checkpoint of that "
                 f"training, or give a new loader"
             )
-        is_over = self.adaptation.is_over(self.last, self.loader.epoch)
+        is_over = self.adaptation.is_over(self.last, self._loader.epoch)
         if is_over is None:  # no length: an epoch is a pass
-            is_over = self.loader.num_passes > self.loader.epoch
+            is_over = self._loader.num_passes > self._loader.epoch
         if is_over:
             return None
-        self.asked = self.adaptation.choose(self.last)
-        self.began_s = self.clock()
-        return self.asked.batch_size
+        self._asked = self.adaptation.choose(self.last)
+        self._began_s = self._clock()
+        return self._asked.batch_size
 
     def cut(self, num_samples: int) -> Iterator[int]:
         """Begin a step of so many samples, and give the sizes of its micro-batches as each is about to be read."""
-        assert self.loader is not None
-        if (self.loader.autoscale is not None) != self.adapts:
+        assert self._loader is not None
+        if (self._loader.autoscale is not None) != self._adapts:
             raise RuntimeError(
                 "loader: autoscale_batch_size() was called after AdaptiveDataParallel took the loader, limit: before; "
                 "call it first"
             )
-        step, place = self._begin(num_samples), self.loader.place
+        step, place = self._begin(num_samples), self._loader.place
+        self._first = step
         try:
             for index, size in enumerate(step.sizes):
                 step.index = index
                 yield size
                 if not step.is_last:
-                    self.gradients.put({})  # the micro-batch's own is among the sums
+                    self.gradients.clear()
         finally:  # the next batch is asked for, or the loop was left
-            if self.step is step:
-                if self.loader.place != place:
-                    self.end()
+            if self._first is step:  # no other iteration is under way
+                if self._loader.place != place:
+                    self.end_skipped()
                 else:  # which gives these samples again
-                    self.step = None
+                    self._drop(step)
 
     def _begin(self, num_samples: int) -> _Step:
         """Begin a step; its factors follow from all steps before it."""
-        if self.adapts:
-            assert self.asked is not None
-            choice = self.adaptation.factored(self.adaptation.given(self.asked, num_samples))
+        if self._adapts:
+            assert self._asked is not None
+            choice = self.adaptation.factored(self.adaptation.given(self._asked, num_samples))
         else:
             choice = self.adaptation.choose(self.last)
             factors = self.adaptation.factored(choice).factors  # of the initial batch: a shorter last one is no choice
             choice = replace(self.adaptation.given(choice, num_samples), micro_batches=1, factors=factors)
-            self.began_s = self.clock()
+            self._began_s = self._clock()
+        self.gradients.drop()
         number = choice.micro_batches  # whose sizes differ by at most 1, larger ones first
         sizes = tuple((num_samples + k) // number for k in reversed(range(number)))
-        self.step = _Step(choice=choice, sizes=sizes)
-        return self.step
+        self._step = _Step(choice=choice, sizes=sizes)
+        return self._step
 
     # -- told by torch
 
     def computed(self, _: Tensor) -> None:
         """Have `_ended` called at the end of the backward pass that is going on."""
         number = torch._C._current_graph_task_id()
-        if number != self.backward:
-            self.backward = number
+        if number != self._backward:
+            self._backward = number
             torch.autograd.Variable._execution_engine.queue_callback(self._ended)
 
     def _ended(self) -> None:
         """Take in the gradient of the micro-batch in progress."""
-        if self.step is None and self.adapts:
-            return  # somebody's own, outside of the loop over the loader
-        self._take(self.step or self._begin(self.initial))
+        step = self._step
+        if step is None:
+            if self._adapts:
+                return  # somebody's own, outside of the loop over the loader
+            step = self._begin(self.initial)
+        self._take(step)
 
     @torch.no_grad()
     def _take(self, step: _Step) -> None:
         """Measure `.grad`, and add it to the gradients of the step."""
-        is_alone, is_first, gradients = len(step.sizes) == 1, step.index not in step.norms, self.gradients
-        if not is_alone and not is_first:
+        num_samples, gradients = step.choice.batch_size, self.gradients
+        if len(step.sizes) == 1:
+            is_first = not step.norms
+            step.norms[0] = gradients.norms()
+            step.pair = gradients.paired(num_samples, step.norms[0], is_first=is_first)
+            return
+        if step.index in step.norms:
             raise RuntimeError(
                 f"backward() ended twice in micro-batch {step.index + 1} of {len(step.sizes)} of step "
                 f"{step.choice.step}, limit: once, since its gradient is added to those of the others; add the losses "
                 f"up, and use torch.utils.checkpoint with use_reentrant=False"
             )
-        norms = step.norms[step.index] = gradients.norms()
-        if is_alone:
-            step.others = gradients.paired(step.choice.batch_size, norms, is_first=is_first)
-            return
-        gradients.add(step.sums, step.sizes[step.index] / step.choice.batch_size)
+        step.norms[step.index] = gradients.norms()
+        gradients.add(step.sizes[step.index] / num_samples, is_last=step.is_last)
         if step.is_last:
-            gradients.put(step.sums)
-            step.others = (gradients.norms(),)
+            step.total = gradients.norms()
 
     # -- told by the training loop
 
     def run(self, optimizer_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer with scaled learning rates, if the step's last micro-batch is through."""
         self.gradients.check_groups()
-        if self.step is None and self.adapts:
-            raise RuntimeError(
-                "optimizer.step() outside of the loop over the loader, or twice for a batch, limit: once for each "
-                "batch that the loader gives; call it there"
-            )
-        step = self.step or self._begin(self.initial)
-        if self.adapts and any(each is not None for each in (*args, *kwargs.values())):
+        step = self._step
+        if step is None:
+            if self._adapts:
+                raise RuntimeError(
+                    "optimizer.step() outside of the loop over the loader, or twice for a batch, limit: once for each "
+                    "batch that the loader gives; call it there"
+                )
+            step = self._begin(self.initial)
+        if self._adapts and any(each is not None for each in (*args, *kwargs.values())):
             raise ValueError(
                 "optimizer.step(): a closure was given, limit: none where a step may have several micro-batches; call "
                 "backward() first, and step() without arguments"
@@ -393,38 +405,45 @@ class _Loop:
         if not step.is_last:
             return None
         if len(step.norms) < len(step.sizes) and len(step.sizes) > 1:
-            self.end()
+            self.end_skipped()
             return None
         if not step.norms and not args and not kwargs:  # gradients that were set by hand
             self._take(step)
         with self.gradients.scaled_rates(step.choice.factors):
             found = optimizer_step(*args, **kwargs)
         self._learn(step)
-        self.end()
+        self._end(step)
         return found
+
+    def end_skipped(self) -> None:
+        """End a step whose last micro-batch is through, if it was not stepped: it tells nothing of the noise."""
+        if self._step is not None:
+            self._end(self._step)
 
     def _learn(self, step: _Step) -> None:
         """Take in the norms of a step. They wait for the device here."""
-        if not step.others:
-            return
-        micro, others = (
-            tuple(tuple(map(float, norms)) for norms in each) for each in (step.norms.values(), step.others)
-        )
         if len(step.sizes) > 1:
-            self.adaptation.measured(StepMeasures(step.sizes, micro, *others))
-        else:
-            self.adaptation.measured_alone(step.choice.batch_size, *micro, *others)
+            assert step.total is not None
+            micro = tuple(_numbers(step.norms[k]) for k in range(len(step.sizes)))
+            self.adaptation.measured(StepMeasures(tuple(map(float, step.sizes)), micro, _numbers(step.total)))
+        elif step.pair is not None:
+            now, before, mean = map(_numbers, step.pair)
+            self.adaptation.measured_alone(step.choice.batch_size, now, before, mean)
 
-    def end(self) -> None:
-        """Put the step in progress in the record. If it was not stepped, it tells nothing of the noise."""
-        if (step := self.step) is None:
-            return
-        seconds = self.clock() - self.began_s
+    def _end(self, step: _Step) -> None:
+        """Put the step in the record."""
+        seconds = self._clock() - self._began_s
         lanes = LaneSeconds(seconds, seconds)
-        if self.adapts:
+        if self._adapts:
             self.adaptation.timed(step.choice, lanes)
         self.record.append(replace(step.choice, seconds=lanes))
-        self.step = None
+        self._drop(step)
+
+    def _drop(self, step: _Step) -> None:
+        """Forget a step, if it is the one in progress."""
+        if self._step is step:
+            self._step = None
+            self.gradients.drop()
 
 
 # -- gradients
@@ -435,7 +454,7 @@ class _Before(NamedTuple):
 
     num_samples: int
     norms: list[Tensor]
-    gradients: dict[int, Tensor]  # by the index of their parameter, unscaled
+    gradients: dict[Tensor, Tensor]  # by parameter, unscaled
 
 
 class _Gradients:
@@ -444,9 +463,8 @@ class _Gradients:
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         self._optimizer = optimizer
         self._scaler = scaler
-        self.parameters: list[Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
-        ends = accumulate((len(group["params"]) for group in optimizer.param_groups), initial=0)
-        self._groups = [range(*each) for each in pairwise(ends)]  # indices of their parameters
+        self._num_groups = len(optimizer.param_groups)
+        self._sums: dict[Tensor, Tensor] = {}  # of the step's micro-batches, by parameter
         self._before: _Before | None = None
 
     @property
@@ -457,53 +475,73 @@ class _Gradients:
     def check_groups(self) -> None:
         """Raise ValueError if parameter groups were added."""
         number = len(self._optimizer.param_groups)
-        if number != len(self._groups):
+        if number != self._num_groups:
             raise ValueError(
-                f"optimizer: {number} parameter groups, limit: {len(self._groups)}, as when AdaptiveDataParallel took "
+                f"optimizer: {number} parameter groups, limit: {self._num_groups}, as when AdaptiveDataParallel took "
                 f"it; add groups before that"
             )
 
     def norms(self) -> list[Tensor]:
         """Squared norms of what is in `.grad`, without the scaler's scale, by parameter group."""
-        return self._norms_of(self._found(), self._unscaling)
+        unscaling = self._unscaling**2
+        return [each * unscaling for each in self._norms_of({each: each.grad for each in self._with_gradients()})]
 
-    def add(self, sums: dict[int, Tensor], weight: float) -> None:
-        """Add `.grad` times a weight to sums."""
-        found = self._found()
-        weighed = dict(zip(found, torch._foreach_mul(list(found.values()), weight), strict=True))
-        if both := [each for each in weighed if each in sums]:
-            torch._foreach_add_([sums[each] for each in both], [weighed[each] for each in both])
-        sums |= {**weighed, **sums}
+    def add(self, weight: float, *, is_last: bool) -> None:
+        """Add `.grad` times a weight to the sum; with the last micro-batch, `.grad` becomes the sum."""
+        parameters = self._with_gradients()
+        found = [each.grad for each in parameters]
+        if is_last:
+            weighed = found
+            torch._foreach_mul_(weighed, weight)
+        else:
+            weighed = list(torch._foreach_mul(found, weight))
+        both = [
+            (gradient, self._sums[each])
+            for each, gradient in zip(parameters, weighed, strict=True)
+            if each in self._sums
+        ]
+        if both:
+            torch._foreach_add_(*map(list, zip(*both, strict=True)))
+        self._sums.update(zip(parameters, weighed, strict=True))
         self._before = None  # which was not the step before any more
+        if is_last:
+            for parameter, total in self._sums.items():  # one that this micro-batch did not reach, too
+                parameter.grad = total
+            self._sums = {}
 
-    def put(self, gradients: Mapping[int, Tensor]) -> None:
-        """Have these in `.grad`, and None where there is none."""
-        for k, parameter in enumerate(self.parameters):
-            parameter.grad = gradients.get(k)
+    def clear(self) -> None:
+        """Clear `.grad`, of a micro-batch that was added to the sum."""
+        for parameter in _parameters(self._optimizer):
+            parameter.grad = None
 
-    def paired(self, num_samples: int, norms: list[Tensor], *, is_first: bool) -> tuple[list[Tensor], ...]:
-        """Keep `.grad` for the next step; return squared norms of the step before, and of the mean of both.
+    def drop(self) -> None:
+        """Forget the sum, of a step that is over."""
+        self._sums = {}
 
-        Nothing: the step before tells nothing. norms: of `.grad`. is_first: it is the first time in this step. The
-        gradient that was kept is this step's own otherwise.
+    def paired(self, num_samples: int, norms: list[Tensor], *, is_first: bool) -> tuple[list[Tensor], ...] | None:
+        """Keep `.grad` for the next step; return its squared norms, those of the step before, and of the mean of both.
+
+        None: the step before tells nothing. is_first: it is the first time in this step. The gradient that was kept is
+        this step's own otherwise.
         """
         unscaling = self._unscaling
-        now = {k: gradient * unscaling for k, gradient in self._found().items()}  # copies
+        now = {parameter: parameter.grad * unscaling for parameter in self._with_gradients()}  # copies
         before, self._before = self._before, _Before(num_samples, norms, now)
         if before is None or not is_first or before.num_samples != num_samples:
-            return ()
-        old = before.gradients
-        sums = old | {k: gradient + old[k] if k in old else gradient for k, gradient in now.items()}
-        return before.norms, self._norms_of(sums, 0.5)
+            return None
+        sums = {each: now[each] + before.gradients.get(each, 0) for each in now}
+        sums |= {each: gradient for each, gradient in before.gradients.items() if each not in now}
+        return norms, before.norms, [each / 4 for each in self._norms_of(sums)]
 
     @contextmanager
     def scaled_rates(self, factors: Sequence[float]) -> Generator[None, None, None]:
         """Multiply the learning rates for the time of the block; schedules never see it."""
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
-        for group, factor in zip(groups, factors, strict=True):
-            group["lr"] = group["lr"] * factor
         try:
+            for group, factor in zip(groups, factors, strict=True):
+                if factor != 1:
+                    group["lr"] = group["lr"] * factor
             yield
         finally:
             for group, rate in zip(groups, rates, strict=True):
@@ -511,25 +549,42 @@ class _Gradients:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the gradient that is kept for the next step, with parameters by their index."""
-        before = self._before
-        return None if before is None else {"num_samples": before.num_samples, "gradients": before.gradients}
+        if self._before is None:
+            return None
+        indices = {each: k for k, each in enumerate(_parameters(self._optimizer))}
+        return {
+            "num_samples": self._before.num_samples,
+            "gradients": {indices[each]: gradient for each, gradient in self._before.gradients.items()},
+        }
 
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
         """Take over the gradient of the step before the next."""
+        self.drop()
         self._before = None
-        if saved is not None:
-            found = {k: each.to(self.parameters[k].device, copy=True) for k, each in saved["gradients"].items()}
-            self._before = _Before(saved["num_samples"], self._norms_of(found), found)
+        if saved is None:
+            return
+        parameters = list(_parameters(self._optimizer))
+        found = {parameters[k]: each.to(parameters[k].device, copy=True) for k, each in saved["gradients"].items()}
+        self._before = _Before(saved["num_samples"], self._norms_of(found), found)
 
-    def _found(self) -> dict[int, Tensor]:
-        """Return what is in `.grad`, by the index of its parameter."""
-        return {k: each.grad for k, each in enumerate(self.parameters) if each.grad is not None}
+    def _with_gradients(self) -> list[Any]:
+        return [each for each in _parameters(self._optimizer) if each.grad is not None]
 
-    def _norms_of(self, gradients: Mapping[int, Tensor], factor: float = 1.0) -> list[Tensor]:
-        """Return squared norms of gradients times a factor, by parameter group."""
-        groups = ([gradients[k] for k in group if k in gradients] for group in self._groups)
-        return [square_norms(each) * factor**2 for each in groups]
+    def _norms_of(self, gradients: Mapping[Tensor, Tensor]) -> list[Tensor]:
+        return [
+            square_norms([gradients[each] for each in group["params"] if each in gradients])
+            for group in self._optimizer.param_groups
+        ]
+
+
+def _numbers(norms: Sequence[Tensor]) -> tuple[float, ...]:
+    return tuple(map(float, norms))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 # -- others' methods
@@ -552,15 +607,15 @@ def _lead_step(optimizer: torch.optim.Optimizer, loop: _Loop, undo: ExitStack) -
 
 
 def _only_at_the_last(
-    target: Any, methods: Mapping[str, Callable[[], None] | None], loop: _Loop, undo: ExitStack
+    target: Any, names: Sequence[str], loop: _Loop, undo: ExitStack, then: Callable[[], None] | None = None
 ) -> None:
-    """Have methods do nothing before a step's last micro-batch, until `undo`. What stands by a name is called after it.
+    """Have methods do nothing before a step's last micro-batch, until `undo`. then: is called after them.
 
     The class changes, not the object: a schedule's state dict has whatever is in the object.
     """
     own = type(target)
 
-    def led(name: str, then: Callable[[], None] | None) -> Callable[..., Any]:
+    def led(name: str) -> Callable[..., Any]:
         method = getattr(own, name)
 
         @wraps(method)
@@ -574,8 +629,7 @@ def _only_at_the_last(
 
         return call
 
-    names = {name: led(name, then) for name, then in methods.items()}
-    target.__class__ = type(own.__name__, (own,), {"__module__": own.__module__, **names})
+    target.__class__ = type(own.__name__, (own,), {"__module__": own.__module__, **{name: led(name) for name in names}})
     undo.callback(setattr, target, "__class__", own)
 
 
@@ -594,7 +648,7 @@ def _check_model(model: Any, optimizer: Any) -> None:
             "optimizer: another AdaptiveDataParallel has it, limit: one; close() that one, or make a new one"
         )
     own = set(model.parameters())
-    num_others = sum(each not in own for group in optimizer.param_groups for each in group["params"])
+    num_others = sum(each not in own for each in _parameters(optimizer))
     if num_others:
         raise ValueError(
             f"optimizer: {num_others} of its parameters are not the model's, limit: 0; make the optimizer with "

@@ -95,8 +95,10 @@ class GradientAccumulation(torch.optim.Optimizer):
         if closure is not None:
             if len(self._losses) < self.accumulated:
                 raise ValueError(f"closures: {len(self._losses)}, micro-batches: {self.accumulated}; give all or none")
-            loss = self._evaluate(closure)
+            with torch.enable_grad():
+                loss = closure()
             self._closures.append(closure)
+            self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
         if "found_inf" in vars(self):  # for the time of this call, by GradScaler.step
             self._unscale()
         self.accumulated += 1
@@ -104,16 +106,20 @@ class GradientAccumulation(torch.optim.Optimizer):
         if self.accumulated < self.steps:
             return loss
         try:
-            for parameter, gradient in self._unscaled.items():
-                parameter.grad = gradient
-            if self._found_inf:
-                return None
-            self._average()
-            found = self.optimizer.step() if closure is None else self.optimizer.step(self._whole)
-            self.stepped = True
-            return found
+            return self._step_with_all(closure)
         finally:
             self._begin()
+
+    def _step_with_all(self, closure: Closure | None) -> Any:
+        """Step the wrapped optimizer, unless a GradScaler found a gradient that is not finite."""
+        for parameter, gradient in self._unscaled.items():
+            parameter.grad = gradient
+        if self._found_inf:
+            return None
+        self._average()
+        found = self.optimizer.step() if closure is None else self.optimizer.step(self._whole())
+        self.stepped = True
+        return found
 
     def _parameters(self) -> Iterator[Tensor]:
         for group in self.optimizer.param_groups:
@@ -144,23 +150,22 @@ class GradientAccumulation(torch.optim.Optimizer):
 
     # --- closures ---
 
-    def _evaluate(self, closure: Closure) -> Any:
-        """Evaluate a micro-batch."""
-        with torch.enable_grad():
-            loss = closure()
-        self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
-        return loss
+    def _whole(self) -> Closure:
+        """The closure of the whole step. Its first evaluation was that of the micro-batches, one after the other."""
+        is_evaluated = True
 
-    def _whole(self) -> Any:
-        """Evaluate the whole step, as its closure. The first time that is done, one micro-batch after the other."""
-        if not self._losses:
-            self._evaluate_again()
-        losses, self._losses = self._losses, []
-        if any(loss is None for loss in losses):
-            return None
-        return sum(losses) / (self.steps if self.reduction == "mean" else 1)
+        def whole() -> Any:
+            nonlocal is_evaluated
+            if not is_evaluated:
+                self._evaluate()
+            is_evaluated = False
+            if any(loss is None for loss in self._losses):
+                return None
+            return sum(self._losses) / (self.steps if self.reduction == "mean" else 1)
 
-    def _evaluate_again(self) -> None:
+        return whole
+
+    def _evaluate(self) -> None:
         """Evaluate all micro-batches at the weights that the wrapped optimizer tries."""
         num_distinct = len({_data_of(closure) for closure in self._closures})
         if num_distinct < self.steps:
@@ -168,9 +173,11 @@ class GradientAccumulation(torch.optim.Optimizer):
                 f"{type(self.optimizer).__name__} evaluates again: {num_distinct} closures, micro-batches: {self.steps}"
                 "; give each its data, functools.partial(closure, x, y), and resume where accumulated is 0"
             )
-        self.accumulated = 0
+        self.accumulated, self._losses = 0, []
         for closure in self._closures:
-            self._evaluate(closure)  # its zero_grad() clears before the first one only
+            with torch.enable_grad():
+                loss = closure()  # its zero_grad() clears before the first one only
+            self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
             self.accumulated += 1
         self._average()
 

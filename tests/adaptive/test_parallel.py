@@ -150,6 +150,7 @@ def weights(model):
 
 SPLITS = ((4, 2), (16, 4), (7, 3), (8, 1), (8, 1), (5, 2), (16, 5))  # 64 samples
 OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05),
     "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adamw": partial(torch.optim.AdamW, lr=0.01),
     "tensor lr": partial(torch.optim.AdamW, lr=torch.tensor(0.01)),
@@ -170,6 +171,15 @@ def test_steps_of_any_sizes_are_those_of_plain_pytorch(name):
     assert [(each.batch_size, each.micro_batches) for each in model.steps] == list(SPLITS)
     assert any(factor != 1 for each in model.steps for factor in each.factors)
     plainly(models[1], second, data, model.steps)
+    assert torch.equal(weights(models[0]), weights(models[1]))
+
+
+def test_micro_batches_of_one_size_have_the_bits_of_weighed_losses():
+    data, models = regression(16), [mlp(), mlp()]
+    train(wrapped(models[0], loader_of(*data, batch_size=16, most=16), splits=[(16, 4)]), num_steps=1)
+    for x, y in zip(*(each.chunk(4) for each in data), strict=True):
+        (F.mse_loss(models[1](x), y) * 0.25).backward()
+    torch.optim.SGD(models[1].parameters(), lr=0.1).step()
     assert torch.equal(weights(models[0]), weights(models[1]))
 
 
@@ -286,6 +296,20 @@ def test_the_noise_has_the_golden_numbers():
     assert [each.factors[0] for each in model.steps] == [1.0, 1.0, pytest.approx(1.5), pytest.approx(2.00100100)]
 
 
+@pytest.mark.rest
+def test_a_quadratic_with_noise_of_a_known_size_tells_it():
+    num, size, sigma = 32, 8, 2.0
+    data = torch.randn(4000, num, generator=torch.Generator().manual_seed(3)) * sigma
+    loader = loader_of(data, batch_size=size, most=size)
+    model = wrapped(Vector(*[1.0] * num), loader, lr=0.0)
+    for (x,) in loader:
+        descend(model, ((model.weight - x) ** 2 / 2).sum(dim=1).mean())
+    assert model.noise_scale == pytest.approx(sigma**2, rel=0.05)  # num * sigma**2 / |w|**2
+    ((sqr,), (var,)) = noise_of(model)
+    assert sqr == pytest.approx(num, rel=0.03)
+    assert var == pytest.approx(num * sigma**2 / size, rel=0.03)
+
+
 @pytest.mark.parametrize("clips", [False, True], ids=["plain", "clipped"])
 def test_a_step_of_one_micro_batch_takes_the_step_before_as_a_second_one(clips):
     """A pair of gradients as they are before they are clipped."""
@@ -308,19 +332,23 @@ def test_a_step_of_one_micro_batch_takes_the_step_before_as_a_second_one(clips):
     assert [each.gain for each in model.steps] == [1.0] * 6
 
 
-@pytest.mark.parametrize(
-    ("splits", "known"),
-    [
-        (((4, 1), (4, 1), (2, 1)), [0, 1, 1]),  # of other sizes
-        (((4, 1), (4, 2), (4, 1), (4, 1)), [0, 1, 1, 2]),  # the second has its own noise, and is no half of a pair
-    ],
-)
-def test_two_steps_of_one_micro_batch_and_one_size_are_a_pair(splits, known):
-    model, found = wrapped(mlp(), loader_of(*regression(20), most=16), splits=splits), []
-    for num_steps in range(1, len(splits) + 1):
+def test_steps_of_other_sizes_are_no_pair():
+    loader = loader_of(inputs(14))  # 4, 4, 4, 2
+    model = wrapped(Vector(0.0, 0.0, 0.0), loader, lr=0.0)
+    known = []
+    for (x,) in loader:
+        descend(model, model(x).mean())
+        known.append(model.checkpoint()["adaptation"]["num_measured"])
+    assert known == [0, 1, 2, 2]
+
+
+def test_a_step_of_several_micro_batches_is_no_half_of_a_pair():
+    model = wrapped(mlp(), loader_of(*regression(20), most=16), splits=((4, 1), (4, 2), (4, 1), (4, 1)))
+    known = []
+    for num_steps in range(1, 5):
         train(model, num_steps=num_steps)
-        found.append(model.checkpoint()["adaptation"]["num_measured"])
-    assert found == known
+        known.append(model.checkpoint()["adaptation"]["num_measured"])
+    assert known == [0, 1, 1, 2]
 
 
 @covering(bad=[math.inf, math.nan], micro_batches=[1, 2], strength=1)
@@ -398,47 +426,97 @@ def test_a_warm_up_counts_without_autoscaling():
     assert [each.factors[0] for each in model.steps] == [0.0, 0.25, 0.5, 0.75]
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_the_minimum_of_rosenbrocks_function_is_found(noise):
+    """As AdaptDL tests its rules: from (1, 1.5) with a learning rate of 0.001; with momentum."""
+    factors = torch.normal(1.0, noise, (4 + 8 * 999, 2), generator=torch.Generator().manual_seed(0))
+    point = Vector(1.0, 1.5)
+    optimizer = torch.optim.SGD(point.parameters(), lr=0.001, momentum=0.9)
+    schedule = schedules.MultiStepLR(optimizer, [1000])
+    loader = loader_of(factors, batch_size=4, most=8)
+    replaying(loader, record((4, 2), *[(8, 2)] * 999))
+    model = AdaptiveDataParallel(point, optimizer, schedule, loader=loader)
+    for x, y in ((each[:, 0], each[:, 1]) for (each,) in loader):
+        a, b = point.weight
+        descend(model, (x * (1 - a) ** 2 + y * 100 * (b - a**2) ** 2).mean())
+        schedule.step()
+        if torch.allclose(point.weight, torch.ones(2), atol=0.01):
+            break
+    assert 100 < len(model.steps) < 950
+
+
 # -- choices
 
 
-def test_batches_grow_where_a_micro_batch_costs_more_than_its_samples_and_epochs_end_by_progress():
-    loader, clock = loader_of(*regression(256), batch_size=8, most=64, shuffle=True), Clock()
-    model = wrapped(mlp(), loader, lr=0.05, clock=clock)
-    train(model, epochs=3, clock=clock)
+def adapting(num=256, *, size=8, most=64, epochs=3, optimizer="sgd", replay=(), **kwargs):
+    """A run whose batches are chosen by the seconds of a clock of the test."""
+    loader = loader_of(*regression(num), batch_size=size, most=most, shuffle=True)
+    clock, network = Clock(), mlp()
+    optimizer = OPTIMIZERS[optimizer](network.parameters())
+    model = AdaptiveDataParallel(network, optimizer, loader=replaying(loader, replay), clock=clock, **kwargs)
+    train(model, epochs=epochs, clock=clock)
+    return model, loader
+
+
+def test_batches_grow_where_a_micro_batch_costs_more_than_its_samples():
+    model, loader = adapting()
     sizes = [each.batch_size for each in model.steps]
     assert sizes[:8] == [8] * 8  # until noise and seconds are known
     assert max(sizes) > 16
     assert all(8 <= each <= 64 or k == len(sizes) - 1 for k, each in enumerate(sizes) if each >= 8)
     assert all(each.micro_batches >= 2 for each in model.steps)
     assert {each.goodput is None for each in model.steps[:8]} == {True}
-    grown, last = next(each for each in model.steps if each.batch_size > 8), model.steps[-1]
-    assert last.goodput > 0
+    assert model.steps[-1].goodput > 0
+    grown = next(each for each in model.steps if each.batch_size > 8)
     assert 1 < grown.factors[0] <= grown.batch_size / 8
     assert model.steps[3].seconds.step_s == pytest.approx(2 + 0.008)
     assert loader.epoch == 3
-    assert last.progress < 3 * 256 / 8 <= model.progress + 1e-6
+
+
+def test_epochs_end_by_progress():
+    model, _ = adapting()
+    assert model.progress >= 3 * 256 / 8 - 1e-6
+    assert model.steps[-1].progress < 3 * 256 / 8
     assert model.progress == pytest.approx(math.fsum(each.gain for each in model.steps))
     assert len(model.steps) < 3 * 256 / 8
+    last = model.steps[-1]
     assert (model.scale, model.gain) == (last.batch_size / 8, last.gain)
 
 
-def test_an_iterable_without_a_length_is_read_once_per_epoch_in_micro_batches_within_the_bounds():
+def test_bounds_of_a_micro_batch_are_kept():
+    loader = loader_of(*regression(256), batch_size=8)
+    loader.autoscale_batch_size(64, local_bsz_bounds=(2, 6))
+    clock, seen = Clock(), []
+    model = wrapped(mlp(), loader, lr=0.05, clock=clock)
+    train(model, epochs=2, clock=clock, seen=seen)
+    assert {2 <= len(each) <= 6 for each in seen} == {True}
+    assert max(each.batch_size for each in model.steps) > 8
+
+
+def test_an_iterable_without_a_length_is_read_once_per_epoch():
     class Flow(IterableDataset):
         def __iter__(self):
             return zip(*regression(100), strict=True)
 
     loader = AdaptiveDataLoader(Flow(), 8)
-    loader.autoscale_batch_size(32, local_bsz_bounds=(2, 6))
+    loader.autoscale_batch_size(32)
     clock, seen = Clock(), []
     model = wrapped(mlp(), loader, lr=0.05, clock=clock)
     train(model, epochs=2, clock=clock, seen=seen)
     assert torch.equal(torch.cat(seen), regression(100)[0].repeat(2, 1))
-    assert {2 <= len(each) <= 6 for each in seen} == {True}
-    assert max(each.batch_size for each in model.steps) > 8
     assert sum(each.batch_size for each in model.steps) == 200
 
 
 # -- replay and restarts
+
+
+@pytest.mark.parametrize("name", [pytest.param("momentum", marks=pytest.mark.rest), "adamw"])
+def test_a_replay_has_the_bits_of_the_run_that_it_repeats(name):
+    first, _ = adapting(optimizer=name)
+    second, _ = adapting(optimizer=name, replay=first.steps)
+    assert second.steps == first.steps
+    assert torch.equal(weights(first), weights(second))
 
 
 class Training:
@@ -464,31 +542,32 @@ def through_a_file(saved):
     return torch.load(file)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "adapts", "num_steps"),
-    [
-        ("momentum", True, 1),
-        pytest.param("momentum", True, 20, marks=pytest.mark.rest),
-        pytest.param("adamw", True, 1, marks=pytest.mark.rest),
-        ("adamw", True, 7),
-        ("adamw", True, 20),
-        pytest.param("adamw", False, 1, marks=pytest.mark.rest),
-        ("adamw", False, 33),
-    ],
-)
-def test_an_interrupted_run_goes_on_exactly(optimizer, adapts, num_steps):
-    """Where batches adapt, those of the first run are replayed."""
-    whole = Training(optimizer=optimizer, adapts=adapts).train().model
-    assert adapts == (len({each.batch_size for each in whole.steps}) > 1)
-    again = partial(Training, whole.steps if adapts else (), optimizer=optimizer, adapts=adapts)
-    begun, resumed = again().train(num_steps).model, again()
-    resumed.model.restore(through_a_file(begun.checkpoint()))
-    assert len(resumed.model.steps) == num_steps < len(whole.steps)
-    resumed = resumed.train().model
-    assert resumed.steps == whole.steps
-    assert torch.equal(weights(resumed), weights(whole))
-    assert resumed.lr_scheduler.state_dict() == whole.lr_scheduler.state_dict()
-    assert resumed.noise_scale == whole.noise_scale  # where none adapts, the gradient of the step before was saved
+@covering(optimizer=["momentum", "adamw"], num_steps=[1, 7, 20], strength=1)
+def test_an_interrupted_run_goes_on_exactly(optimizer, num_steps):
+    whole = Training(optimizer=optimizer).train()
+    assert len(whole.model.steps) > 20
+    assert len({each.batch_size for each in whole.model.steps}) > 1
+    begun = Training(whole.model.steps, optimizer=optimizer).train(num_steps)
+    resumed = Training(whole.model.steps, optimizer=optimizer)
+    resumed.model.restore(through_a_file(begun.model.checkpoint()))
+    assert len(resumed.model.steps) == num_steps
+    resumed.train()
+    assert resumed.model.steps == whole.model.steps
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    assert resumed.model.lr_scheduler.state_dict() == whole.model.lr_scheduler.state_dict()
+    assert resumed.model.noise_scale == whole.model.noise_scale
+
+
+@pytest.mark.parametrize("num_steps", [pytest.param(1, marks=pytest.mark.rest), 33])
+def test_an_interrupted_run_that_does_not_adapt_goes_on_exactly(num_steps):
+    whole = Training(adapts=False).train()
+    assert len(whole.model.steps) == 96
+    resumed = Training(adapts=False)
+    resumed.model.restore(through_a_file(Training(adapts=False).train(num_steps).model.checkpoint()))
+    resumed.train()
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    assert resumed.model.noise_scale == whole.model.noise_scale  # the gradient of the step before was saved
+    assert resumed.model.steps == whole.model.steps
 
 
 def test_the_record_goes_on_in_other_batches_after_a_restart():
@@ -664,20 +743,40 @@ def assert_as_plain(model):
     assert torch.equal(weights(model), weights(expected))
 
 
-@pytest.mark.parametrize("without", ["gradient", "step"])
-def test_a_step_is_left_out_where_a_micro_batch_has_no_gradient_or_the_last_one_no_step(without):
-    model, same = three_micro_batches(), []
-    before = weights(model)
+def test_two_backward_passes_in_one_micro_batch_of_several_are_refused():
+    model = three_micro_batches()
+    x, y = next(_ := iter(model.loader))
+    loss = F.mse_loss(model(x), y)
+    loss.backward(retain_graph=True)
+    with refused(RuntimeError, says="backward() 1 3"):
+        loss.backward()
+
+
+def test_a_step_is_left_out_with_a_micro_batch_without_a_gradient():
+    model = three_micro_batches()
+    before, seen = weights(model), []
     for k, (x, y) in enumerate(model.loader):
         model.optimizer.zero_grad()
-        if (without, k) != ("gradient", 1):
+        if k != 1:
             F.mse_loss(model(x), y).backward()
-        if (without, k) != ("step", 2):
-            model.optimizer.step()
-        same.append(torch.equal(weights(model), before))
-    assert same == [True, True, True, True, True, False]
-    assert [each.step for each in model.steps] == [0, 1]
+        model.optimizer.step()
+        seen.append(torch.equal(weights(model), before))
+    assert seen == [True, True, True, True, True, False]
+    assert len(model.steps) == 2
     assert model.checkpoint()["adaptation"]["num_measured"] == 1
+
+
+def test_a_step_is_left_out_where_the_loop_goes_on_without_stepping():
+    model = three_micro_batches()
+    before = weights(model)
+    for k, (x, y) in enumerate(model.loader):
+        loss = F.mse_loss(model(x), y)
+        if k == 2:
+            continue
+        descend(model, loss)
+        assert k > 4 or torch.equal(weights(model), before)
+    assert not torch.equal(weights(model), before)
+    assert [each.step for each in model.steps] == [0, 1]
 
 
 def test_a_batch_is_read_again_if_the_loop_is_left_within_it():
@@ -703,6 +802,15 @@ def test_an_iteration_that_was_left_may_end_at_any_time():
         descend(model, F.mse_loss(model(x), y))
     assert [each.step for each in model.steps] == [0, 1]
     assert_as_plain(model)
+
+
+def test_a_second_backward_pass_of_a_batch_that_does_not_adapt_ends_with_it():
+    loader = loader_of(*regression(16))
+    model = wrapped(mlp(), loader)
+    for x, y in loader:
+        descend(model, F.mse_loss(model(x), y))
+        model(x).mean().backward()
+    assert model.checkpoint()["loader"] == loader.state_dict()
 
 
 def test_a_batch_is_read_again_if_the_loop_raises_within_it():
@@ -743,6 +851,13 @@ def test_what_is_done_with_the_model_outside_of_the_loop_counts_nothing():
         model.optimizer.step()
     train(model)
     assert_as_plain(model)
+
+
+def test_a_second_step_for_one_batch_is_refused():
+    model = three_micro_batches()
+    train(model, num_steps=1)
+    with refused(RuntimeError, says="twice"):
+        model.optimizer.step()
 
 
 def test_a_backward_pass_that_failed_is_forgotten():
@@ -842,10 +957,16 @@ def test_what_does_not_belong_together_is_refused():
     refuses(TypeError, "scaling_rule: ScalingRule", scaling_rule=AdaScale)
     del optimizer.param_groups[0]["lr"]
     refuses(ValueError, "optimizer: SGD 'lr'", network, optimizer)
+
+
+def test_a_loader_and_an_optimizer_have_one_wrapper():
     model = wrapped(mlp(), loader_of(*regression(), most=16))
     refuses(ValueError, "loader:", loader=model.loader)
     refuses(ValueError, "optimizer: AdaptiveDataParallel", model.module, model.optimizer)
     refuses(ValueError, "model: AdaptiveDataParallel", model, model.optimizer)
+
+
+def test_a_record_of_something_else_is_refused():
     loader = loader_of(*regression(), most=16)
     two = StepChoice(step=0, batch_size=4, micro_batches=2, factors=(1.0, 1.0))
     refuses(ValueError, "replay: factors 2", loader=replaying(loader, [two]))
@@ -861,19 +982,11 @@ def test_groups_that_were_added_are_refused():
         optimizer.step()
 
 
-def test_one_backward_and_one_step_without_a_closure_for_each_micro_batch():
+def test_a_closure_is_refused_where_batches_adapt():
     model = three_micro_batches()
-    x, y = next(_ := iter(model.loader))
+    next(_ := iter(model.loader))
     with refused(says="closure"):
         model.optimizer.step(lambda: None)
-    loss = F.mse_loss(model(x), y)
-    loss.backward(retain_graph=True)
-    with refused(RuntimeError, says="backward() 1 3"):
-        loss.backward()
-    model = three_micro_batches()
-    train(model, num_steps=1)
-    with refused(RuntimeError, says="twice"):
-        model.optimizer.step()
 
 
 def test_autoscaling_comes_first():

@@ -206,17 +206,23 @@ def test_gradients_add_up_in_place_until_the_step():
     assert torch.equal(gradient, 2 * torch.autograd.grad(once, model.weight)[0])
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_loop_may_clear_after_its_step_and_gradients_may_stay_where_they_are(set_to_none):
+def test_a_loop_may_clear_after_its_step():
     model, optimizer = wrapped()
     for samples in micro(batches()):
         model(samples).mean().backward()
-        gradient = model.weight.grad
         optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
-    assert model.weight.grad is (None if set_to_none else gradient)
-    assert set_to_none or not gradient.any()
+        optimizer.zero_grad()
+    assert model.weight.grad is None
     assert_equal((model, optimizer), undivided())
+
+
+def test_gradients_may_stay_where_they_are():
+    model, optimizer = wrapped()
+    train(model, optimizer, micro(batches()))
+    gradient = model.weight.grad
+    optimizer.zero_grad(set_to_none=False)
+    assert model.weight.grad is gradient
+    assert not gradient.any()
 
 
 def test_an_optimizer_of_old_takes_no_arguments():
@@ -325,6 +331,14 @@ def test_a_schedule_counts_steps(name, way):
     assert_equal((model, optimizer), expected)
 
 
+def test_a_plateau_is_watched_as_ever():
+    optimizer = wrapped()[1]
+    schedule = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    schedule.step(1.0)
+    schedule.step(2.0)
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0.005
+
+
 # --- states ---
 
 
@@ -388,12 +402,18 @@ def test_warm_moments_come_from_a_plain_optimizer_and_go_to_one():
     assert_equal((again, last), undivided())
 
 
-def test_a_warm_optimizer_may_be_wrapped_and_between_steps_another_number_may_go_on():
-    inputs = batches()
+def test_a_warm_optimizer_may_be_wrapped():
     model, inner = unwrapped()
-    train(model, inner, inputs[:1])
+    train(model, inner, batches()[:2])
     optimizer = GradientAccumulation(inner, 4)
-    train(model, optimizer, micro(inputs[1:2], 4))
+    train(model, optimizer, micro(batches()[2:]))
+    assert_equal((model, optimizer), undivided())
+
+
+def test_between_steps_another_number_may_go_on():
+    inputs = batches()
+    model, optimizer = wrapped(steps=4)
+    train(model, optimizer, micro(inputs[:2], 4))
     resumed, other = resumed_from(model, optimizer, steps=2)
     assert other.steps == 2
     train(resumed, other, micro(inputs[2:], 2))
