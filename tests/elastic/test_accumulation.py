@@ -528,6 +528,40 @@ def test_a_closure_may_return_no_tensor(loss):
     assert [optimizer.step(lambda: loss) for _ in range(8)] == [loss] * 8
 
 
+def test_a_loss_that_is_missing_makes_that_of_the_step_missing():
+    optimizer = wrapped("sgd")[1]
+    assert [optimizer.step(lambda loss=loss: loss) for loss in (None, 3, 3, 3)] == [None, 3, 3, None]
+
+
+def test_a_closure_that_raised_is_not_evaluated_again():
+    found = []
+    for fails in (False, True):
+        model = Linear().double()
+        optimizer = GradientAccumulation(torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3), 2)
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(lambda: 1 / 0)
+        for part in batches(1)[0].double().chunk(2):
+            optimizer.step(partial(square, model, optimizer, part, "mean"))
+        found.append(model.weight.detach())
+    assert torch.equal(*found)
+
+
+def test_a_state_within_a_step_has_values_of_losses_which_nobody_changes_later():
+    model, optimizer = wrapped("sgd")
+    first, second, third, _ = micro(batches(1))
+    for part in (first, second):
+        optimizer.step(partial(evaluate, model, optimizer, part))
+    saved = optimizer.state_dict()
+    losses = saved["accumulation"]["losses"]
+    assert not any(each.requires_grad for each in losses)
+    resumed, other = wrapped("sgd")
+    other.load_state_dict(saved)
+    optimizer.step(partial(evaluate, model, optimizer, third))
+    other.step(partial(evaluate, resumed, other, third))
+    assert len(losses) == 2
+
+
 def test_closures_of_a_resumed_step():
     model, optimizer = wrapped("sgd")
     parts = micro(batches(1))
