@@ -99,7 +99,8 @@ class Shadow:
         Of a tensor on meta no more than that it is there. runs_as_it_is: leave out a module, by path. has_kinds: of
         what is neither plain nor a tensor, tell its class.
         """
-        ends = {id(module) for path, module in self._paths.items() if path and runs_as_it_is(path)}
+        ends = {id(self)}  # which the calls of its modules hold, and with it the model's own weights, which train
+        ends |= {id(module) for path, module in self._paths.items() if path and runs_as_it_is(path)}
         ends |= {id(tensor) for each in self._paths.values() for tensor in _tensors(each).values()}
         return {
             where: told

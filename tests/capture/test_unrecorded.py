@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hydra_engine import Callback, Model, ModelTask
-from hydra_engine.capture.shadow import Caches
+from hydra_engine.capture.shadow import Caches, Shadow
 from tests import exact, reference, zoo
 from tests.any_model import harness
 
@@ -280,6 +280,15 @@ def test_caches_of_functions_hold_nothing_that_was_recorded():
     positions.cache_clear()
     Model(Cached(), example=torch.ones(2, 6))
     assert not positions(6).is_meta
+
+
+def test_a_recording_while_weights_are_updated_sees_none_of_them():
+    model = Three()
+    shadow = Shadow(model)
+    before = shadow.left(lambda path: True)
+    with torch.no_grad():
+        model.a.weight.add_(1)
+    assert shadow.left(lambda path: True) == before
 
 
 class CachedAndLeaves(Cached):
