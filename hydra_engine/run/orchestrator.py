@@ -687,6 +687,8 @@ class ModelOrchestrator(Opaque):
                     report = Report(makespan_s=0.0, tasks={}, devices=[], host=site.host, checkpoints=saved)
                 messages += [text for each in trained for text in (*each.reader.messages, *each.doubts)]
                 messages += [] if run is None else [*run.workers.messages, *run.messages]
+                # With a process's first optimizer torch imports its compiler, and keeps the frames of who made it.
+                run = None
                 messages += tasks.unclaimed(found, messages)
                 self.report = tasks.joined(report, list(dict.fromkeys(messages)))
         failed = [task for task in self.report.tasks.values() if task.status == FAILED]
