@@ -352,24 +352,6 @@ class HostWork:
         if task.end.goes_back and not self._common.is_interrupted:
             self._common.go_back(task)
 
-    def forget(self, task: RunningTask) -> None:
-        """End the threads of a task that is quiet, and keep its report alone."""
-        self._common.pool.submit(self._forgotten, task)  # a loader's iterator, too: its end may take a while
-
-    def _forgotten(self, task: RunningTask) -> None:
-        try:
-            task.notifier.close()
-            if not task.planned.reader.close():
-                return  # the run's end says so
-        except Exception as error:  # of the iterator, whose batches were all that mattered
-            warn(f"hydra_engine: {task.name}: its loader's iterator raised as it was closed: {error}")
-        self._common.later(partial(self._let_go, task))
-
-    def _let_go(self, task: RunningTask) -> None:
-        if self._common.tasks.get(task.name) is task:  # and none that goes on in its place
-            del self._common.tasks[task.name]
-            self._common.forgotten[task.name] = task.report
-
 
 # -- in a pool
 

@@ -43,7 +43,6 @@ class RunOver(Exception):
 
 
 # Past 300 lines: a device's whole stay, from its opening to its report.
-# More than 15 attributes: of devices that open, are open, leave and have left, each is of one moment.
 class Workers:
     """The department of devices. They come in any thread, and each one that leaves has a thread that waits for it."""
 
@@ -52,12 +51,10 @@ class Workers:
         common: Common,
         pool: DevicePool,
         planned_for: Sequence[DeviceSpec],
-        decide: Callable[[], None],
         *,
         trains: bool,
     ) -> None:
-        """`planned_for`: devices that the run begins with. decide: has decided what a lane has told, in that lane."""
-        self._decide = decide
+        """`planned_for`: devices that the run begins with."""
         self._common = common
         self.pool = pool
         first = {id(spec) for spec in planned_for}
@@ -67,7 +64,6 @@ class Workers:
         self.first_specs = list(planned_for)
         self.min_devices = pool.limits.min_devices if trains else 1
         self._may_wait = trains  # for devices that may come
-        self.messages: list[str] = []  # about devices that have failed
         self._open: dict[int, Worker] = {}  # until they are closed
         self._past: dict[int, DeviceReport] = {}  # of those that were here before
         self._admitted: dict[str, TaskState] = {}
@@ -120,7 +116,7 @@ class Workers:
         def give_way(homes: Sequence[tuple[str, int]]) -> None:
             common.later(partial(moves.give_way, homes))
 
-        return Worker(index, device, common.trace, common.events.leave, self._decide, give_way)
+        return Worker(index, device, common.trace, common.events.leave, common.events.help, give_way)
 
     # -- devices come and go
 
@@ -191,7 +187,7 @@ class Workers:
         """Take out a device that has failed; end the run where that is one too many, or nothing may come instead."""
         if index in self.specs:  # else it was counted with its first unit that failed
             name = self.pool.fail(index)
-            self.messages.append(f"{name} was taken out: {error}")
+            self._common.messages.append(f"{name} was taken out: {error}")
             self.homes.lose(error)
             self._remove(index, None)
         goes_on = self.pool.may_go_on and (self._may_wait or self.specs)
