@@ -435,7 +435,6 @@ class Loans:
             pass
 
 
-# Past 300 lines: the stations of a task that comes, in several threads.
 class Joining:
     """The department of tasks that come."""
 
@@ -556,7 +555,7 @@ class Joining:
             if station is not Station.TRAINING:
                 _ends_there(task, report)
             if station is Station.DROPPED:
-                task.end.stop("stop_task() was called")
+                task.end.order(pauses=False)
                 task.end.write(task.report)
                 task.notifier.end()
         except Exception as error:
@@ -672,10 +671,7 @@ class Joining:
         self._common.tasks[planned.name] = task
         self._saves.began(task)
         if (pauses := self.wants_end.pop(planned.name, None)) is not None:
-            if pauses:
-                end.pause("pause_task() was called", at_once=False)
-            else:
-                end.stop("stop_task() was called")
+            end.order(pauses=pauses)
         planned.reader.start(self._common.events.put, self._common.host.intra_op_threads, partial(self._set_up, task))
         self._feeds.await_loader(planned)
         self._feeds.await_callbacks(task)
@@ -726,28 +722,31 @@ class Joining:
     def _begin(self, task: RunningTask) -> None:
         task.life = Life.TRAINING
         task.figures.begin()
-        planned, state, num_steps = task.planned, task.state, task.feed.num_steps
-        self._common.due.append(
-            TaskAdded(
-                task=planned.name,
-                units=task.units,
-                num_steps=None if num_steps is None else max(0, num_steps - task.report.steps),
-                reads_ahead=not state.observed.draws,
-                early_release=bool(state.pool.early_release),
-                priority=planned.task.priority,
-                weight=planned.task.weight,
-                reads_last=not planned.task.read_ahead,
-                group=planned.task.group,
-                quota=None if self._quotas is None else self._quotas.of(planned.task),
-                min_devices=planned.task.min_devices,
-                max_devices=planned.task.max_devices,
-                adapts=planned.task.adapts,
-            )
-        )
+        self._common.due.append(_added(task, None if self._quotas is None else self._quotas.of(task.planned.task)))
         self._workers.homes.begin(task)
         self._host_work.widen(task)  # over devices that came since it was planned
         if task.end.ending is not None:  # meanwhile
-            self._common.events.put(TaskStopped(planned.name, is_paused=task.end.is_paused))  # once it is known
+            self._common.events.put(TaskStopped(task.name, is_paused=task.end.is_paused))  # once it is known
+
+
+def _added(task: RunningTask, quota: int | None) -> TaskAdded:
+    """Return what the scheduler has to know of a task that begins."""
+    trained, state, num_steps = task.planned.task, task.state, task.feed.num_steps
+    return TaskAdded(
+        task=task.name,
+        units=task.units,
+        num_steps=None if num_steps is None else max(0, num_steps - task.report.steps),
+        reads_ahead=not state.observed.draws,
+        early_release=bool(state.pool.early_release),
+        priority=trained.priority,
+        weight=trained.weight,
+        reads_last=not trained.read_ahead,
+        group=trained.group,
+        quota=quota,
+        min_devices=trained.min_devices,
+        max_devices=trained.max_devices,
+        adapts=trained.adapts,
+    )
 
 
 def _ends_there(task: RunningTask, report: TaskReport) -> None:

@@ -209,10 +209,7 @@ class EngineRun:
         if task is not None and task.end.goes_back:
             self.joining.wants_end[name] = pauses
         elif task is not None and not task.is_ending and task.end.ending is None:
-            if pauses:
-                task.end.pause("pause_task() was called", at_once=False)
-            else:
-                task.end.stop("stop_task() was called")
+            task.end.order(pauses=pauses)
             self._common.due.append(TaskStopped(name, is_paused=pauses))
 
     def forget(self, task: str) -> None:

@@ -42,7 +42,6 @@ class RunOver(Exception):
     """Nobody trains any more, and devices are closed."""
 
 
-# Past 300 lines: a device's whole stay, from its opening to its report.
 class Workers:
     """The department of devices. They come in any thread, and each one that leaves has a thread that waits for it."""
 
@@ -322,23 +321,7 @@ class Workers:
         return [now[index] for index in sorted(now)]
 
     def _report(self, worker: Worker) -> DeviceReport:
-        """Report the work of a device, with what it did when it was in before."""
-        trace, device, timing = self._common.trace, worker.device, worker.timing
-        peak_bytes = device.ledger.peak_bytes
-        if (before := self._past.get(worker.index)) is not None:
-            peak_bytes = max(before.peak_bytes, peak_bytes)
-            timing = Timing((before.launch_s or 0.0) + timing.launch_s, (before.device_s or 0.0) + timing.device_s)
-        return DeviceReport(
-            name=device.name,
-            busy_s=trace.busy_s(device.name, COMPUTE) + trace.busy_s(device.name, UPDATE),
-            loaded_bytes=trace.bytes_moved(device.name, LOAD),
-            stored_bytes=trace.bytes_moved(device.name, STORE),
-            peak_bytes=peak_bytes,
-            memory_bytes=device.ledger.memory_bytes,
-            launch_s=timing.launch_s if timing.device_s else None,
-            device_s=timing.device_s or None,
-            homed_bytes=max(worker.homes.peak_bytes, 0 if before is None else before.homed_bytes),
-        )
+        return _reported(worker, self._common.trace, self._past.get(worker.index))
 
     def update(self, index: int, label: str, job: Callable[[], None]) -> None:
         """Update a shard that is at home on a device."""
@@ -358,6 +341,26 @@ class Workers:
     def _run(self, instruction: Run) -> None:
         self._common.tasks[instruction.unit.task].state.progress.begin(instruction.unit)
         self._open[instruction.device].run(instruction.unit)
+
+
+def _reported(worker: Worker, trace: Trace, before: DeviceReport | None) -> DeviceReport:
+    """Report the work of a device, with what it did when it was in before."""
+    device, timing = worker.device, worker.timing
+    peak_bytes, homed_bytes = device.ledger.peak_bytes, worker.homes.peak_bytes
+    if before is not None:
+        peak_bytes, homed_bytes = max(before.peak_bytes, peak_bytes), max(before.homed_bytes, homed_bytes)
+        timing = Timing((before.launch_s or 0.0) + timing.launch_s, (before.device_s or 0.0) + timing.device_s)
+    return DeviceReport(
+        name=device.name,
+        busy_s=trace.busy_s(device.name, COMPUTE) + trace.busy_s(device.name, UPDATE),
+        loaded_bytes=trace.bytes_moved(device.name, LOAD),
+        stored_bytes=trace.bytes_moved(device.name, STORE),
+        peak_bytes=peak_bytes,
+        memory_bytes=device.ledger.memory_bytes,
+        launch_s=timing.launch_s if timing.device_s else None,
+        device_s=timing.device_s or None,
+        homed_bytes=homed_bytes,
+    )
 
 
 def home_lost(task: RunningTask, device: str) -> Failed:
