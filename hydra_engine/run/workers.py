@@ -212,7 +212,7 @@ class Workers:
             if (timer := self._timers.pop(index, None)) is not None:
                 timer.cancel()
             with self._changing:
-                self._past[index] = self._report(worker)
+                self._past[index] = _reported(worker, self._common.trace, self._past.get(index))
                 self._open.pop(index, None)
             self._leaving.pop(index, None)
             self.pool.left(index)
@@ -317,11 +317,9 @@ class Workers:
     def reports(self) -> list[DeviceReport]:
         """Report the work of each so far; from any thread."""
         with self._changing:
-            now = {**self._past, **{index: self._report(worker) for index, worker in self._open.items()}}
+            trace, past = self._common.trace, self._past
+            now = {**past, **{k: _reported(worker, trace, past.get(k)) for k, worker in self._open.items()}}
         return [now[index] for index in sorted(now)]
-
-    def _report(self, worker: Worker) -> DeviceReport:
-        return _reported(worker, self._common.trace, self._past.get(worker.index))
 
     def update(self, index: int, label: str, job: Callable[[], None]) -> None:
         """Update a shard that is at home on a device."""
