@@ -88,6 +88,13 @@ class TaskEnd:
         """End the task at a commit, to go on some other time; at_once: at its last one, where that is possible."""
         self._add(Ending(EndKind.PAUSED, reason=reason, commits=self._releases_early or not at_once))
 
+    def order(self, *, pauses: bool) -> None:
+        """Its user has called `pause_task`, or `stop_task`."""
+        if pauses:
+            self.pause("pause_task() was called", at_once=False)
+        else:
+            self.stop("stop_task() was called")
+
     def undo(self, reason: str) -> None:
         """End the task without what it has done since it was saved last, from where it then goes on."""
         self.goes_back = True

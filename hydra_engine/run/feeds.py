@@ -56,6 +56,7 @@ from hydra_engine.schedule import (
     TaskStopped,
 )
 from hydra_engine.tasks import BatchChooser, Best, Purpose, TaskReport
+from hydra_engine.texts import warn
 
 # Tasks of a run's beginning wait for each other's set-up no longer than this.
 FIRST_S = 1.0
@@ -71,6 +72,7 @@ class Feeds:
     def __init__(self, common: Common, saves: Saves) -> None:
         self._common = common
         self._saves = saves
+        self.unwanted: list[RunningTask] = []  # to be forgotten, once they are quiet
 
     def instructions(self) -> dict[type, Callable[..., None]]:
         return {Read: self._asked, Capture: self._captured}
@@ -235,11 +237,6 @@ class Feeds:
         if planned.task.timeout_s is not None:
             self._common.await_((LOADER, planned), planned.task.timeout_s)
 
-    def forget(self, planned: PlannedTask) -> None:
-        """Look after nobody of a task any more."""
-        for who in (LOADER, CALLBACKS):
-            self._common.deadlines.drop((who, planned))
-
     def await_callbacks(self, task: RunningTask) -> None:
         """Look after callbacks: each task's at least once in its time-out, so that calls themselves cost nothing."""
         if task.notifier.timeout_s is not None:
@@ -283,6 +280,33 @@ class Feeds:
         elif task is not None:
             self._common.due.append(DataFailed(name, LoaderTimeout(name, timeout_s, thread), "its loader"))
         return None
+
+    # -- tasks that are over
+
+    def forget_quiet(self) -> None:
+        """End the threads of tasks that are wanted no more, and quiet, and keep their reports alone."""
+        for task in [each for each in self.unwanted if each.is_quiet]:
+            self.unwanted.remove(task)
+            for who in (LOADER, CALLBACKS):
+                self._common.deadlines.drop((who, task.planned))
+            if self._common.tasks.get(task.name) is task:  # else another goes on in its place already
+                if task.end.is_paused:
+                    task.leave(self._common.trace)
+                self._common.pool.submit(self._forgotten, task)  # a loader's iterator, too: its end may take a while
+
+    def _forgotten(self, task: RunningTask) -> None:
+        try:
+            task.notifier.close()
+            if not task.planned.reader.close():
+                return  # the run's end says so
+        except Exception as error:  # of the iterator, whose batches were all that mattered
+            warn(f"hydra_engine: {task.name}: its loader's iterator raised as it was closed: {error}")
+        self._common.later(partial(self._let_go, task))
+
+    def _let_go(self, task: RunningTask) -> None:
+        if self._common.tasks.get(task.name) is task:  # and none that goes on in its place
+            del self._common.tasks[task.name]
+            self._common.forgotten[task.name] = task.report
 
 
 class Arrived(NamedTuple):
@@ -411,7 +435,6 @@ class Loans:
             pass
 
 
-# Past 300 lines: the stations of a task that comes, in several threads.
 class Joining:
     """The department of tasks that come."""
 
@@ -528,18 +551,18 @@ class Joining:
         says, steps = f"task {task.name!r}: {task.report.stop_reason}; it ", task.report.steps
         try:
             report, station = self.add_again(task.planned)
-            self._workers.messages.append(f"{says}went back from step {steps} to step {report.steps}")
+            self._common.messages.append(f"{says}went back from step {steps} to step {report.steps}")
             if station is not Station.TRAINING:
                 _ends_there(task, report)
             if station is Station.DROPPED:
-                task.end.stop("stop_task() was called")
+                task.end.order(pauses=False)
                 task.end.write(task.report)
                 task.notifier.end()
         except Exception as error:
             task.end.fail(Failed(task.name, error, "its way back to where it was saved"))
             task.end.write(task.report)
             task.notifier.end()
-            self._workers.messages.append(f"{says}could not go back to where it was saved: {error}")
+            self._common.messages.append(f"{says}could not go back to where it was saved: {error}")
         finally:
             self._way.leave()
             self._common.later(lambda: None)  # the run may be over now
@@ -648,10 +671,7 @@ class Joining:
         self._common.tasks[planned.name] = task
         self._saves.began(task)
         if (pauses := self.wants_end.pop(planned.name, None)) is not None:
-            if pauses:
-                end.pause("pause_task() was called", at_once=False)
-            else:
-                end.stop("stop_task() was called")
+            end.order(pauses=pauses)
         planned.reader.start(self._common.events.put, self._common.host.intra_op_threads, partial(self._set_up, task))
         self._feeds.await_loader(planned)
         self._feeds.await_callbacks(task)
@@ -702,28 +722,31 @@ class Joining:
     def _begin(self, task: RunningTask) -> None:
         task.life = Life.TRAINING
         task.figures.begin()
-        planned, state, num_steps = task.planned, task.state, task.feed.num_steps
-        self._common.due.append(
-            TaskAdded(
-                task=planned.name,
-                units=task.units,
-                num_steps=None if num_steps is None else max(0, num_steps - task.report.steps),
-                reads_ahead=not state.observed.draws,
-                early_release=bool(state.pool.early_release),
-                priority=planned.task.priority,
-                weight=planned.task.weight,
-                reads_last=not planned.task.read_ahead,
-                group=planned.task.group,
-                quota=None if self._quotas is None else self._quotas.of(planned.task),
-                min_devices=planned.task.min_devices,
-                max_devices=planned.task.max_devices,
-                adapts=planned.task.adapts,
-            )
-        )
+        self._common.due.append(_added(task, None if self._quotas is None else self._quotas.of(task.planned.task)))
         self._workers.homes.begin(task)
         self._host_work.widen(task)  # over devices that came since it was planned
         if task.end.ending is not None:  # meanwhile
-            self._common.events.put(TaskStopped(planned.name, is_paused=task.end.is_paused))  # once it is known
+            self._common.events.put(TaskStopped(task.name, is_paused=task.end.is_paused))  # once it is known
+
+
+def _added(task: RunningTask, quota: int | None) -> TaskAdded:
+    """Return what the scheduler has to know of a task that begins."""
+    trained, state, num_steps = task.planned.task, task.state, task.feed.num_steps
+    return TaskAdded(
+        task=task.name,
+        units=task.units,
+        num_steps=None if num_steps is None else max(0, num_steps - task.report.steps),
+        reads_ahead=not state.observed.draws,
+        early_release=bool(state.pool.early_release),
+        priority=trained.priority,
+        weight=trained.weight,
+        reads_last=not trained.read_ahead,
+        group=trained.group,
+        quota=quota,
+        min_devices=trained.min_devices,
+        max_devices=trained.max_devices,
+        adapts=trained.adapts,
+    )
 
 
 def _ends_there(task: RunningTask, report: TaskReport) -> None:

@@ -48,7 +48,6 @@ LEAST_WAITED_S = 1.0  # in all, to be worth a message
 TRIM_INTERVAL_S = 30.0
 
 
-# Past 300 lines: all work of the host on a task, in the order in which a step and the task's end meet it.
 class HostWork:
     """The department of the host's threads: one pool commits, updates and ends, one thread fits batches."""
 
@@ -79,29 +78,15 @@ class HostWork:
         self._common.pool.shutdown()
 
     def _submit(self, task: RunningTask, where: str, job: Callable[[], Event | None]) -> None:
-        self._common.pool.submit(self._telling, task, where, job)
+        self._common.pool.submit(_telling, task, where, job, self._common.events.put)
 
     def _submit_in_order(
         self, task: RunningTask, instruction: Commit | Update, where: str, job: Callable[[], Event]
     ) -> None:
         """Submit a task's commit or update. Tasks take turns; of a task's jobs the first in their own order is done."""
-        entry: tuple[int, Callable[[], None]] = (instruction.host_order, partial(self._telling, task, where, job))
-        heappush(task.host_jobs, entry)
+        told: Callable[[], None] = partial(_telling, task, where, job, self._common.events.put)
+        heappush(task.host_jobs, (instruction.host_order, told))
         self._common.pool.submit(lambda: heappop(task.host_jobs)[1]())
-
-    def _telling(
-        self,
-        task: RunningTask,
-        where: str,
-        job: Callable[[], Event | None],
-        put: Callable[[Event], None] | None = None,
-    ) -> None:
-        try:
-            event = job()
-        except BaseException as error:
-            event = Failed(task.name, error, where, commit=True)
-        if event is not None:
-            (put or self._common.events.put)(event)
 
     def _timed(self, what: str, label: str, job: Callable[[], Event]) -> Event:
         with self._common.trace.span("host", what, label):
@@ -127,7 +112,8 @@ class HostWork:
         else:
             for worker in self._workers.all:
                 worker.begin_again(instruction.task)
-        self._planner.submit(self._telling, task, "its fit", partial(self._fitted, task, instruction.unit))
+        fitted = partial(self._fitted, task, instruction.unit)
+        self._planner.submit(_telling, task, "its fit", fitted, self._common.events.put)
 
     def _fitted(self, task: RunningTask, unit: Unit | None) -> Event:
         """Fit the batch in hand; `unit`: in which it was stopped, and has to begin again."""
@@ -216,9 +202,8 @@ class HostWork:
         home = task.state.homes.of.get(instruction.shard)
         if home is not None:
             # A lane decides by itself on what it has told, so that nobody has to be woken.
-            self._workers.update(
-                home.device, label, partial(self._telling, task, "its optimizer", job, self._common.events.leave)
-            )
+            told = partial(_telling, task, "its optimizer", job, self._common.events.leave)
+            self._workers.update(home.device, label, told)
             return
         task.state.homes.has_start = False
         self._submit_in_order(task, instruction, "its optimizer", partial(self._timed, "update", label, job))
@@ -352,26 +337,17 @@ class HostWork:
         if task.end.goes_back and not self._common.is_interrupted:
             self._common.go_back(task)
 
-    def forget(self, task: RunningTask) -> None:
-        """End the threads of a task that is quiet, and keep its report alone."""
-        self._common.pool.submit(self._forgotten, task)  # a loader's iterator, too: its end may take a while
-
-    def _forgotten(self, task: RunningTask) -> None:
-        try:
-            task.notifier.close()
-            if not task.planned.reader.close():
-                return  # the run's end says so
-        except Exception as error:  # of the iterator, whose batches were all that mattered
-            warn(f"hydra_engine: {task.name}: its loader's iterator raised as it was closed: {error}")
-        self._common.later(partial(self._let_go, task))
-
-    def _let_go(self, task: RunningTask) -> None:
-        if self._common.tasks.get(task.name) is task:  # and none that goes on in its place
-            del self._common.tasks[task.name]
-            self._common.forgotten[task.name] = task.report
-
 
 # -- in a pool
+
+
+def _telling(task: RunningTask, where: str, job: Callable[[], Event | None], put: Callable[[Event], None]) -> None:
+    try:
+        event = job()
+    except BaseException as error:
+        event = Failed(task.name, error, where, commit=True)
+    if event is not None:
+        put(event)
 
 
 def commit(task: RunningTask, put: Callable[[Event], None], *, training_step: bool) -> Event:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra_engine.checkpoints import Saver
 from hydra_engine.devices import DevicePool, Quotas
@@ -58,37 +58,37 @@ from hydra_engine.schedule import (
 from hydra_engine.tasks import Evaluation, Report
 
 
-# More than 15 attributes: its departments, one each.
+class RunServices(NamedTuple):
+    """Services of a run, beside its devices. Where no task trains it has `loggers` alone, and none in them."""
+
+    loggers: RunLoggers
+    quotas: Quotas | None = None
+    observer: Observer | None = None
+    saver: Saver | None = None
+    rescue: Callable[[], Saver] | None = None  # makes a saver as a device is lost
+
+
 class EngineRun:
     """Trains, evaluates or predicts planned tasks on devices until all are finished, failed or stopped."""
 
-    # More than seven parameters: who owns something of a run hands it in, and the departments share it.
     def __init__(
         self,
         planned: Sequence[PlannedTask],
         site: Site,
         pool: DevicePool,
-        quotas: Quotas | None,
         policy: Policy,
-        observer: Observer | None,
         signals: Signals,
-        saver: Saver | None,
-        rescue: Callable[[], Saver] | None,
-        *,
-        loggers: RunLoggers,
+        services: RunServices,
     ) -> None:
-        """`quotas`: None where no task trains. saver: saves tasks that do. rescue: makes one as a device is lost."""
+        quotas = services.quotas
         self._planned = list(planned)  # until they are begun
-        self._unwanted: list[RunningTask] = []  # to be forgotten, once they are quiet
         self._signals = signals
         self._makespan_s = 0.0
-        self.messages: list[str] = []  # of its loggers, once it is over
         self.site = site
-        self._common = common = Common(site.host, loggers)
-        self._watch = Watch(observer, self._look, common.later)
-        # Not a method of this run, which would then be freed, with every arena, only by the garbage collector.
-        self.workers = Workers(common, pool, site.devices, common.events.help, trains=quotas is not None)
-        self._saves = Saves(common, saver, rescue)
+        self._common = common = Common(site.host, services.loggers)
+        self._watch = Watch(services.observer, self._look, common.later)
+        self.workers = Workers(common, pool, site.devices, trains=quotas is not None)
+        self._saves = Saves(common, services.saver, services.rescue)
         self._host_work = HostWork(common, self.workers, self._saves)
         self._feeds = Feeds(common, self._saves)
         self.joining = Joining(common, self.workers, self._feeds, self._host_work, self._saves, quotas)
@@ -180,6 +180,7 @@ class EngineRun:
             memory=self._common.trace.memory(),
             host=self.site.host,
             checkpoints=self._saves.report,
+            messages=tuple(self._common.messages),
         )
 
     def figures(self) -> dict[str, Any]:
@@ -208,10 +209,7 @@ class EngineRun:
         if task is not None and task.end.goes_back:
             self.joining.wants_end[name] = pauses
         elif task is not None and not task.is_ending and task.end.ending is None:
-            if pauses:
-                task.end.pause("pause_task() was called", at_once=False)
-            else:
-                task.end.stop("stop_task() was called")
+            task.end.order(pauses=pauses)
             self._common.due.append(TaskStopped(name, is_paused=pauses))
 
     def forget(self, task: str) -> None:
@@ -219,16 +217,7 @@ class EngineRun:
 
         Where its loader or a callback does not return, it is kept until the run's end.
         """
-        self._common.later(lambda: self._unwanted.append(self._common.tasks[task]))
-
-    def _forget_quiet(self) -> None:
-        for task in [each for each in self._unwanted if each.is_quiet]:
-            self._unwanted.remove(task)
-            self._feeds.forget(task.planned)
-            if self._common.tasks.get(task.name) is task:  # else another goes on in its place already
-                if task.end.is_paused:
-                    task.leave(self._common.trace)
-                self._host_work.forget(task)
+        self._common.later(lambda: self._feeds.unwanted.append(self._common.tasks[task]))
 
     def _has_ended(self) -> bool:
         """Return True if all tasks have ended and nothing more can come."""
@@ -292,8 +281,8 @@ class EngineRun:
         if event is not None:
             for instruction in self._scheduler.handle(event):
                 self._actions[type(instruction)](instruction)
-        if self._unwanted:
-            self._forget_quiet()
+        if self._feeds.unwanted:
+            self._feeds.forget_quiet()
 
     def _decide_due(self) -> None:
         while self._common.due:
@@ -331,7 +320,7 @@ class EngineRun:
             task.state.close()
         self._makespan_s = self._common.trace.now_s()
         self._watch.close()
-        self.messages += self._common.loggers.close()
+        self._common.messages += self._common.loggers.close()
         # They refer back to this run: without them it is freed, with every arena, when its caller lets go of it.
         self._common.go_back = lambda _: None
         self._hears.clear()

@@ -35,7 +35,7 @@ from hydra_engine.devices import (
 from hydra_engine.errors import DeviceLost
 from hydra_engine.planning import DramLimit, PlannedTask, check_nothing_shared, check_sharing
 from hydra_engine.progress import Observer, RunLoggers, usual_observer
-from hydra_engine.run.loop import EngineRun
+from hydra_engine.run.loop import EngineRun, RunServices
 from hydra_engine.run.signals import Signals
 from hydra_engine.run.task_list import Site, Station, TaskList, one_line
 from hydra_engine.run.workers import RunOver
@@ -622,20 +622,22 @@ class ModelOrchestrator(Opaque):
         self, planned: Sequence[PlannedTask], site: Site, signals: Signals, *, trains: bool = False
     ) -> Iterator[EngineRun]:
         """A run of these tasks, which signals do not cut off; then the number of intra-op threads is the caller's."""
-        observer, saver, rescue, quotas, loggers = None, None, None, None, RunLoggers()
+        services = RunServices(RunLoggers(self._loggers if trains else ()))
         if trains:
-            quotas, loggers = self._quotas, RunLoggers(self._loggers)
-            observer = self.observer or (usual_observer() if self.verbose else None)
-            saver = self._settings.store.saver(self._about)
-            rescue = partial(self._settings.store.rescue, self._about)
+            services = services._replace(
+                quotas=self._quotas,
+                observer=self.observer or (usual_observer() if self.verbose else None),
+                saver=self._settings.store.saver(self._about),
+                rescue=partial(self._settings.store.rescue, self._about),
+            )
         pool, policy = self._devices.pool, resolve_policy(self.policy)
         pool.begin()
         with signals.deferred():
             try:
-                yield EngineRun(planned, site, pool, quotas, policy, observer, signals, saver, rescue, loggers=loggers)
+                yield EngineRun(planned, site, pool, policy, signals, services)
             finally:
-                loggers.close()  # where the run was never begun
-                left = {id(each) for each in loggers.left_behind}
+                services.loggers.close()  # where the run was never begun
+                left = {id(each) for each in services.loggers.left_behind}
                 self._loggers = [each for each in self._loggers if id(each) not in left]
                 torch.set_num_threads(site.host.intra_op_threads)
 
@@ -686,7 +688,7 @@ class ModelOrchestrator(Opaque):
                     saved = self._settings.store.nothing_saved
                     report = Report(makespan_s=0.0, tasks={}, devices=[], host=site.host, checkpoints=saved)
                 messages += [text for each in trained for text in (*each.reader.messages, *each.doubts)]
-                messages += [] if run is None else [*run.workers.messages, *run.messages]
+                messages += report.messages
                 # With a process's first optimizer torch imports its compiler, and keeps the frames of who made it.
                 run = None
                 messages += tasks.unclaimed(found, messages)

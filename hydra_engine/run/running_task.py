@@ -621,6 +621,7 @@ class Common:
         self.opening = threading.Lock()  # tasks take their memory, and give it back, one at a time
         self.is_interrupted = False  # nothing new begins
         self.lost: DeviceLost | DeviceFailed | None = None  # the first, for which the run ends
+        self.messages: list[str] = []  # for the run's report
         self.go_back: Callable[[RunningTask], None] = lambda _: None  # lets a task go on from where it was saved
 
     def later(self, job: Callable[[], None]) -> None:

@@ -42,8 +42,6 @@ class RunOver(Exception):
     """Nobody trains any more, and devices are closed."""
 
 
-# Past 300 lines: a device's whole stay, from its opening to its report.
-# More than 15 attributes: of devices that open, are open, leave and have left, each is of one moment.
 class Workers:
     """The department of devices. They come in any thread, and each one that leaves has a thread that waits for it."""
 
@@ -52,12 +50,10 @@ class Workers:
         common: Common,
         pool: DevicePool,
         planned_for: Sequence[DeviceSpec],
-        decide: Callable[[], None],
         *,
         trains: bool,
     ) -> None:
-        """`planned_for`: devices that the run begins with. decide: has decided what a lane has told, in that lane."""
-        self._decide = decide
+        """`planned_for`: devices that the run begins with."""
         self._common = common
         self.pool = pool
         first = {id(spec) for spec in planned_for}
@@ -67,7 +63,6 @@ class Workers:
         self.first_specs = list(planned_for)
         self.min_devices = pool.limits.min_devices if trains else 1
         self._may_wait = trains  # for devices that may come
-        self.messages: list[str] = []  # about devices that have failed
         self._open: dict[int, Worker] = {}  # until they are closed
         self._past: dict[int, DeviceReport] = {}  # of those that were here before
         self._admitted: dict[str, TaskState] = {}
@@ -120,7 +115,7 @@ class Workers:
         def give_way(homes: Sequence[tuple[str, int]]) -> None:
             common.later(partial(moves.give_way, homes))
 
-        return Worker(index, device, common.trace, common.events.leave, self._decide, give_way)
+        return Worker(index, device, common.trace, common.events.leave, common.events.help, give_way)
 
     # -- devices come and go
 
@@ -191,7 +186,7 @@ class Workers:
         """Take out a device that has failed; end the run where that is one too many, or nothing may come instead."""
         if index in self.specs:  # else it was counted with its first unit that failed
             name = self.pool.fail(index)
-            self.messages.append(f"{name} was taken out: {error}")
+            self._common.messages.append(f"{name} was taken out: {error}")
             self.homes.lose(error)
             self._remove(index, None)
         goes_on = self.pool.may_go_on and (self._may_wait or self.specs)
@@ -217,7 +212,7 @@ class Workers:
             if (timer := self._timers.pop(index, None)) is not None:
                 timer.cancel()
             with self._changing:
-                self._past[index] = self._report(worker)
+                self._past[index] = _reported(worker, self._common.trace, self._past.get(index))
                 self._open.pop(index, None)
             self._leaving.pop(index, None)
             self.pool.left(index)
@@ -322,27 +317,9 @@ class Workers:
     def reports(self) -> list[DeviceReport]:
         """Report the work of each so far; from any thread."""
         with self._changing:
-            now = {**self._past, **{index: self._report(worker) for index, worker in self._open.items()}}
+            trace, past = self._common.trace, self._past
+            now = {**past, **{k: _reported(worker, trace, past.get(k)) for k, worker in self._open.items()}}
         return [now[index] for index in sorted(now)]
-
-    def _report(self, worker: Worker) -> DeviceReport:
-        """Report the work of a device, with what it did when it was in before."""
-        trace, device, timing = self._common.trace, worker.device, worker.timing
-        peak_bytes = device.ledger.peak_bytes
-        if (before := self._past.get(worker.index)) is not None:
-            peak_bytes = max(before.peak_bytes, peak_bytes)
-            timing = Timing((before.launch_s or 0.0) + timing.launch_s, (before.device_s or 0.0) + timing.device_s)
-        return DeviceReport(
-            name=device.name,
-            busy_s=trace.busy_s(device.name, COMPUTE) + trace.busy_s(device.name, UPDATE),
-            loaded_bytes=trace.bytes_moved(device.name, LOAD),
-            stored_bytes=trace.bytes_moved(device.name, STORE),
-            peak_bytes=peak_bytes,
-            memory_bytes=device.ledger.memory_bytes,
-            launch_s=timing.launch_s if timing.device_s else None,
-            device_s=timing.device_s or None,
-            homed_bytes=max(worker.homes.peak_bytes, 0 if before is None else before.homed_bytes),
-        )
 
     def update(self, index: int, label: str, job: Callable[[], None]) -> None:
         """Update a shard that is at home on a device."""
@@ -362,6 +339,26 @@ class Workers:
     def _run(self, instruction: Run) -> None:
         self._common.tasks[instruction.unit.task].state.progress.begin(instruction.unit)
         self._open[instruction.device].run(instruction.unit)
+
+
+def _reported(worker: Worker, trace: Trace, before: DeviceReport | None) -> DeviceReport:
+    """Report the work of a device, with what it did when it was in before."""
+    device, timing = worker.device, worker.timing
+    peak_bytes, homed_bytes = device.ledger.peak_bytes, worker.homes.peak_bytes
+    if before is not None:
+        peak_bytes, homed_bytes = max(before.peak_bytes, peak_bytes), max(before.homed_bytes, homed_bytes)
+        timing = Timing((before.launch_s or 0.0) + timing.launch_s, (before.device_s or 0.0) + timing.device_s)
+    return DeviceReport(
+        name=device.name,
+        busy_s=trace.busy_s(device.name, COMPUTE) + trace.busy_s(device.name, UPDATE),
+        loaded_bytes=trace.bytes_moved(device.name, LOAD),
+        stored_bytes=trace.bytes_moved(device.name, STORE),
+        peak_bytes=peak_bytes,
+        memory_bytes=device.ledger.memory_bytes,
+        launch_s=timing.launch_s if timing.device_s else None,
+        device_s=timing.device_s or None,
+        homed_bytes=homed_bytes,
+    )
 
 
 def home_lost(task: RunningTask, device: str) -> Failed:
