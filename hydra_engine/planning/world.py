@@ -471,7 +471,82 @@ class _Device:
         )
 
 
-# Past 300 lines: it has a method for each instruction, and they share one clock.
+class _Homes:
+    """Homes of shards on devices: has them move as tasks begin and end, and as devices come and go."""
+
+    def __init__(self, devices: Sequence[_Device], events: deque[Event]) -> None:
+        self.training: list[_Task] = []
+        self._devices, self._events = devices, events
+
+    def share_out(self) -> None:
+        """Have homes move as the engine shares devices' memory out."""
+        if not any(task.cost.homes for task in self.training):
+            return
+        memory = {
+            index: device.memory.ledger.memory_bytes
+            for index, device in enumerate(self._devices)
+            if device.memory is not None and device.since_s is not None and not device.is_leaving
+        }
+        wanted = [
+            wanted_homes(task.cost, next((home.device for home in task.homes.values()), None)) for task in self.training
+        ]
+        found = share_out(wanted, memory)
+        for task in self.training:
+            task.targets = found[task.cost.name]
+            changed = sorted({shard for shard, _ in task.targets.items() ^ task.devices.items()})
+            for leaves in (True, False):
+                if shards := tuple(shard for shard in changed if (shard in task.homes) == leaves):
+                    self._events.append(MoveWanted(task.cost.name, shards, leaves))
+
+    def move(self, task: _Task, shards: tuple[int, ...]) -> None:
+        """Move homes, one after the other."""
+        name = task.cost.name
+
+        def moved() -> None:
+            self._events.append(HomesMoved(name, shards, task.devices))
+            gone = tuple(j for j in shards if j in task.homes and task.devices[j] != task.targets.get(j))
+            if gone:  # a device was to go while its home came there
+                self._events.append(MoveWanted(name, gone, leaves=True))
+
+        _one_by_one([partial(self._move, task, shard) for shard in shards], moved)
+
+    def _move(self, task: _Task, shard: int, done: Done) -> None:
+        self.close(task, shard, partial(self._open, task, shard, done))
+
+    def _open(self, task: _Task, shard: int, done: Done) -> None:
+        """Bring a shard home to its device, if there is room."""
+        target = task.targets.get(shard)
+        memory = None if target is None else self._devices[target].memory
+        num_bytes = int(task.cost.of_shard("home_bytes", shard))
+        if target is None or memory is None or not memory.ledger.take(num_bytes, SLABS):
+            done()
+            return
+        home = _Home(target, memory.ledger)
+
+        def is_there() -> None:
+            task.homes[shard] = home
+            done()
+
+        self._devices[target].copy_in(task.cost.of_shard("move_bytes", shard), is_there)
+
+    def close(self, task: _Task, shard: int, done: Done) -> None:
+        """Bring a shard back to DRAM, if it is at home elsewhere."""
+        if (home := task.homes.get(shard)) is None:
+            done()
+            return
+        device, num_bytes = self._devices[home.device], task.cost.of_shard("move_bytes", shard)
+        device.stored_bytes += num_bytes
+
+        def is_in_dram() -> None:
+            del task.homes[shard]
+            home.ledger.release(int(task.cost.of_shard("home_bytes", shard)), kind=SLABS)
+            assert device.memory is not None
+            device.memory.grant()
+            done()
+
+        device.store.submit(num_bytes, is_in_dram)
+
+
 class World:
     """Carries out instructions in simulated time."""
 
@@ -499,7 +574,7 @@ class World:
         start = self.time.update if host.shares_dram else self.time.compute
         self._host = _Queue(start, host.optimizer_threads)
         self._placed: list[Placed] | None = [] if record else None
-        self._training: list[_Task] = []
+        self._homes = _Homes(self._devices, self._events)
         self._finished_s: dict[str, float] = {}
         self._actions: dict[type, Callable[[Any], None]] = {
             Load: self._load,
@@ -510,7 +585,7 @@ class World:
             Begin: lambda begin: self._tasks[begin.task].begin(begin.num_parts, begin.in_sums),
             Commit: self._commit,
             Update: self._update,
-            Move: self._move,
+            Move: lambda move: self._homes.move(self._tasks[move.task], move.shards),
             Discard: lambda _: None,
             Capture: lambda _: None,  # nothing is saved
             Finish: self._finish,
@@ -539,9 +614,9 @@ class World:
             self.time.go_on()
 
     def _begin(self) -> None:
-        self._training = list(self._tasks.values())
-        self._events.extend(map(_added, self._training))
-        self._share_out()
+        self._homes.training = list(self._tasks.values())
+        self._events.extend(map(_added, self._homes.training))
+        self._homes.share_out()
 
     def result(self, bound: float) -> Simulation:
         makespan_s = self.time.now_s
@@ -565,85 +640,16 @@ class World:
         if not change.is_in and not device.is_leaving:
             device.is_leaving = True
             self._events.append(DeviceRemoved(change.device))
-            self._share_out()
+            self._homes.share_out()
         elif change.is_in and device.since_s is None:
             self._add(change.device)
 
     def _add(self, index: int) -> None:
         self._devices[index].since_s = self.time.now_s
         self._events.append(DeviceAdded(index))
-        self._share_out()
-
-    def _share_out(self) -> None:
-        """Have homes move as the engine shares them out: as tasks begin and end, and as devices come and go."""
-        if not any(task.cost.homes for task in self._training):
-            return
-        memory = {
-            index: device.memory.ledger.memory_bytes
-            for index, device in enumerate(self._devices)
-            if device.memory is not None and device.since_s is not None and not device.is_leaving
-        }
-        wanted = [
-            wanted_homes(task.cost, next((home.device for home in task.homes.values()), None))
-            for task in self._training
-        ]
-        found = share_out(wanted, memory)
-        for task in self._training:
-            task.targets = found[task.cost.name]
-            changed = sorted({shard for shard, _ in task.targets.items() ^ task.devices.items()})
-            for leaves in (True, False):
-                if shards := tuple(shard for shard in changed if (shard in task.homes) == leaves):
-                    self._events.append(MoveWanted(task.cost.name, shards, leaves))
+        self._homes.share_out()
 
     # -- instructions
-
-    def _move(self, instruction: Move) -> None:
-        """Move homes, one after the other."""
-        task, shards = self._tasks[instruction.task], instruction.shards
-
-        def moved() -> None:
-            self._events.append(HomesMoved(instruction.task, shards, task.devices))
-            gone = tuple(j for j in shards if j in task.homes and task.devices[j] != task.targets.get(j))
-            if gone:  # a device was to go while its home came there
-                self._events.append(MoveWanted(instruction.task, gone, leaves=True))
-
-        _one_by_one([partial(self._move_home, task, shard) for shard in shards], moved)
-
-    def _move_home(self, task: _Task, shard: int, done: Done) -> None:
-        self._close_home(task, shard, partial(self._open_home, task, shard, done))
-
-    def _open_home(self, task: _Task, shard: int, done: Done) -> None:
-        """Bring a shard home to its device, if there is room."""
-        target = task.targets.get(shard)
-        memory = None if target is None else self._devices[target].memory
-        num_bytes = int(task.cost.of_shard("home_bytes", shard))
-        if target is None or memory is None or not memory.ledger.take(num_bytes, SLABS):
-            done()
-            return
-        home = _Home(target, memory.ledger)
-
-        def is_there() -> None:
-            task.homes[shard] = home
-            done()
-
-        self._devices[target].copy_in(task.cost.of_shard("move_bytes", shard), is_there)
-
-    def _close_home(self, task: _Task, shard: int, done: Done) -> None:
-        """Bring a shard back to DRAM, if it is at home elsewhere."""
-        if (home := task.homes.get(shard)) is None:
-            done()
-            return
-        device, num_bytes = self._devices[home.device], task.cost.of_shard("move_bytes", shard)
-        device.stored_bytes += num_bytes
-
-        def is_in_dram() -> None:
-            del task.homes[shard]
-            home.ledger.release(int(task.cost.of_shard("home_bytes", shard)), kind=SLABS)
-            assert device.memory is not None
-            device.memory.grant()
-            done()
-
-        device.store.submit(num_bytes, is_in_dram)
 
     def _release(self, instruction: Release) -> None:
         [index] = instruction
@@ -827,16 +833,16 @@ class World:
 
     def _finish(self, instruction: Finish) -> None:
         task = self._tasks[instruction.task]
-        self._training.remove(task)
+        self._homes.training.remove(task)
 
         def finished() -> None:
             self._finished_s[instruction.task] = self.time.now_s
 
         def is_in_dram() -> None:
-            self._share_out()
+            self._homes.share_out()
             self._host.submit(lambda: (task.cost.end_s, finished))
 
-        _one_by_one([partial(self._close_home, task, shard) for shard in task.homes], is_in_dram)
+        _one_by_one([partial(self._homes.close, task, shard) for shard in task.homes], is_in_dram)
 
 
 def _one_by_one(jobs: Sequence[Callable[[Done], None]], done: Done) -> None:
