@@ -497,13 +497,6 @@ class _Checks:
                 each.put_back()
             onlooker.carries = False
 
-    def _modules(self, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
-        found = {}
-        for name, layer in zip(self._state.layout.names, layers, strict=True):
-            for path, module in layer.named_modules(remove_duplicate=False):
-                found[f"{name}.{path}" if path else name] = module
-        return found
-
     def _plain_state(self) -> OwnedState:
         """What the copies hold beside parameters and buffers, which are placeholders here."""
         structure, layout = self._executor.structure, self._state.layout
@@ -530,7 +523,9 @@ class _Checks:
 
         Lists and the like outside of a layer, in a closure or a global, may grow: they are where records are kept.
         """
-        names = self._modules(self._executor.structure.layers)
+        layers = zip(self._state.layout.names, self._executor.structure.layers, strict=True)
+        modules = ((name, path) for name, layer in layers for path, _ in layer.named_modules(remove_duplicate=False))
+        names = [f"{name}.{path}" if path else name for name, path in modules]
         for key in {**before, **after}:
             (path, is_own), old, new = key, before.get(key), after.get(key)
             may_differ = not is_own and not (old and new and len(old) == len(new))
