@@ -29,12 +29,7 @@ from hydra_engine.host import (
 )
 from hydra_engine.planning.adoption import Rehearsed, kind_of
 from hydra_engine.planning.costs import DeviceCost, HostCost, TaskCost
-from hydra_engine.planning.cuts import (
-    CutChoice,
-    RunAtHand,
-    Way,
-    WholeRun,
-)
+from hydra_engine.planning.cuts import CutChoice, RunAtHand, Way, WholeRun
 from hydra_engine.planning.planned import (
     FIRST_READ,
     UNIT_S,
@@ -50,20 +45,8 @@ from hydra_engine.planning.planned import (
 from hydra_engine.planning.rehearsal import REMEDY, Opened, TooLarge, own_device, rehearse
 from hydra_engine.planning.same_model import check_converted, plain_error
 from hydra_engine.system import HostThreads, dram
-from hydra_engine.tasks import (
-    ModelTask,
-    Purpose,
-    TaskPlan,
-)
-from partitioners import (
-    Budget,
-    LayerCost,
-    LayerTooLarge,
-    profile,
-    profile_evaluation,
-    shard_bytes,
-    slab_bytes,
-)
+from hydra_engine.tasks import ModelTask, Purpose, TaskPlan
+from partitioners import Budget, LayerCost, LayerTooLarge, profile, profile_evaluation, shard_bytes, slab_bytes
 from partitioners.boundary import UnfitTensor
 from partitioners.cost import skips_of
 from partitioners.plain_numbers import plain
@@ -232,7 +215,6 @@ def _beside_plain(planned: PlannedTask, error: Exception, raised: Exception | No
     return f"{plain} works; here it runs {', '.join(ways) or 'in a copy of the model, several times'}"
 
 
-# Past 300 lines: micro-batches, cut and rehearsal are tried in turn, each from the one before.
 class Planner:
     """Makes one plan of one task."""
 
@@ -255,7 +237,7 @@ class Planner:
         self._planned.decide(adopted=None)
         if found is not None and self._adopt(found):
             self._planned.decide(adopted=kind)
-            return replace(self._as_plan(), adopted_from=None if found.task == state.name else found.task)
+            return replace(_as_plan(self._planned), adopted_from=None if found.task == state.name else found.task)
         if state.place.type != "cpu":
             self._estimate.rates(device)  # layers are not timed there, but counted against them
         for training in (True, False) if self._validates else (self._trains,):
@@ -284,7 +266,7 @@ class Planner:
                 break
             except (LayerTooLarge, ShardDoesNotFit) as error:
                 if together is not None or not may_split or number >= num_samples:
-                    raise ShardDoesNotFit(f"{self._planned.name}: {self._remedied(error)}") from error
+                    raise ShardDoesNotFit(f"{self._planned.name}: {_remedied(task, error)}") from error
                 number *= 2
                 if is_chosen:
                     self._planned.reader.split_sample(min(number, num_samples))
@@ -293,7 +275,7 @@ class Planner:
             self._raise_number(step_s)
         chosen = self._planned.decisions
         rehearsals.put(kind, Rehearsed.of(state, self._estimate.input_bytes, chosen.choice, chosen.predicted))
-        return self._as_plan()
+        return _as_plan(self._planned)
 
     def _number(self, auto: int) -> int:
         """Return the micro-batches of a step, as far as the user has said; `auto`: where that is left open."""
@@ -337,7 +319,7 @@ class Planner:
             *(target.num_threads, tuple(each.memory_bytes for each in target.spread_devices), self.state.max_devices),
             target.together,
             self.state.pool.splits,
-            *(self._leaves_homes_open, self._asked_homes),
+            *(_leaves_homes_open(self._planned, target), _asked_homes(self._planned)),
             *((target.share, None if saved is None else saved.accumulation_steps) if is_auto else ()),
             *(each.fingerprint for batch in batches for each in batch.whole),
             *((len(batch.micro_batches) for batch in batches) if self._task.adapts else ()),
@@ -362,7 +344,7 @@ class Planner:
         self._decide_homes()
         if self._trains:
             rate = self._estimate.rates(device).up_bytes_per_s
-            at_home, *_ = self._run_at_hand().at_home(self._planned.wanted_homes)
+            at_home, *_ = _run_at_hand(self._planned, self._target).at_home(self._planned.wanted_homes)
             keeps_from, step_s = choose_kept(self.state, device.memory_bytes, rate, at_home)
             self.state.cut = replace(self.state.cut, keeps_from=keeps_from)
             number = len(self._sample().micro_batches)
@@ -372,56 +354,12 @@ class Planner:
 
     def _decide_homes(self) -> None:
         """Decide how many of the lowest layers are to have their homes on devices: by its option, or with its cut."""
-        number, predicted = self._asked_homes, self._planned.decisions.predicted
+        number, predicted = _asked_homes(self._planned), self._planned.decisions.predicted
         if self._task.homes == "auto" and predicted is not None:
             number = predicted.homes
-        against = self._against_homes() if number and self._trains else ""
+        against = _against_homes(self._planned, self._target) if number and self._trains else ""
         self._planned.decide(no_homes_because=against)
         self.state.homes.num_layers = number if self._trains and not against else 0
-
-    @property
-    def _asked_homes(self) -> int:
-        """So many of the lowest layers are to have homes on devices by the task's option; 0: it leaves that open."""
-        asked = self._task.homes
-        return (
-            {"auto": 0, "host": 0, "device": self.state.layout.num_layers}[asked] if isinstance(asked, str) else asked
-        )
-
-    @property
-    def _leaves_homes_open(self) -> bool:
-        return self._trains and self._task.homes == self._target.homes == "auto"
-
-    def _may_choose_homes(self) -> bool:
-        """Return True if homes on devices may gain: an emulated one without a link of its own lies in the same DRAM."""
-        device = self._target.device
-        has_link = self.state.place.type != "cpu" or self._estimate.rates(device).origin == STATED
-        return self._leaves_homes_open and has_link and not self._against_homes()
-
-    def _against_homes(self) -> str:
-        """Return why no layer has a home on a device; nothing, if one may."""
-        task, layout = self._task, self.state.layout
-        options = {
-            f"early_release={task.early_release!r}": task.early_release,
-            "ema_decay": task.ema_decay is not None,
-            "optimizer_scope='task'": task.optimizer_scope == "task",
-            "batches that adapt": task.adapts,
-            "read_ahead=False, whose loader may look at weights,": not task.read_ahead,
-            "hooks on parameters": has_hooks(layout),
-        }
-        against = next(
-            (f"with {option} all layers have their home in DRAM" for option, is_so in options.items() if is_so), ""
-        )
-        if not against:
-            slots = layout.trainable_slots()
-            sample = {slot.index: nn.Parameter(torch.zeros((1,) * len(slot.shape))) for slot in slots}
-            with installed(Stream(capture())):  # the factory is user code
-                optimizer = make_optimizer(task, {slot.name: sample[slot.index] for slot in slots})
-            against = no_home_because(optimizer)
-        kinds = {device.ceilings_name: device for device in self._target.spread_devices}
-        for device in kinds.values():
-            if not against and (kernel := device.kernel()) is not None:
-                against = kernel_refused(kernel, optimizer, sample, self.state.pool, task)
-        return against
 
     def _raise_number(self, step_s: float) -> None:
         """Cut into more micro-batches, while a step is predicted to be shorter for it.
@@ -446,17 +384,6 @@ class Planner:
             self.cut(best)
             self.decide()
 
-    def _remedied(self, error: LayerTooLarge | ShardDoesNotFit) -> str:
-        """What a partitioner says of a lone layer; an evaluation has no micro-batches to make smaller."""
-        if self._task.max_device_batch is not None:
-            return str(error).replace("raise accumulation_steps", "lower max_device_batch")
-        if self._trains or not isinstance(error, LayerTooLarge):
-            return str(error)
-        return (
-            f"{error.layer} needs {size_of(error.needed_bytes)} alone on a device, available: "
-            f"{size_of(error.available_bytes)}; give smaller batches, or use a device with more memory"
-        )
-
     def _read(self, *, training: bool) -> Batch:
         with noting(self._planned.name, FIRST_READ):
             return self._planned.reader.sample(training=training)
@@ -479,11 +406,11 @@ class Planner:
                 most = self._target.most_slab_bytes
                 finer = None  # where a lone layer has the largest slab: check_arena says why not
                 if most is not None and self._planned.largest_slab_bytes > most:
-                    finer = self._with_smaller_slabs(boundaries, costs)
+                    finer = _with_smaller_slabs(self._planned, boundaries, costs)
                 if finer is None:
                     choice, found = self._planned.decisions.choice, self._planned.decisions.predicted
                     if choice is not None and boundaries != chosen:
-                        homes = self._asked_homes or (0 if found is None else found.homes)
+                        homes = _asked_homes(self._planned) or (0 if found is None else found.homes)
                         self._planned.decide(predicted=choice.predicted(boundaries, homes))
                     return
             except TooLarge as error:
@@ -491,7 +418,7 @@ class Planner:
                     raise refused from error
                 finer = self._task.partitioner.revise(boundaries, error.shard, costs)
                 if finer is None and self._target.device.has_arena:  # another shard's slab takes the room
-                    finer = self._with_smaller_slabs(boundaries, costs)
+                    finer = _with_smaller_slabs(self._planned, boundaries, costs)
                 if finer is None:
                     shard = self.state.cut.shards[error.shard]
                     needed = shard_bytes(costs, shard.first, shard.last, budget.num_micro_batches)
@@ -524,35 +451,6 @@ class Planner:
             if each is not None:
                 state.measured.known.note_fitting(each.training, each.signature)
 
-    def _with_smaller_slabs(self, boundaries: list[int], costs: list[LayerCost]) -> list[int] | None:
-        """Finer boundaries that cut the largest slab; None where a lone layer has it, or the user cut so."""
-        widest = max(self.state.cut.shards, key=lambda shard: shard.slab_bytes)
-        return self._task.partitioner.revise(boundaries, widest.index, costs)
-
-    def _run_at_hand(self, *, with_homes: bool = False) -> RunAtHand:
-        """Return what a cut of the task is chosen for; with_homes: layers may be at home on devices."""
-        state, estimate, target, host = self.state, self._estimate, self._target, self._target.host
-        device, link = target.device, estimate.rates(target.device)
-        computes_here = device.torch_device.type == "cpu"
-        cores = host.cores / host.intra_op_threads if host is not None and computes_here else None
-        figure = _in_two_digits if with_homes else float
-        return RunAtHand(
-            device=DeviceCost(
-                load_bytes_per_s=figure(link.up_bytes_per_s),
-                store_bytes_per_s=figure(link.down_bytes_per_s),
-                unit_s=UNIT_S,
-                memory_bytes=target.budget.memory_bytes,
-                copies_compute=computes_here and link.origin != STATED,
-            ),
-            host=HostCost(optimizer_threads=1 if host is None else host.optimizer_threads, cores=cores),
-            num_devices=len(target.spread_devices),
-            num_tasks=target.num_tasks,
-            double_buffer=target.budget.double_buffer,
-            early_release=state.pool.early_release,
-            home_times=estimate.home_times() if with_homes else 0.0,
-            home_update_bytes_per_s=figure(estimate.home_update_bytes_per_s()) if with_homes else math.inf,
-        )
-
     def _partition(self, costs: list[LayerCost], budget: Budget) -> tuple[list[int], LayerTooLarge | None]:
         """The partitioner's boundaries, and why it refuses the model, if it does.
 
@@ -565,8 +463,8 @@ class Planner:
         try:
             if not (self._trains and hasattr(partitioner, "candidates")):
                 return partitioner.partition(costs, budget), None
-            may_choose, asked = self._may_choose_homes(), self._asked_homes
-            asked = asked if asked and not self._against_homes() else 0
+            may_choose, asked = _may_choose_homes(planned, self._target), _asked_homes(planned)
+            asked = asked if asked and not _against_homes(planned, self._target) else 0
             with_homes = may_choose or asked > 0
             if with_homes:
                 costs, budget = in_round_figures(costs, budget)
@@ -574,7 +472,7 @@ class Planner:
                 costs=costs,
                 candidates=partitioner.candidates(costs, budget),
                 budget=budget,
-                run=self._run_at_hand(with_homes=with_homes),
+                run=_run_at_hand(planned, self._target, with_homes=with_homes),
             )
             together, beside = self._target.together, self._target.beside
             if together is None:
@@ -614,29 +512,116 @@ class Planner:
             loss_fn = None if task.purpose is Purpose.PREDICT else task.loss_fn
             return profile_evaluation(task.model, inputs, target, loss_fn, precision=task.precision)
 
-    def _as_plan(self) -> TaskPlan:
-        state, chosen, known = self.state, self._planned.decisions, self._estimate.known
-        timings = state.measured.timings.values()
-        device_s = sum(timing.device_s for timing in timings)
-        predicted = chosen.predicted
-        return TaskPlan(
-            name=self._planned.name,
-            boundaries=list(state.cut.boundaries),
-            shard_bytes=[state.shard_bytes(shard) for shard in state.cut.shards],
-            dram=self._planned.dram,
-            accumulation_steps=state.cut.num_micro_batches,
-            step_s=sum(state.measured.unit_s.values()),
-            speedups=[spread.speedup for spread in chosen.spreading.spreads],
-            shares_cores=state.place.type == "cpu",
-            launch_share=sum(timing.launch_s for timing in timings) / device_s if device_s else None,
-            one_device_because=chosen.spreading.one_device_because,
-            graph_bytes=[kept_bytes(state, shard) for shard in state.cut.shards],
-            doubled_bytes=self._planned.doubled_bytes,
-            ceilings="" if known is None or known.origin == STATED else known.source,
-            predicted_s=None if predicted is None else predicted.step_s,
-            cut_because="" if predicted is None else str(predicted),
-            no_homes_because=chosen.no_homes_because,
-        )
+
+def _remedied(task: ModelTask, error: LayerTooLarge | ShardDoesNotFit) -> str:
+    """What a partitioner says of a lone layer; an evaluation has no micro-batches to make smaller."""
+    if task.max_device_batch is not None:
+        return str(error).replace("raise accumulation_steps", "lower max_device_batch")
+    if task.purpose is Purpose.TRAIN or not isinstance(error, LayerTooLarge):
+        return str(error)
+    return (
+        f"{error.layer} needs {size_of(error.needed_bytes)} alone on a device, available: "
+        f"{size_of(error.available_bytes)}; give smaller batches, or use a device with more memory"
+    )
+
+
+def _with_smaller_slabs(planned: PlannedTask, boundaries: list[int], costs: list[LayerCost]) -> list[int] | None:
+    """Finer boundaries that cut the largest slab; None where a lone layer has it, or the user cut so."""
+    widest = max(planned.state.cut.shards, key=lambda shard: shard.slab_bytes)
+    return planned.task.partitioner.revise(boundaries, widest.index, costs)
+
+
+def _run_at_hand(planned: PlannedTask, target: Target, *, with_homes: bool = False) -> RunAtHand:
+    """Return what a cut of the task is chosen for; with_homes: layers may be at home on devices."""
+    estimate, host = planned.estimate, target.host
+    device, link = target.device, estimate.rates(target.device)
+    computes_here = device.torch_device.type == "cpu"
+    cores = host.cores / host.intra_op_threads if host is not None and computes_here else None
+    figure = _in_two_digits if with_homes else float
+    return RunAtHand(
+        device=DeviceCost(
+            load_bytes_per_s=figure(link.up_bytes_per_s),
+            store_bytes_per_s=figure(link.down_bytes_per_s),
+            unit_s=UNIT_S,
+            memory_bytes=target.budget.memory_bytes,
+            copies_compute=computes_here and link.origin != STATED,
+        ),
+        host=HostCost(optimizer_threads=1 if host is None else host.optimizer_threads, cores=cores),
+        num_devices=len(target.spread_devices),
+        num_tasks=target.num_tasks,
+        double_buffer=target.budget.double_buffer,
+        early_release=planned.state.pool.early_release,
+        home_times=estimate.home_times() if with_homes else 0.0,
+        home_update_bytes_per_s=figure(estimate.home_update_bytes_per_s()) if with_homes else math.inf,
+    )
+
+
+def _asked_homes(planned: PlannedTask) -> int:
+    """So many of the lowest layers are to have homes on devices by the task's option; 0: it leaves that open."""
+    asked = planned.task.homes
+    return {"auto": 0, "host": 0, "device": planned.layout.num_layers}[asked] if isinstance(asked, str) else asked
+
+
+def _leaves_homes_open(planned: PlannedTask, target: Target) -> bool:
+    return planned.task.purpose is Purpose.TRAIN and planned.task.homes == target.homes == "auto"
+
+
+def _may_choose_homes(planned: PlannedTask, target: Target) -> bool:
+    """Return True if homes on devices may gain: an emulated one without a link of its own lies in the same DRAM."""
+    has_link = planned.state.place.type != "cpu" or planned.estimate.rates(target.device).origin == STATED
+    return _leaves_homes_open(planned, target) and has_link and not _against_homes(planned, target)
+
+
+def _against_homes(planned: PlannedTask, target: Target) -> str:
+    """Return why no layer has a home on a device; nothing, if one may."""
+    task, layout = planned.task, planned.layout
+    options = {
+        f"early_release={task.early_release!r}": task.early_release,
+        "ema_decay": task.ema_decay is not None,
+        "optimizer_scope='task'": task.optimizer_scope == "task",
+        "batches that adapt": task.adapts,
+        "read_ahead=False, whose loader may look at weights,": not task.read_ahead,
+        "hooks on parameters": has_hooks(layout),
+    }
+    against = next(
+        (f"with {option} all layers have their home in DRAM" for option, is_so in options.items() if is_so), ""
+    )
+    if not against:
+        slots = layout.trainable_slots()
+        sample = {slot.index: nn.Parameter(torch.zeros((1,) * len(slot.shape))) for slot in slots}
+        with installed(Stream(capture())):  # the factory is user code
+            optimizer = make_optimizer(task, {slot.name: sample[slot.index] for slot in slots})
+        against = no_home_because(optimizer)
+    kinds = {device.ceilings_name: device for device in target.spread_devices}
+    for device in kinds.values():
+        if not against and (kernel := device.kernel()) is not None:
+            against = kernel_refused(kernel, optimizer, sample, planned.state.pool, task)
+    return against
+
+
+def _as_plan(planned: PlannedTask) -> TaskPlan:
+    state, chosen, known = planned.state, planned.decisions, planned.estimate.known
+    timings = state.measured.timings.values()
+    device_s = sum(timing.device_s for timing in timings)
+    predicted = chosen.predicted
+    return TaskPlan(
+        name=planned.name,
+        boundaries=list(state.cut.boundaries),
+        shard_bytes=[state.shard_bytes(shard) for shard in state.cut.shards],
+        dram=planned.dram,
+        accumulation_steps=state.cut.num_micro_batches,
+        step_s=sum(state.measured.unit_s.values()),
+        speedups=[spread.speedup for spread in chosen.spreading.spreads],
+        shares_cores=state.place.type == "cpu",
+        launch_share=sum(timing.launch_s for timing in timings) / device_s if device_s else None,
+        one_device_because=chosen.spreading.one_device_because,
+        graph_bytes=[kept_bytes(state, shard) for shard in state.cut.shards],
+        doubled_bytes=planned.doubled_bytes,
+        ceilings="" if known is None or known.origin == STATED else known.source,
+        predicted_s=None if predicted is None else predicted.step_s,
+        cut_because="" if predicted is None else str(predicted),
+        no_homes_because=chosen.no_homes_because,
+    )
 
 
 def _in_two_digits(figure: float) -> float:

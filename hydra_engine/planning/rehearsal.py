@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +160,15 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init
                 raise LayerFault(f"a layer {writes(self._slots[index].name)}")
 
 
-# More than 15 attributes: what it has seen of attributes, of the batch, of buffers and of parameters.
+class _InUse(NamedTuple):
+    """Of the copy of a batch, what a micro-batch of a unit was given."""
+
+    shard: Shard
+    m: int
+    given: list[tuple[int, Any, list[Any], pytree.TreeSpec]]  # inputs or target, the value, what was in it
+    entered: list[tuple[Part, Tensor, Tensor]]  # in the memory of the batch: which part of it, and the same in DRAM
+
+
 class _Onlooker:
     """Looks on while units run: the executor's inspector."""
 
@@ -173,13 +181,8 @@ class _Onlooker:
         # (inputs or target, micro-batch) of a batch whose containers were changed, and with the tensor that was.
         self.rearranged: set[tuple[int, int]] = set()
         self.written: dict[Part, Shard] = {}  # and by which shard
-        # What a micro-batch was given: inputs or target, the value, what was in it.
-        self._shard: Shard | None = None
-        self._m = 0
-        self._given: list[tuple[int, Any, list[Any], pytree.TreeSpec]] = []
-        # What enters a shard in the memory of the batch: which part of it, and the same in DRAM. `_passed`: by what the
-        # shard below has given: by the shard's first layer, micro-batch and number of the tensor.
-        self._entered: list[tuple[Part, Tensor, Tensor]] = []
+        self._in_use: _InUse | None = None
+        # What the shard below has given of the batch: by the shard's first layer, micro-batch and number of the tensor.
         self._passed: dict[Part, Part] = {}
         self._state, self._classes, self._limit, self.writes = state, classes, limit, _Writes(state)
 
@@ -198,40 +201,44 @@ class _Onlooker:
 
     def enters(self, shard: Shard, m: int, micro: MicroInput) -> None:
         self._note_batch()
-        self._shard, self._m, staging = shard, m, self._state.staging
+        staging, entered = self._state.staging, []
         for k, (tensor, source) in enumerate(
             zip(micro.value.tensors, staging.entering(shard.index, m).tensors, strict=True)
         ):
             part = (0, m, k) if shard.is_first else self._passed.get((shard.first, m, k))
             if part is not None:
-                self._entered.append((part, tensor, source))
+                entered.append((part, tensor, source))
         if micro.target is not None:
             both = zip(micro.target.tensors, staging.given.targets[m].tensors, strict=True)
-            self._entered += [((1, m, k), *pair) for k, pair in enumerate(both)]
+            entered += [((1, m, k), *pair) for k, pair in enumerate(both)]
+        self._in_use = _InUse(shard, m, [], entered)
 
     def gives(self, shard: Shard, m: int, tensors: Sequence[Tensor]) -> None:
-        within = {_address(tensor): part for part, tensor, _ in self._entered if tensor.layout == torch.strided}
+        assert self._in_use is not None
+        entered = self._in_use.entered
+        within = {_address(tensor): part for part, tensor, _ in entered if tensor.layout == torch.strided}
         for k, tensor in enumerate(tensors):
             if tensor.layout == torch.strided and _address(tensor) in within:
                 self._passed[shard.last, m, k] = within[_address(tensor)]
 
     def gets(self, side: int, value: Any) -> None:
-        self._given.append((side, value, *pytree.tree_flatten(value)))
+        assert self._in_use is not None
+        self._in_use.given.append((side, value, *pytree.tree_flatten(value)))
         (self._classes if side else self._limit).enters(value)
 
     def _note_batch(self) -> None:
         """Note what a micro-batch's layers and the loss have changed of the copy of the batch that they were given."""
-        given, self._given, entered, self._entered = self._given, [], self._entered, []
-        if self._shard is None:
+        in_use, self._in_use = self._in_use, None
+        if in_use is None:
             return
-        for side, value, leaves, spec in given:
+        for side, value, leaves, spec in in_use.given:
             now, now_spec = pytree.tree_flatten(value)
             if now_spec != spec or any(a is not b for a, b in zip(now, leaves, strict=True)):
-                self.rearranged.add((side, self._m))
-        for part, tensor, source in entered:
+                self.rearranged.add((side, in_use.m))
+        for part, tensor, source in in_use.entered:
             # No copy where it is in DRAM, which would be metered; `.cpu()` would close gaps between elements.
             if not identical(tensor if tensor.device.type == "cpu" else copy_in_dram(tensor), source):
-                self.written[part] = self._shard
+                self.written[part] = in_use.shard
 
     def begins_backward(self, buffers: Mapping[int, Tensor]) -> None:
         self._buffers = {index: copy_in_dram(buffer) for index, buffer in buffers.items()}
@@ -250,7 +257,7 @@ class _Onlooker:
 
     def let_go(self) -> None:
         """Let go of the device's memory and of the batch, which a unit that has raised leaves here."""
-        self.writes.views, self._given, self._entered, self._buffers = {}, [], [], {}
+        self.writes.views, self._in_use, self._buffers = {}, None, {}
 
     def leaves(self, layer: int, attributes: Attributes) -> None:
         self.changed.update(dict.fromkeys(attributes.changed()))
@@ -490,13 +497,6 @@ class _Checks:
                 each.put_back()
             onlooker.carries = False
 
-    def _modules(self, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
-        found = {}
-        for name, layer in zip(self._state.layout.names, layers, strict=True):
-            for path, module in layer.named_modules(remove_duplicate=False):
-                found[f"{name}.{path}" if path else name] = module
-        return found
-
     def _plain_state(self) -> OwnedState:
         """What the copies hold beside parameters and buffers, which are placeholders here."""
         structure, layout = self._executor.structure, self._state.layout
@@ -523,7 +523,9 @@ class _Checks:
 
         Lists and the like outside of a layer, in a closure or a global, may grow: they are where records are kept.
         """
-        names = self._modules(self._executor.structure.layers)
+        layers = zip(self._state.layout.names, self._executor.structure.layers, strict=True)
+        modules = ((name, path) for name, layer in layers for path, _ in layer.named_modules(remove_duplicate=False))
+        names = [f"{name}.{path}" if path else name for name, path in modules]
         for key in {**before, **after}:
             (path, is_own), old, new = key, before.get(key), after.get(key)
             may_differ = not is_own and not (old and new and len(old) == len(new))

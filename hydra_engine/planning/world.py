@@ -167,15 +167,17 @@ class _Queue:
 class _SimulatedLink:
     """Copies in one direction, one at a time: urgent ones first, which others stop for in the middle."""
 
-    def __init__(self, time: _Clock, *, computes: bool) -> None:
+    def __init__(self, time: _Clock, bytes_per_s: float | None, *, computes: bool) -> None:
         self._time = time
+        self._bytes_per_s = bytes_per_s  # None: copies take no time
         self._computes = computes  # copies keep a core busy; what has begun is then finished
         self._waiting: tuple[deque[tuple[float, Done]], deque[tuple[float, Done]]] = (deque(), deque())
         self._current: tuple[float, Done, bool] | None = None  # (end, what to call then, whether it stops for others)
         self.busy_s = 0.0
 
-    def submit(self, seconds: float, done: Done, *, urgent: bool = False) -> None:
+    def submit(self, num_bytes: float, done: Done, *, urgent: bool = False) -> None:
         """Queue a copy; one without bytes takes no turn."""
+        seconds = num_bytes / self._bytes_per_s if self._bytes_per_s else 0.0
         if seconds == 0:
             done()
             return
@@ -344,12 +346,96 @@ class _Task:
         times = 1 if unit.part == 0 or self.in_sums else self.sizes[unit.part]
         return times * self.cost.of_shard("gradient_bytes", unit.shard)
 
+    def missing_bytes(self, claim: _UnitOnDevice, memory: _Memory | None) -> float:
+        """What a unit starts from, as far as the device has not kept it; what it takes of memory is taken."""
+        unit, cost = claim.unit, self.cost
+        value, gradient = cost.of_shard("boundary_bytes", unit.shard), 0.0
+        if unit.kind == BACKWARD:
+            gradient = cost.of_shard("boundary_bytes", unit.shard + 1)
+        if memory is not None:
+            residents = memory.residents
+            if unit.kind == BACKWARD:
+                graph = ("graph", unit.task, unit.step, unit.shard, unit.part)
+                claim.graph = graph if residents.pin(graph, unit.task, lambda: math.inf) else None
+            if residents.take(_boundary(VALUE, unit, unit.shard)) or claim.graph is not None:
+                value = 0.0
+            if unit.kind == BACKWARD and residents.take(_boundary(GRADIENT, unit, unit.shard + 1)):
+                gradient = 0.0
+        return self.so_far_bytes(unit) + self.share(unit) * (value + gradient)
 
-# More than 15 attributes: half of them are sums for the result.
+    def keep(self, claim: _UnitOnDevice, memory: _Memory) -> None:
+        """What stays on a device of a unit that was computed: shard, graph and boundaries, as far as there is room."""
+        unit, residents, slab = claim.unit, memory.residents, claim.slab
+        if claim.graph is not None:
+            residents.unpin(claim.graph, is_whole=False)
+        begun, j, cost = self.num_begun, unit.shard, self.cost
+
+        def next_use_of(shard: int) -> Callable[[], float]:
+            return lambda: self.next_use_s(shard, with_last=True) if self.num_begun == begun else math.inf
+
+        def offer(what: str, entered: int, shard: int) -> None:
+            num_bytes = int(self.share(unit) * cost.of_shard("boundary_bytes", entered))
+            residents.offer(_boundary(what, unit, entered), True, num_bytes, unit.task, next_use_of(shard))
+
+        def let_go() -> None:
+            if slab is not None:
+                residents.unpin(slab)
+
+        goes_on = unit.kind == FORWARD and j >= cost.lowest_backward  # a backward will
+        graph_bytes = int(self.share(unit) * cost.of_shard("graph_bytes", j)) if goes_on else 0
+        if graph_bytes and (slab is not None or j in self.homes) and memory.ledger.take(graph_bytes):
+            key = ("graph", unit.task, unit.step, j, unit.part)
+            residents.keep(key, True, graph_bytes, unit.task, next_use_of(j), let_go)
+        else:
+            let_go()
+            if unit.kind == FORWARD:
+                offer(VALUE, j, j)
+        if unit.kind == FORWARD:
+            offer(VALUE, j + 1, j + 1)
+        elif j > cost.lowest_backward:
+            offer(GRADIENT, j, j - 1)
+
+
+class _Memory:
+    """A device's memory, as long as the device is in: what units leave there, and jobs that ask for some of it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.ledger = Ledger("", num_bytes)
+        self.residents = Residents(self.ledger)
+        self.num_active = 0  # units that have memory to work with, and will give it back
+        self._asking: deque[Callable[[], bool]] = deque()  # in order: each returns if it got it
+
+    def ask(self, take: Callable[[], bool]) -> None:
+        """Ask for memory: `take` is called until it returns True, which it does once it has got it, or needs none."""
+        self._asking.append(take)
+        self.grant()
+
+    def grant(self) -> None:
+        """Give memory to those who ask, as far as there is any, and each in its turn."""
+        while self._asking and self._asking[0]():
+            self._asking.popleft()
+
+    def take_work(self, claim: _UnitOnDevice, num_bytes: float) -> bool:
+        """Take what a unit works in, or nothing where no unit will give any back; False: one will."""
+        if self.ledger.take(int(num_bytes)):
+            claim.work_bytes = int(num_bytes)
+        elif self.num_active:
+            return False
+        self.num_active += 1
+        return True
+
+    def end(self, num_bytes: int) -> None:
+        """Take back what a unit has held until all of it was in DRAM."""
+        self.ledger.release(num_bytes)
+        self.num_active -= 1
+        self.grant()
+
+
 class _Device:
     def __init__(self, cost: DeviceCost, time: _Clock) -> None:
         self.cost = cost
-        self.load, self.store = (_SimulatedLink(time, computes=cost.copies_compute) for _ in range(2))
+        rates = (cost.load_bytes_per_s, cost.store_bytes_per_s)
+        self.load, self.store = (_SimulatedLink(time, rate, computes=cost.copies_compute) for rate in rates)
         self.compute = _Queue(time.compute, 1, skips=False)  # units, and updates of shards at home
         self.clear()
         self.is_in = True  # by what the changes say
@@ -362,32 +448,105 @@ class _Device:
 
     def clear(self) -> None:
         """Keep nothing of what units have left in its memory."""
-        self.residents: Residents | None = None
-        self.asking: deque[Callable[[], bool]] = deque()  # for memory, in order: each returns if it got it
-        self.num_active = 0  # units that have memory to work with, and will give it back
-        if self.cost.memory_bytes is not None:
-            self.ledger = Ledger("", int(self.cost.memory_bytes))
-            self.residents = Residents(self.ledger)
+        num_bytes = self.cost.memory_bytes
+        self.memory = None if num_bytes is None else _Memory(int(num_bytes))
 
-    def ask(self, take: Callable[[], bool]) -> None:
-        """Ask for memory: `take` is called until it returns True, which it does once it has got it, or needs none."""
-        self.asking.append(take)
-        self.grant()
+    def copy_in(self, num_bytes: float, done: Done, *, urgent: bool = False) -> None:
+        self.loaded_bytes += num_bytes
+        self.load.submit(num_bytes, done, urgent=urgent)
 
-    def grant(self) -> None:
-        """Give memory to those who ask, as far as there is any, and each in its turn."""
-        while self.asking and self.asking[0]():
-            self.asking.popleft()
-
-    def end(self, ledger: Ledger, num_bytes: int) -> None:
-        """Take back what a unit has held until all of it was in DRAM."""
-        ledger.release(num_bytes)
-        if ledger is self.ledger:  # it was not released meanwhile
-            self.num_active -= 1
-            self.grant()
+    def result(self, makespan_s: float) -> SimulatedDevice:
+        """Return what came of it until the end of the run."""
+        whole_s = makespan_s or 1.0
+        return SimulatedDevice(
+            num_units=self.num_units,
+            busy={
+                "load": self.load.busy_s / whole_s,
+                "compute": self.compute_s / whole_s,
+                "store": self.store.busy_s / whole_s,
+            },
+            loaded_bytes=self.loaded_bytes,
+            stored_bytes=self.stored_bytes,
+            in_s=self.in_s + (0.0 if self.since_s is None else makespan_s - self.since_s),
+        )
 
 
-# Past 300 lines: it has a method for each instruction, and they share one clock.
+class _Homes:
+    """Homes of shards on devices: has them move as tasks begin and end, and as devices come and go."""
+
+    def __init__(self, devices: Sequence[_Device], events: deque[Event]) -> None:
+        self.training: list[_Task] = []
+        self._devices, self._events = devices, events
+
+    def share_out(self) -> None:
+        """Have homes move as the engine shares devices' memory out."""
+        if not any(task.cost.homes for task in self.training):
+            return
+        memory = {
+            index: device.memory.ledger.memory_bytes
+            for index, device in enumerate(self._devices)
+            if device.memory is not None and device.since_s is not None and not device.is_leaving
+        }
+        wanted = [
+            wanted_homes(task.cost, next((home.device for home in task.homes.values()), None)) for task in self.training
+        ]
+        found = share_out(wanted, memory)
+        for task in self.training:
+            task.targets = found[task.cost.name]
+            changed = sorted({shard for shard, _ in task.targets.items() ^ task.devices.items()})
+            for leaves in (True, False):
+                if shards := tuple(shard for shard in changed if (shard in task.homes) == leaves):
+                    self._events.append(MoveWanted(task.cost.name, shards, leaves))
+
+    def move(self, task: _Task, shards: tuple[int, ...]) -> None:
+        """Move homes, one after the other."""
+        name = task.cost.name
+
+        def moved() -> None:
+            self._events.append(HomesMoved(name, shards, task.devices))
+            gone = tuple(j for j in shards if j in task.homes and task.devices[j] != task.targets.get(j))
+            if gone:  # a device was to go while its home came there
+                self._events.append(MoveWanted(name, gone, leaves=True))
+
+        _one_by_one([partial(self._move, task, shard) for shard in shards], moved)
+
+    def _move(self, task: _Task, shard: int, done: Done) -> None:
+        self.close(task, shard, partial(self._open, task, shard, done))
+
+    def _open(self, task: _Task, shard: int, done: Done) -> None:
+        """Bring a shard home to its device, if there is room."""
+        target = task.targets.get(shard)
+        memory = None if target is None else self._devices[target].memory
+        num_bytes = int(task.cost.of_shard("home_bytes", shard))
+        if target is None or memory is None or not memory.ledger.take(num_bytes, SLABS):
+            done()
+            return
+        home = _Home(target, memory.ledger)
+
+        def is_there() -> None:
+            task.homes[shard] = home
+            done()
+
+        self._devices[target].copy_in(task.cost.of_shard("move_bytes", shard), is_there)
+
+    def close(self, task: _Task, shard: int, done: Done) -> None:
+        """Bring a shard back to DRAM, if it is at home elsewhere."""
+        if (home := task.homes.get(shard)) is None:
+            done()
+            return
+        device, num_bytes = self._devices[home.device], task.cost.of_shard("move_bytes", shard)
+        device.stored_bytes += num_bytes
+
+        def is_in_dram() -> None:
+            del task.homes[shard]
+            home.ledger.release(int(task.cost.of_shard("home_bytes", shard)), kind=SLABS)
+            assert device.memory is not None
+            device.memory.grant()
+            done()
+
+        device.store.submit(num_bytes, is_in_dram)
+
+
 class World:
     """Carries out instructions in simulated time."""
 
@@ -415,7 +574,7 @@ class World:
         start = self.time.update if host.shares_dram else self.time.compute
         self._host = _Queue(start, host.optimizer_threads)
         self._placed: list[Placed] | None = [] if record else None
-        self._training: list[_Task] = []
+        self._homes = _Homes(self._devices, self._events)
         self._finished_s: dict[str, float] = {}
         self._actions: dict[type, Callable[[Any], None]] = {
             Load: self._load,
@@ -426,7 +585,7 @@ class World:
             Begin: lambda begin: self._tasks[begin.task].begin(begin.num_parts, begin.in_sums),
             Commit: self._commit,
             Update: self._update,
-            Move: self._move,
+            Move: lambda move: self._homes.move(self._tasks[move.task], move.shards),
             Discard: lambda _: None,
             Capture: lambda _: None,  # nothing is saved
             Finish: self._finish,
@@ -455,27 +614,13 @@ class World:
             self.time.go_on()
 
     def _begin(self) -> None:
-        self._training = list(self._tasks.values())
-        self._events.extend(map(_added, self._training))
-        self._share_out()
+        self._homes.training = list(self._tasks.values())
+        self._events.extend(map(_added, self._homes.training))
+        self._homes.share_out()
 
     def result(self, bound: float) -> Simulation:
         makespan_s = self.time.now_s
-        whole_s = makespan_s or 1.0
-        devices = tuple(
-            SimulatedDevice(
-                num_units=device.num_units,
-                busy={
-                    "load": device.load.busy_s / whole_s,
-                    "compute": device.compute_s / whole_s,
-                    "store": device.store.busy_s / whole_s,
-                },
-                loaded_bytes=device.loaded_bytes,
-                stored_bytes=device.stored_bytes,
-                in_s=device.in_s + (0.0 if device.since_s is None else makespan_s - device.since_s),
-            )
-            for device in self._devices
-        )
+        devices = tuple(device.result(makespan_s) for device in self._devices)
         return Simulation(
             makespan_s=makespan_s,
             bound_s=bound,
@@ -495,89 +640,16 @@ class World:
         if not change.is_in and not device.is_leaving:
             device.is_leaving = True
             self._events.append(DeviceRemoved(change.device))
-            self._share_out()
+            self._homes.share_out()
         elif change.is_in and device.since_s is None:
             self._add(change.device)
 
     def _add(self, index: int) -> None:
         self._devices[index].since_s = self.time.now_s
         self._events.append(DeviceAdded(index))
-        self._share_out()
-
-    def _share_out(self) -> None:
-        """Have homes move as the engine shares them out: as tasks begin and end, and as devices come and go."""
-        if not any(task.cost.homes for task in self._training):
-            return
-        devices = {index: device for index, device in enumerate(self._devices) if device.residents is not None}
-        memory = {
-            index: device.ledger.memory_bytes
-            for index, device in devices.items()
-            if device.since_s is not None and not device.is_leaving
-        }
-        wanted = [
-            wanted_homes(task.cost, next((home.device for home in task.homes.values()), None))
-            for task in self._training
-        ]
-        found = share_out(wanted, memory)
-        for task in self._training:
-            task.targets = found[task.cost.name]
-            changed = sorted({shard for shard, _ in task.targets.items() ^ task.devices.items()})
-            for leaves in (True, False):
-                if shards := tuple(shard for shard in changed if (shard in task.homes) == leaves):
-                    self._events.append(MoveWanted(task.cost.name, shards, leaves))
+        self._homes.share_out()
 
     # -- instructions
-
-    def _move(self, instruction: Move) -> None:
-        """Move homes, one after the other."""
-        task, shards = self._tasks[instruction.task], instruction.shards
-
-        def moved() -> None:
-            self._events.append(HomesMoved(instruction.task, shards, task.devices))
-            gone = tuple(j for j in shards if j in task.homes and task.devices[j] != task.targets.get(j))
-            if gone:  # a device was to go while its home came there
-                self._events.append(MoveWanted(instruction.task, gone, leaves=True))
-
-        _one_by_one([partial(self._move_home, task, shard) for shard in shards], moved)
-
-    def _move_home(self, task: _Task, shard: int, done: Done) -> None:
-        self._close_home(task, shard, partial(self._open_home, task, shard, done))
-
-    def _open_home(self, task: _Task, shard: int, done: Done) -> None:
-        """Bring a shard home to its device, if there is room."""
-        target = task.targets.get(shard)
-        device = None if target is None else self._devices[target]
-        if (
-            target is None
-            or device is None
-            or not device.ledger.take(int(task.cost.of_shard("home_bytes", shard)), SLABS)
-        ):
-            done()
-            return
-        home = _Home(target, device.ledger)
-
-        def is_there() -> None:
-            task.homes[shard] = home
-            done()
-
-        self._copy_in(device, task.cost.of_shard("move_bytes", shard), is_there)
-
-    def _close_home(self, task: _Task, shard: int, done: Done) -> None:
-        """Bring a shard back to DRAM, if it is at home elsewhere."""
-        if (home := task.homes.get(shard)) is None:
-            done()
-            return
-        device, num_bytes = self._devices[home.device], task.cost.of_shard("move_bytes", shard)
-        device.stored_bytes += num_bytes
-        rate = device.cost.store_bytes_per_s
-
-        def is_in_dram() -> None:
-            del task.homes[shard]
-            home.ledger.release(int(task.cost.of_shard("home_bytes", shard)), kind=SLABS)
-            device.grant()
-            done()
-
-        device.store.submit(num_bytes / rate if rate else 0.0, is_in_dram)
 
     def _release(self, instruction: Release) -> None:
         [index] = instruction
@@ -594,16 +666,16 @@ class World:
         device, task = self._devices[index], self._tasks[unit.task]
         claim = device.claims[unit] = _UnitOnDevice(unit)
         num_bytes = task.cost.of_shard("frozen_bytes" if unit.shard in task.homes else "load_bytes", unit.shard)
-        if device.residents is None or not num_bytes:
-            self._copy_in(device, num_bytes, partial(self._start, index, claim))
+        if (memory := device.memory) is None or not num_bytes:
+            device.copy_in(num_bytes, partial(self._start, index, claim))
         else:
-            device.ask(partial(self._take_slab, index, claim, num_bytes))
+            memory.ask(partial(self._take_slab, index, memory, claim, num_bytes))
 
-    def _take_slab(self, index: int, claim: _UnitOnDevice, num_bytes: float) -> bool:
+    def _take_slab(self, index: int, memory: _Memory, claim: _UnitOnDevice, num_bytes: float) -> bool:
         """Bring a claim's shard into memory, if it is not there; False: there is no room before a unit ends."""
         device, unit, loaded = self._devices[index], claim.unit, partial(self._start, index, claim)
-        task, residents = self._tasks[unit.task], device.residents
-        if not claim.is_dropped and residents is not None:
+        task, residents = self._tasks[unit.task], memory.residents
+        if not claim.is_dropped:
             trains = unit.shard >= task.cost.lowest_backward and unit.shard not in task.homes
             version = task.num_commits if trains else -1
             key = (unit.task, unit.shard, version)
@@ -613,31 +685,26 @@ class World:
                 return task.next_use_s(unit.shard, beyond_step=not trains) if is_new else math.inf
 
             slab: _Gate | None = residents.pin(key, unit.task, next_use_s)
-            if slab is None and device.ledger.take(int(num_bytes), SLABS):
+            if slab is None and memory.ledger.take(int(num_bytes), SLABS):
                 slab = _Gate()
                 residents.add(key, slab, int(num_bytes), unit.task, next_use_s, lambda: None)
-                self._copy_in(device, num_bytes, slab.open)
+                device.copy_in(num_bytes, slab.open)
             if slab is not None:
                 claim.slab = key
                 slab.when_open(loaded)
-            elif device.num_active:
+            elif memory.num_active:
                 return False
             else:  # nobody will give any back
-                self._copy_in(device, num_bytes, loaded)
+                device.copy_in(num_bytes, loaded)
         return True
-
-    def _copy_in(self, device: _Device, num_bytes: float, done: Done, *, urgent: bool = False) -> None:
-        device.loaded_bytes += num_bytes
-        rate = device.cost.load_bytes_per_s
-        device.load.submit(num_bytes / rate if rate else 0.0, done, urgent=urgent)
 
     def _drop(self, instruction: Drop) -> None:
         index, unit = instruction
         device = self._devices[index]
         claim = device.claims.pop(unit)
         claim.is_dropped = True
-        if claim.slab is not None and device.residents is not None:
-            device.residents.unpin(claim.slab)
+        if claim.slab is not None and device.memory is not None:
+            device.memory.residents.unpin(claim.slab)
 
     def _run(self, instruction: Run) -> None:
         index, unit = instruction
@@ -647,70 +714,18 @@ class World:
         part.position = 1 + task.flow.order[unit.kind, unit.shard]
 
         def bring() -> None:
-            brought = partial(self._start, index, claim)
-            self._copy_in(device, self._missing_bytes(device, task, claim), brought, urgent=True)
+            device.copy_in(task.missing_bytes(claim, memory), partial(self._start, index, claim), urgent=True)
 
         def take() -> bool:
-            if device.residents is not None:
-                work_bytes = int(task.cost.unit_work_bytes(unit.kind, unit.shard))
-                if device.ledger.take(work_bytes):
-                    claim.work_bytes = work_bytes
-                elif device.num_active:
-                    return False
-                device.num_active += 1
+            if memory is not None and not memory.take_work(claim, task.cost.unit_work_bytes(unit.kind, unit.shard)):
+                return False
             part.passed.when_open(bring)
             return True
 
-        device.ask(take)
-
-    def _missing_bytes(self, device: _Device, task: _Task, claim: _UnitOnDevice) -> float:
-        """What a unit starts from, as far as the device has not kept it; what it takes of memory is taken."""
-        unit, cost, residents = claim.unit, task.cost, device.residents
-        value, gradient = cost.of_shard("boundary_bytes", unit.shard), 0.0
-        if unit.kind == BACKWARD:
-            gradient = cost.of_shard("boundary_bytes", unit.shard + 1)
-        if residents is not None:
-            if unit.kind == BACKWARD:
-                graph = ("graph", unit.task, unit.step, unit.shard, unit.part)
-                claim.graph = graph if residents.pin(graph, unit.task, lambda: math.inf) else None
-            if residents.take(_boundary(VALUE, unit, unit.shard)) or claim.graph is not None:
-                value = 0.0
-            if unit.kind == BACKWARD and residents.take(_boundary(GRADIENT, unit, unit.shard + 1)):
-                gradient = 0.0
-        return task.so_far_bytes(unit) + task.share(unit) * (value + gradient)
-
-    def _keep(self, device: _Device, task: _Task, claim: _UnitOnDevice) -> None:
-        """What stays on a device of a unit that was computed: shard, graph and boundaries, as far as there is room."""
-        unit, residents, slab = claim.unit, device.residents, claim.slab
-        assert residents is not None
-        if claim.graph is not None:
-            residents.unpin(claim.graph, is_whole=False)
-        begun, j, cost = task.num_begun, unit.shard, task.cost
-
-        def next_use_of(shard: int) -> Callable[[], float]:
-            return lambda: task.next_use_s(shard, with_last=True) if task.num_begun == begun else math.inf
-
-        def offer(what: str, entered: int, shard: int) -> None:
-            num_bytes = int(task.share(unit) * cost.of_shard("boundary_bytes", entered))
-            residents.offer(_boundary(what, unit, entered), True, num_bytes, unit.task, next_use_of(shard))
-
-        def let_go() -> None:
-            if slab is not None:
-                residents.unpin(slab)
-
-        goes_on = unit.kind == FORWARD and j >= cost.lowest_backward  # a backward will
-        graph_bytes = int(task.share(unit) * cost.of_shard("graph_bytes", j)) if goes_on else 0
-        if graph_bytes and (slab is not None or j in task.homes) and device.ledger.take(graph_bytes):
-            key = ("graph", unit.task, unit.step, j, unit.part)
-            residents.keep(key, True, graph_bytes, unit.task, next_use_of(j), let_go)
+        if (memory := device.memory) is None:
+            take()
         else:
-            let_go()
-            if unit.kind == FORWARD:
-                offer(VALUE, j, j)
-        if unit.kind == FORWARD:
-            offer(VALUE, j + 1, j + 1)
-        elif j > cost.lowest_backward:
-            offer(GRADIENT, j, j - 1)
+            memory.ask(take)
 
     def _start(self, index: int, claim: _UnitOnDevice) -> None:
         """Something of a unit is there: once all is, compute it."""
@@ -735,12 +750,12 @@ class World:
         device, task = self._devices[index], self._tasks[unit.task]
         left_bytes = task.gradient_bytes(unit)
         left: Done | None = None
-        if device.residents is not None:
+        if (memory := device.memory) is not None:
             held_bytes = min(claim.work_bytes, int(left_bytes))  # until they are in DRAM
-            device.ledger.release(claim.work_bytes - held_bytes)
-            left = partial(device.end, device.ledger, held_bytes)
-            self._keep(device, task, claim)
-            device.grant()
+            memory.ledger.release(claim.work_bytes - held_bytes)
+            left = partial(memory.end, held_bytes)
+            task.keep(claim, memory)
+            memory.grant()
         device.num_units += 1
         device.compute_s += self.time.now_s - start_s
         if self._placed is not None:
@@ -749,7 +764,6 @@ class World:
         part.passed.is_open, part.leaving[unit] = False, False
         self._events.append(Computed(index, unit, seconds))
         passed_bytes = task.share(unit) * task.cost.output_bytes(unit.kind, unit.shard)
-        rate = device.cost.store_bytes_per_s
         device.stored_bytes += passed_bytes + left_bytes
 
         def stored() -> None:
@@ -757,7 +771,7 @@ class World:
                 left()
             self._stored(part, unit)
 
-        send_gradients = partial(device.store.submit, left_bytes / rate if rate else 0.0, stored)
+        send_gradients = partial(device.store.submit, left_bytes, stored)
 
         def passed() -> None:
             part.passed.open()
@@ -766,7 +780,7 @@ class World:
             else:
                 send_gradients()
 
-        device.store.submit(passed_bytes / rate if rate else 0.0, passed)
+        device.store.submit(passed_bytes, passed)
 
     def _stored(self, part: _StepPart, unit: Unit) -> None:
         part.leaving[unit] = True
@@ -819,16 +833,16 @@ class World:
 
     def _finish(self, instruction: Finish) -> None:
         task = self._tasks[instruction.task]
-        self._training.remove(task)
+        self._homes.training.remove(task)
 
         def finished() -> None:
             self._finished_s[instruction.task] = self.time.now_s
 
         def is_in_dram() -> None:
-            self._share_out()
+            self._homes.share_out()
             self._host.submit(lambda: (task.cost.end_s, finished))
 
-        _one_by_one([partial(self._close_home, task, shard) for shard in task.homes], is_in_dram)
+        _one_by_one([partial(self._homes.close, task, shard) for shard in task.homes], is_in_dram)
 
 
 def _one_by_one(jobs: Sequence[Callable[[Done], None]], done: Done) -> None:

@@ -128,7 +128,7 @@ class Dispatch:
         if task.group is not None:
             self._count(task.group, -1)
         self._place(device)
-        task.used_s += event.seconds - part.charged_s
+        task.used_s += event.seconds - device.charged_s
         task.measured((event.unit.kind, event.unit.shard), event.seconds / part.share)
         return device
 
@@ -159,9 +159,6 @@ class Dispatch:
         if part.queue is not None:
             part.queue.discard(part)
             part.queue = None
-        if part.pinned_to is not None:
-            part.pinned_to.pinned.pop(part, None)
-            part.pinned_to = None
         before, part.offer = part.offer, part.next_unit()
         if part.offer is None:
             return
@@ -179,7 +176,7 @@ class Dispatch:
             if is_ready:
                 self._put(self._claimed, part)
             self._touched[part.claim] = None
-        elif not part.is_ahead:
+        elif part is not part.task.ahead:
             self._put(self._ready if is_ready else self._loadable, part)
         if (only := part.computing or part.near) is not None:
             self._touched[only] = None
@@ -189,8 +186,8 @@ class Dispatch:
         device = self._devices.get(-1 if part.only is None else part.only)
         if device is not None:
             self._touched[device] = None
-            if not part.is_ahead:
-                part.pinned_to, device.pinned[part] = device, None
+            if part is not part.task.ahead:
+                part.queue, device.pinned[part] = device, None
 
     def _put(self, queue: PartQueue | GroupedQueue, part: Part) -> None:
         part.queue = queue
@@ -352,9 +349,10 @@ class Dispatch:
             self._wanting.discard(device)
             assert part.offer is not None
             self._out.append(Load(device.index, part.offer))
-            queue, part.queue = part.queue, None  # its key stays
-            if queue is not None:
+            queue = part.queue
+            if queue is not None and queue is not device:  # to which it stays pinned
                 queue.discard(part)
+                part.queue = None  # its key stays
             if queue is self._ready:
                 self._put(self._claimed, part)
 
@@ -436,8 +434,8 @@ class Dispatch:
         self._place(device)
         part.computing = device
         part.position += 1
-        part.charged_s = part.share * task.unit_s.get((unit.kind, unit.shard), 0.0)
-        task.used_s += part.charged_s
+        device.charged_s = part.share * task.unit_s.get((unit.kind, unit.shard), 0.0)
+        task.used_s += device.charged_s
         self._share_s = max(self._share_s, task.used_s / task.added.weight)
         self._served_count += 1
         task.served_order = self._served_count

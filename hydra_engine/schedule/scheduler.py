@@ -32,7 +32,6 @@ Once a commit's updates are through, the task is settled: `Capture`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 from hydra_engine.schedule.dispatch import Dispatch
 from hydra_engine.schedule.events import (
@@ -505,18 +504,14 @@ class Scheduler:
             assert part.queue is None, part
         task.chain = task.units.training if task.batch.training else task.units.evaluation
         task.spread = task.units.spreads[num_parts - 1]
-        homes = [part.home for part in task.parts]
         # The first part goes on from what was loaded ahead.
-        first, task.ahead = task.ahead, Part(task, is_ahead=True)
-        first.is_ahead = False
+        first, task.ahead = task.ahead, Part(task)
         assert first.claim is None or first.next_unit() == first.offer, first
-        task.parts = [first, *(Part(task, k) for k in range(1, num_parts))]
+        before, task.parts = task.parts, [first, *(Part(task, k) for k in range(1, num_parts))]
         for part, (begin, end) in zip(task.parts, part_ranges(num_micro_batches, num_parts), strict=True):
             part.share = (end - begin) / num_micro_batches
-        for part, home in zip(task.parts, homes, strict=False):
-            part.home = home
-        for before, part in pairwise(task.parts):
-            part.before = before
+        for part, old in zip(task.parts, before, strict=False):
+            part.home = old.home
         task.estimate()
         self._dispatch.refresh(task)
         if task.added.reads_ahead and not task.added.reads_last:

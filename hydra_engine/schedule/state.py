@@ -295,7 +295,6 @@ class Activity(Enum):
     END = auto()  # nothing of it begins any more
 
 
-# More than 15 attributes: as those of ScheduledTask.
 @dataclass(eq=False)
 class Part:
     """Some micro-batches of the batch in progress, all of them unless it is spread over several devices."""
@@ -303,23 +302,18 @@ class Part:
     task: ScheduledTask
     index: int = 0
     share: float = 1.0  # of the batch
-    before: Part | None = None  # the micro-batches before these
     position: int = 0  # of the first unit that was not begun
     computing: ScheduledDevice | None = None  # has the unit before `position`
     storing: int = 0  # units before `position` that are on their way to DRAM
     lost: int | None = None  # position of a unit whose device has failed, where it goes back once nothing is under way
     near: ScheduledDevice | None = None  # which computed them, where the part can go on meanwhile
     home: ScheduledDevice | None = None  # which computed its last unit, of this batch or of the one before
-    charged_s: float = 0.0  # to the task, for the unit that is computed
     num_passed: int = 0  # by units that came after it and had their shards on the device
     ready_order: int = 0
-    next: Unit | None = None  # at `position`, once it was asked for: the same object however often it is
     offer: Unit | None = None  # load-ready
     key: Any = None  # of the offer
     claim: ScheduledDevice | None = None  # who has claimed the offer
-    queue: PartQueue | GroupedQueue | None = None  # which the part is in
-    pinned_to: ScheduledDevice | None = None  # the device in whose `pinned` it is
-    is_ahead: bool = False  # of the batch after the one in progress: its first shard may be loaded already, no more
+    queue: PartQueue | GroupedQueue | ScheduledDevice | None = None  # which the part is in, or pinned to
 
     @property
     def group(self) -> Group:
@@ -346,26 +340,26 @@ class Part:
     @property
     def in_turn(self) -> bool:
         """True if the offered unit waits for no other part's, and no commit."""
-        task, before = self.task, self.before
-        if before is None:
-            return not self.is_ahead
-        node, spread = task.chain[self.position], task.spread
+        task = self.task
+        if self.index == 0:
+            return self is not task.ahead
+        before, node, spread = task.parts[self.index - 1], task.chain[self.position], task.spread
         if node in spread.ordered:
             return before.num_stored > self.position
         return spread.in_sums or node[0] == FORWARD or before.num_stored + MOST_AHEAD >= self.position
 
     def next_unit(self) -> Unit | None:
-        """The unit that could be loaded now."""
-        task = self.task
-        chain, batch = (task.chain_ahead, task.next_batch) if self.is_ahead else (task.chain, task.batch)
+        """The unit that could be loaded now; the one that is offered, if it is still the same."""
+        task, offer = self.task, self.offer
+        chain, batch = (task.chain_ahead, task.next_batch) if self is task.ahead else (task.chain, task.batch)
         if self.position >= len(chain) or task.phase.is_over or self.lost is not None or batch is None:
             return None
         kind, shard = chain[self.position]
         if not task.is_fresh(shard):
             return None
-        if self.next is None or self.next[1:4] != (kind, shard, batch.step):
-            self.next = Unit(task.added.task, kind, shard, batch.step, self.index)
-        return self.next
+        if offer is None or offer[1:4] != (kind, shard, batch.step):
+            return Unit(task.added.task, kind, shard, batch.step, self.index)
+        return offer
 
     @property
     def only(self) -> int | None:
@@ -420,7 +414,7 @@ class ScheduledTask:
     on_host: OnHost = OnHost.NOTHING
     chain: tuple[tuple[str, int], ...] = ()  # of the batch in progress; empty between batches
     parts: list[Part] = field(default_factory=list)  # of the batch in progress, and of the last one between batches
-    ahead: Part = field(init=False)  # the first part of the next batch
+    ahead: Part = field(init=False)  # the first part of the next batch: its first shard may be loaded already, no more
     batch: BatchReady = _NO_BATCH  # in progress, or the last one
     misfit: Unit | None = None  # where a device ran out of memory: the step waits to be fitted
     stale: set[int] = field(default_factory=set)  # shards whose update is not through
@@ -442,7 +436,7 @@ class ScheduledTask:
     num_passes: int = 0  # through its shards, with the one in progress and those before it came
 
     def __post_init__(self) -> None:
-        self.ahead = Part(self, is_ahead=True)
+        self.ahead = Part(self)
 
     @property
     def under_way(self) -> bool:
@@ -590,6 +584,11 @@ class ScheduledDevice:
     is_in_use: bool = True  # units of tasks may begin on it
     running: Unit | None = None
     part: Part | None = None  # whose unit is running
+    charged_s: float = 0.0  # to its task, for that unit
     claim: Part | None = None  # whose offer is claimed
     near: dict[Part, None] = field(default_factory=dict)  # whose last unit it computed, on its way to DRAM
     pinned: dict[Part, None] = field(default_factory=dict)  # whose offered unit may run here alone
+
+    def discard(self, part: Part) -> None:
+        """Pin a part no more: it leaves, as it does a queue."""
+        self.pinned.pop(part, None)
