@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.host.state import UnitBytes
 from hydra_engine.worker.executor import Executor
-from hydra_engine.worker.kept_graphs import KeptGraphs
+from hydra_engine.worker.kept_graphs import settle_graphs
 from hydra_engine.worker.runner import Runner
 from partitioners import MemoryMeter
 
@@ -33,7 +33,7 @@ class Audit:
 def audited():
     """Within, every unit of every device is counted."""
     audit = Audit()
-    run, settle, place_input = Executor.run, KeptGraphs.settle, Runner._place_input
+    run, settle, place_input = Executor.run, settle_graphs, Runner._place_input
 
     @contextmanager
     def counted(executor, *args):
@@ -48,7 +48,7 @@ def audited():
         with _disable_current_modes():  # in the middle of the unit; inputs are counted apart
             return place_input(runner, unit_run, m)
 
-    def settled(kept_graphs, unit_run):
+    def settled(unit_run, residents):
         peak, account = audit._peaks.pop(threading.get_ident(), None), unit_run.account
         if unit_run.is_metered:
             audit.metered.append(str(unit_run.claim.unit))
@@ -58,11 +58,11 @@ def audited():
             took = account.beside_bytes + UnitBytes(peak, account.input_bytes, 0).total(account.num_micro_batches)
             if took > account.held_bytes:
                 audit.over.append((str(unit_run.claim.unit), took, account.held_bytes))
-        settle(kept_graphs, unit_run)
+        settle(unit_run, residents)
 
     with (
         mock.patch.object(Executor, "run", counted),
         mock.patch.object(Runner, "_place_input", placed),
-        mock.patch.object(KeptGraphs, "settle", settled),
+        mock.patch("hydra_engine.worker.runner.settle_graphs", settled),
     ):
         yield audit

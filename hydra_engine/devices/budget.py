@@ -33,6 +33,9 @@ class Ticket:
     activates: bool = False  # from its grant on something runs that will release bytes by itself
     kind: str = WORK
 
+    def wanted(self) -> int | None:
+        return self.num_bytes() if callable(self.num_bytes) else self.num_bytes
+
 
 class Ledger:
     """Bytes of a device in use, never above its budget.
@@ -182,7 +185,7 @@ class Ledger:
     def _grant(self) -> None:
         while self._waiting:
             ticket = self._waiting[0]
-            wanted = self._wanted(ticket)
+            wanted = ticket.wanted()
             free = self.free_bytes(ticket.kind)
             if wanted is None and self._num_active == 0:
                 self._make_room(self.limit_bytes(ticket.kind), ticket.kind)
@@ -213,12 +216,8 @@ class Ledger:
         while free < self.free_bytes(ticket.kind) < wanted:
             free = self.free_bytes(ticket.kind)
             self._make_room(wanted, ticket.kind)
-            wanted = self._wanted(ticket) or 0
+            wanted = ticket.wanted() or 0
         return wanted
-
-    @staticmethod
-    def _wanted(ticket: Ticket) -> int | None:
-        return ticket.num_bytes() if callable(ticket.num_bytes) else ticket.num_bytes
 
 
 NextUse = Callable[[], float]

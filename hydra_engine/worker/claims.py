@@ -9,7 +9,7 @@ from functools import partial
 
 from hydra_engine.devices import LOAD, SLABS, OpenDevice, Residents, Slab, Ticket
 from hydra_engine.errors import DeviceGone, DeviceOutOfMemory
-from hydra_engine.host import Home, Region, Shard, TaskOptimizer, TaskState
+from hydra_engine.host import Home, LayerFault, Region, Shard, TaskOptimizer, TaskState
 from hydra_engine.schedule import Unit
 from hydra_engine.worker.spiller import Spiller
 from hydra_engine.worker.unit import Claim, ClaimStage, Delay, SlabLoad
@@ -160,7 +160,7 @@ class Claims:
         return load
 
     def fill(self, claim: Claim) -> None:
-        """Fill those slabs of a unit that were left to the lane that computes, where it is this unit's turn."""
+        """Fill a unit's slabs that were spoiled, or left to the lane that computes, where it is this unit's turn."""
         loads = list(claim.slabs.values())
         for load in loads:
             load.settle()
@@ -169,6 +169,15 @@ class Claims:
             with self._device.trace.span(self._device.name, LOAD, claim.label):
                 late[0].load(partial(self._clear, claim, moved))
             late[0].slab.result()
+        for region, load in claim.slabs.items():
+            if load.is_spoiled and load.is_home:
+                raise LayerFault(
+                    f"a layer of shard {claim.shard.index} wrote to a parameter and raised, limit: only the optimizer "
+                    f"changes parameters, since weights that are at home on a device are nowhere else; set homes='host'"
+                )
+            if load.is_spoiled:
+                self._spiller.fill_slab(claim.state, claim.shard, region, load.slab.result())
+                load.is_spoiled = False
 
     def _make_room(self) -> bool:
         """Give up a slab, for another one's place in the arena; or wait for a unit to let go of its own.

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from hydra_engine.data import GLOBAL_GENERATORS, TaskGenerator
 from hydra_engine.host import Structure
+from hydra_engine.worker.attributes import PLAIN
 from partitioners import MemoryMeter
 from partitioners.skips import Skips
 
@@ -38,8 +39,6 @@ BACKEND: Backend = "inductor"
 # Forms of one layer that are compiled, as many as torch's own limit for one function: a loader whose every batch has
 # another length would compile for ever.
 MAX_FORMS = 8
-
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class Turns:
@@ -204,7 +203,7 @@ def _key(layer: nn.Module, value: Any) -> Hashable:
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or (type(value) is tuple and all(type(each) in _PLAIN for each in value))
+    return type(value) in PLAIN or (type(value) is tuple and all(type(each) in PLAIN for each in value))
 
 
 def _described(tensor: Tensor) -> Hashable:

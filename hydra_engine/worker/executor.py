@@ -22,7 +22,7 @@ from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED
 from hydra_engine.worker.attributes import Attributes
 from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.drawing import Drawing
-from hydra_engine.worker.graphs import Arrival, GradientSums, Graph, SavedTensors, arrive
+from hydra_engine.worker.graphs import Arrival, GradientSums, Graph, GraphUse, arrive
 from hydra_engine.worker.thread_modes import UNIT_MODES, ThreadModes, put_back
 from hydra_engine.worker.unit import MicroInput, MicroOutput, UnitOutput
 from partitioners.boundary import Boundary
@@ -118,16 +118,36 @@ class Executor:
         views: dict[int, Tensor],
         buffers: dict[int, Tensor],
         so_far: Mapping[int, Tensor] | None = None,
-        saved: SavedTensors | None = None,
-        graphs: Sequence[Graph] = (),
+        graphs: GraphUse | None = None,
     ) -> UnitRunning:
         """Return a context that runs a unit: `micro` for each of its micro-batches in order, then `end`.
 
         views: the shard's parameters. so_far: gradients of the micro-batches before these; the unit adds to them in
-        place. saved: counts or keeps what autograd saves in a forward. graphs: a forward's, by micro-batch; it is not
-        run again.
+        place. graphs: that it makes, or goes on from; then its forward is not run again.
         """
-        return UnitRunning(self, spec, views, buffers, so_far or {}, saved, graphs)
+        return UnitRunning(self, spec, views, buffers, so_far or {}, graphs or GraphUse())
+
+    def loss(self, value: Any, micro: MicroInput) -> Tensor:
+        """Return the loss that a micro-batch's backward starts from."""
+        assert micro.target is not None
+        self.current = "loss_fn"
+        target = micro.target.value()
+        if self.inspector is not None:
+            self.inspector.gets(1, target)
+        loss = self.loss_fn(value, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn returned {shape}, not a scalar tensor; reduce it to one number")
+        return loss if micro.weight is None else loss * micro.weight
+
+    def measured(self, value: Any, micro: MicroInput) -> dict[str, float | Tensor]:
+        """Return what the metrics say of one micro-batch."""
+        assert micro.target is not None
+        found: dict[str, float | Tensor] = {}
+        for name, metric in self.metrics.items():
+            self.current = f"metric {name}"
+            found[name] = _figure(name, metric(value, micro.target.value()))
+        return found
 
     def settle_attributes(self, first: int, end: int, changes: AttributeChanges | None) -> None:
         """Put back what a unit has changed of its layers' attributes, and note in `changes` what was not tried.
@@ -160,8 +180,6 @@ class Executor:
             attributes.put_back()
 
 
-# Past 300 lines: forward, recomputation and backward share the layers, streams and leaves of one unit.
-# More than 15 attributes: what it was given, and the modes to put back however it ends.
 class UnitRunning:
     """One unit while it runs: its micro-batches one after the other, then what the unit leaves.
 
@@ -180,16 +198,15 @@ class UnitRunning:
         views: dict[int, Tensor],
         buffers: dict[int, Tensor],
         so_far: Mapping[int, Tensor],
-        saved: SavedTensors | None,
-        graphs: Sequence[Graph],
+        graphs: GraphUse,
     ) -> None:
-        self._executor, self._structure, self._inspector = executor, executor.structure, executor.inspector
+        self._executor, self._structure = executor, executor.structure
         self._spec, self._shard = spec, spec.shard
         # With the loss's module, which counts as part of the last layer's shard.
         is_last = spec.shard.last == executor.num_layers
         self._end = len(executor.structure.layers) if is_last else spec.shard.last
         self._views, self._buffers, self._so_far = views, buffers, so_far
-        self._saved, self._graphs = saved, graphs
+        self._saved, self._graphs = graphs.saved, graphs.graphs
         bound = (*views.values(), *buffers.values())
         self._gradients = GradientSums(executor.structure, spec.shard, bound, spec.norm_groups)
         self._versions: list[int] = []  # of its parameters, as it began
@@ -205,8 +222,8 @@ class UnitRunning:
         try:
             if self._saved is not None:
                 self._saved.begin(self._views.values())
-            if self._inspector is not None:
-                self._inspector.begins(self._shard, self._views)
+            if self._executor.inspector is not None:
+                self._executor.inspector.begins(self._shard, self._views)
             if self._spec.kind == EVALUATE:
                 layers = self._structure.layers[self._shard.first : self._end]
                 self._was_training = [(module, module.training) for layer in layers for module in layer.modules()]
@@ -242,7 +259,7 @@ class UnitRunning:
 
     def micro(self, m: int, micro: MicroInput) -> MicroOutput:
         """Run the step's micro-batch m."""
-        spec, executor, inspector = self._spec, self._executor, self._inspector
+        spec, executor, inspector = self._spec, self._executor, self._executor.inspector
         if (executor.is_narrow or spec.norm_groups is not None) and m > spec.micro_batches.start:
             self._gradients.accumulate()
         with executor.modes():
@@ -270,11 +287,11 @@ class UnitRunning:
 
     def end(self) -> UnitOutput:
         """Return what the unit leaves, once all its micro-batches are through."""
-        spec, structure, shard = self._spec, self._structure, self._shard
+        spec, executor, structure, shard = self._spec, self._executor, self._structure, self._shard
         put_back(self._modes)
-        if self._inspector is not None:
-            self._inspector.ends()
-        self._executor.current = ""  # what is found from here on is not the last layer's
+        if executor.inspector is not None:
+            executor.inspector.ends()
+        executor.current = ""  # what is found from here on is not the last layer's
         structure.check_parameters(self._views, self._versions)
         gradients: dict[int, Tensor | None] = {}
         norms = squares = None
@@ -288,7 +305,7 @@ class UnitRunning:
         self._train_again()
         structure.check_shared()
         taken = structure.take_buffers(shard.first, self._end)
-        self._executor.settle_attributes(shard.first, self._end, spec.changes)
+        executor.settle_attributes(shard.first, self._end, spec.changes)
         if spec.kind == BACKWARD:  # the rest is what the forward left
             taken = {index: taken[index] for index in self._written}
         return UnitOutput(gradients=gradients, buffers=taken, norms=norms, squares=squares)
@@ -319,16 +336,16 @@ class UnitRunning:
                 raise ValueError(f"{layers}: work in place on {changed}; clone it first")
             if executor.is_narrow and micro.target is not None:
                 value = cast(value, torch.float32)  # what the loss and the metrics compute in
-            loss = self._loss(value, micro) if micro.target is not None else None
+            loss = executor.loss(value, micro) if micro.target is not None else None
         drawing.move(drawn)
         if kind in (FORWARD, EVALUATE) and loss is None:
             return self._passed_on(value, arrivals, frame, drawing)
         if kind == EVALUATE:
             assert loss is not None
-            return MicroOutput(random=drawing.state, loss=_number(loss), metrics=self._measured(value, micro))
+            return MicroOutput(random=drawing.state, loss=_number(loss), metrics=executor.measured(value, micro))
         if loss is not None:
             del value  # logits are large, and the plain loop does not hold them either
-            watching = NOTHING if self._inspector is None else self._watching_buffers()
+            watching = NOTHING if executor.inspector is None else self._watching_buffers()
             with watching, frame.replayed():
                 scaled = loss if micro.loss_scale is None else loss * micro.loss_scale
                 scaled.backward()  # type: ignore[no-untyped-call]
@@ -388,7 +405,7 @@ class UnitRunning:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        structure, first, end, inspector = self._structure, self._shard.first, self._end, self._inspector
+        structure, first, end, inspector = self._structure, self._shard.first, self._end, self._executor.inspector
         before = structure.buffer_versions(first, end)
         if inspector is not None:
             inspector.begins_backward(structure.current_buffers(first, end))
@@ -424,32 +441,12 @@ class UnitRunning:
         compiled = executor.compiled
         if self._spec.locked or self._spec.keep_saved or self._spec.kind == EVALUATE:
             compiled = None
-        if self._inspector is not None and self._shard.is_first:
-            self._inspector.gets(0, value)
+        if executor.inspector is not None and self._shard.is_first:
+            executor.inspector.gets(0, value)
         for k in range(self._shard.first, self._shard.last):
             executor.current = structure.names[k]
             value = structure.layers[k](value) if compiled is None else compiled.run(k, value)
         return value
-
-    def _loss(self, value: Any, micro: MicroInput) -> Tensor:
-        assert micro.target is not None
-        self._executor.current = "loss_fn"
-        target = micro.target.value()
-        if self._inspector is not None:
-            self._inspector.gets(1, target)
-        loss = self._executor.loss_fn(value, target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"loss_fn returned {shape}, not a scalar tensor; reduce it to one number")
-        return loss if micro.weight is None else loss * micro.weight
-
-    def _measured(self, value: Any, micro: MicroInput) -> dict[str, float | Tensor]:
-        assert micro.target is not None
-        found: dict[str, float | Tensor] = {}
-        for name, metric in self._executor.metrics.items():
-            self._executor.current = f"metric {name}"
-            found[name] = _figure(name, metric(value, micro.target.value()))
-        return found
 
     def _backward(self, value: Any, micro: MicroInput, skips: Mapping[str, Arrived], frame: Frame) -> None:
         """Run the backward of a shard that passes a value on."""

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_engine.data import same_bits
-from hydra_engine.devices import COMPUTE, INPUT, LOAD, STORE, OpenDevice, Promise, Timer
+from hydra_engine.devices import COMPUTE, INPUT, LOAD, STORE, OpenDevice, Promise, Residents, Timer
 from hydra_engine.errors import DeviceGone, DeviceLost
-from hydra_engine.host import BuffersChanged, LayerFault
+from hydra_engine.host import BuffersChanged
 from hydra_engine.schedule import BACKWARD, EVALUATE, FORWARD, FUSED, Computed, Event, Failed, Stored, Unit
 from hydra_engine.trace import Timing, Trace
 from hydra_engine.worker.claims import Claims
 from hydra_engine.worker.executor import NOTHING, Executor, UnitSpec
-from hydra_engine.worker.kept_graphs import KeptGraphs
+from hydra_engine.worker.kept_graphs import settle_graphs
 from hydra_engine.worker.spiller import Arriving, Spiller, buffers_of
 from hydra_engine.worker.unit import Claim, MicroInput, MicroOutput, Sums, UnitOutput, UnitRun, storage_bytes
 
@@ -38,7 +38,52 @@ def _is_alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and same_bits(a, b)
 
 
-# Past 300 lines: all jobs of the compute lane, in the order in which a unit meets them.
+def _spec_of(run: UnitRun) -> UnitSpec:
+    state, shard, kind = run.claim.state, run.claim.shard, run.claim.unit.kind
+    cut, j = state.cut, shard.index
+    return UnitSpec(
+        kind,
+        shard,
+        run.micro_batches,
+        locked=j in cut.locked,
+        draws=j in cut.drawing,
+        keep_saved=j in cut.keep_saved,
+        in_pieces=run.sums is Sums.IN_PIECES,
+        is_last=run.micro_batches.stop == state.staging.num_micro_batches,
+        written=state.observed.written_buffers,
+        changes=state.observed.attributes,
+        norm_groups=state.norm_groups,
+        norm=state.norm,
+    )
+
+
+def _charge_buffers(run: UnitRun, after: bool) -> None:
+    """Charge buffers that are larger than when the unit was begun: a shard below may have changed one meanwhile."""
+    claim = run.claim
+    if claim.state.observed.resized.isdisjoint(claim.shard.buffers):
+        return
+    buffers = buffers_of(claim.state, claim.shard, claim.unit.part, after=after)
+    run.account.count_buffers(sum(map(claim.state.layout.buffer_bytes, buffers.values())))
+
+
+def _note_shared(run: UnitRun, entered: Entered, out: MicroOutput) -> None:
+    """Note which tensors of a forward's output are one of its input, as it came, and whose memory others hold."""
+    if out.value is None:
+        return
+    intact = {tensor.data_ptr(): k for k, (tensor, version) in enumerate(entered) if tensor._version == version}
+    found = ((i, tensor, intact.get(tensor.data_ptr())) for i, tensor in enumerate(out.value.tensors))
+    out.passed = {i: k for i, tensor, k in found if k is not None and _is_alike(tensor, entered[k][0])}
+    saved, inputs = run.graphs.saved, set()
+    if run.claim.unit.kind == FORWARD:  # of an evaluation no input is kept
+        inputs = {tensor.untyped_storage().data_ptr() for tensor, version in entered if tensor._version == version}
+    out.held = {
+        i
+        for i, tensor in enumerate(out.value.tensors)
+        if (i not in out.passed and tensor.untyped_storage().data_ptr() in inputs)
+        or (saved is not None and saved.holds(tensor))
+    }
+
+
 @dataclass(eq=False)
 class Runner:
     """Computes one device's units. Those methods without an underscore are jobs of its compute lane."""
@@ -50,7 +95,7 @@ class Runner:
     _decide: Callable[[], None]  # at the end of a job that has told something, where nothing is held any more
     _spiller: Spiller
     _claims: Claims
-    _kept_graphs: KeptGraphs
+    _residents: Residents
     timing: Timing = field(default_factory=lambda: Timing(0.0, 0.0))  # of all units, where launching is not computing
     # Held while results are written to DRAM: whoever gives a unit up waits for that, and nothing follows.
     storing: threading.Lock = field(default_factory=threading.Lock)
@@ -105,7 +150,7 @@ class Runner:
             self._trace.add(device.name, COMPUTE, claim.label, start_s)
             self._trace.count_work(claim.unit.task, computed_s=self._trace.now_s() - start_s - run.waited_s)
         executor.current = ""
-        self._kept_graphs.settle(run)
+        settle_graphs(run, self._residents)
         run.output, output = output, None
         try:
             self._hand_over(run, start_s)
@@ -114,33 +159,20 @@ class Runner:
 
     def _run_micro_batches(self, run: UnitRun, executor: Executor) -> UnitOutput:
         """Run the layers on one micro-batch after the other; each one's output is on its way before the next begins."""
-        claim, graphs, micro_batches = run.claim, run.graphs, run.micro_batches
-        state, cut, j, kind = claim.state, claim.state.cut, claim.shard.index, claim.unit.kind
+        claim, micro_batches, kind = run.claim, run.micro_batches, run.claim.unit.kind
         is_forward, has_gradients = kind == FORWARD, kind in (FUSED, BACKWARD)
-        spec = UnitSpec(
-            kind,
-            claim.shard,
-            micro_batches,
-            locked=j in cut.locked,
-            draws=j in cut.drawing,
-            keep_saved=j in cut.keep_saved,
-            in_pieces=run.sums is Sums.IN_PIECES,
-            is_last=micro_batches.stop == state.staging.num_micro_batches,
-            written=state.observed.written_buffers,
-            changes=state.observed.attributes,
-            norm_groups=state.norm_groups,
-            norm=state.norm,
-        )
+        spec = _spec_of(run)
         last: MicroOutput | None = None
-        with executor.run(spec, claim.views, run.buffers, run.so_far, graphs.saved, graphs.graphs) as running:
+        with executor.run(spec, claim.views, run.buffers, run.so_far, run.graphs) as running:
             for m in micro_batches:
                 if m + 1 < micro_batches.stop:
                     self._submit_input(run, m + 1)  # two are charged, this one and the next
-                micro = self._take_input(run, m)
+                micro = run.first_input or self._awaited(run, run.inputs.pop(m))
+                run.first_input = None
                 entered = [] if has_gradients else [(tensor, tensor._version) for tensor in micro.value.tensors]
                 out = running.micro(m, micro)
                 if not has_gradients:
-                    self._note_shared(run, entered, out)
+                    _note_shared(run, entered, out)
                 del micro
                 if is_forward:
                     self._keep_input(run, m, entered, out)
@@ -166,18 +198,13 @@ class Runner:
         # Nothing goes on from one that has failed, and it may be run again at once.
         run.passage.is_void = claim.error is not None
         self._computing = None
-        goes_at_once = goes_at_once and self._is_in_turn(run)
+        goes_at_once = goes_at_once and run.is_in_turn
         computed = Computed(self._index, claim.unit, seconds, failed=claim.error is not None, stored=goes_at_once)
         # At once, both are reported as one: whoever is woken by this would only take the interpreter from the store.
         if not goes_at_once:
             self._report(computed)
         job = partial(self._store, run, kept_bytes, computed if goes_at_once else None)
         self._device.submit(STORE, claim.label, job, at_once=goes_at_once)
-
-    @staticmethod
-    def _is_in_turn(run: UnitRun) -> bool:
-        """Return True if nothing of the unit before it is on its way to DRAM."""
-        return run.after is None or run.after.stored.is_done
 
     def _copies_here(self, run: UnitRun, num_bytes: int) -> bool:
         """Return True if the lane that computes copies something of a micro-batch by itself, without waking another."""
@@ -206,35 +233,18 @@ class Runner:
         """Load the first input, and what else a unit begins with."""
         claim, after = run.claim, bool(run.graphs.graphs)
         if claim.shard.buffers:
-            self._charge_buffers(run, after)
+            _charge_buffers(run, after)
             run.buffers = self._spiller.load_buffers(claim.state, claim.shard, claim.unit.part, after=after)
         if run.sums is Sums.GOES_ON:
             run.so_far = self._spiller.load_so_far(claim.state, claim.shard)
         m = run.micro_batches.start
         return self._spiller.load_input(claim.state, claim.unit.kind, claim.shard, m, self._place_input(run, m))
 
-    def _charge_buffers(self, run: UnitRun, after: bool) -> None:
-        """Charge buffers that are larger than when the unit was begun: a shard below may have changed one meanwhile."""
-        claim = run.claim
-        if claim.state.observed.resized.isdisjoint(claim.shard.buffers):
-            return
-        buffers = buffers_of(claim.state, claim.shard, claim.unit.part, after=after)
-        run.account.count_buffers(sum(map(claim.state.layout.buffer_bytes, buffers.values())))
-
     def _set_views(self, claim: Claim) -> None:
         """Apart, so that no slab is in the hands of what an error comes through last."""
         self._claims.fill(claim)
         slabs = {region.trainable: load.slab.result() for region, load in claim.slabs.items()}
-        for region, load in claim.slabs.items():
-            if load.is_spoiled and load.is_home:
-                raise LayerFault(
-                    f"a layer of shard {claim.shard.index} wrote to a parameter and raised, limit: only the optimizer "
-                    f"changes parameters, since weights that are at home on a device are nowhere else; set homes='host'"
-                )
-            if load.is_spoiled:
-                self._spiller.fill_slab(claim.state, claim.shard, region, slabs[region.trainable])
-                load.is_spoiled = False
-        claim.views = self._spiller.views(claim.state, claim.shard, slabs)
+        claim.views = self._spiller.views.of(claim.state, claim.shard, slabs)
 
     def _submit_input(self, run: UnitRun, m: int) -> None:
         promise = run.inputs[m] = Promise()
@@ -257,10 +267,6 @@ class Runner:
             run.account.input_bytes = max(run.account.input_bytes, arriving.micro.num_bytes)
         return arriving
 
-    def _take_input(self, run: UnitRun, m: int) -> MicroInput:
-        micro, run.first_input = run.first_input, None
-        return self._awaited(run, run.inputs.pop(m)) if micro is None else micro
-
     def _awaited(self, run: UnitRun, promise: Promise[T]) -> T:
         """Wait for a copy, which is not computing."""
         start_s = self._trace.now_s()
@@ -270,23 +276,6 @@ class Runner:
             run.waited_s += self._trace.now_s() - start_s
 
     # -- what a unit leaves
-
-    def _note_shared(self, run: UnitRun, entered: Entered, out: MicroOutput) -> None:
-        """Note which tensors of a forward's output are one of its input, as it came, and whose memory others hold."""
-        if out.value is None:
-            return
-        intact = {tensor.data_ptr(): k for k, (tensor, version) in enumerate(entered) if tensor._version == version}
-        found = ((i, tensor, intact.get(tensor.data_ptr())) for i, tensor in enumerate(out.value.tensors))
-        out.passed = {i: k for i, tensor, k in found if k is not None and _is_alike(tensor, entered[k][0])}
-        saved, inputs = run.graphs.saved, set()
-        if run.claim.unit.kind == FORWARD:  # of an evaluation no input is kept
-            inputs = {tensor.untyped_storage().data_ptr() for tensor, version in entered if tensor._version == version}
-        out.held = {
-            i
-            for i, tensor in enumerate(out.value.tensors)
-            if (i not in out.passed and tensor.untyped_storage().data_ptr() in inputs)
-            or (saved is not None and saved.holds(tensor))
-        }
 
     def _keep_input(self, run: UnitRun, m: int, entered: Entered, out: MicroOutput) -> None:
         """Leave a forward's input to its backward, where no graph holds it and no layer worked in place on it."""
@@ -313,7 +302,7 @@ class Runner:
         def store() -> None:
             self._store_micro(claim, m, held.pop())
 
-        at_once = self._is_in_turn(run) and self._copies_here(run, run.account.output_bytes)
+        at_once = run.is_in_turn and self._copies_here(run, run.account.output_bytes)
         job = partial(stored.fulfil, partial(claim.do, STORE, self._device, store))
         self._device.submit(STORE, claim.label, job, at_once=at_once)
         if run.is_metered:

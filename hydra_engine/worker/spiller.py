@@ -48,18 +48,58 @@ class KeptTensor:
         return self.users.values()
 
 
-# Past 300 lines: it has a method for each kind of bytes that crosses the link, and six attributes.
+class Views:
+    """Parameters of shards in their slabs on one device, kept from unit to unit."""
+
+    def __init__(self, device: OpenDevice) -> None:
+        self._device = device
+        # By task, shard and places; with the shard, so that no other has its id.
+        self._kept: dict[tuple[str, int, tuple[int, ...]], tuple[Shard, dict[int, Tensor]]] = {}
+        self._num_kept = 0  # tensors
+        self._lock = threading.Lock()  # of the two
+
+    def of(self, state: TaskState, shard: Shard, slabs: Mapping[bool, Slab]) -> dict[int, Tensor]:
+        """A shard's parameters, by slot, in its slabs by whether they are trainable.
+
+        Kept for the next unit whose slabs are at the same places: two calls of torch for each of hundreds of parameters
+        were a third of what a unit costs beside its kernels. Not those of a slab beside the arena, whose memory would
+        stay.
+        """
+        is_kept = bool(slabs) and all(map(self._device.arena.holds, slabs.values()))
+        key = (state.name, id(shard), tuple([slabs[kind].offset for kind in sorted(slabs)]))
+        if is_kept and (kept := self._kept.get(key)) is not None:
+            return kept[1]
+        found: dict[int, Tensor] = {}
+        for index, offset in shard.offsets.items():
+            slot = state.layout.slots[index]
+            slab, base = slabs[slot.trainable], 0 if slot.trainable else shard.own_bytes
+            found[index] = slot.link_view(slab.storage, slab.offset + offset - base)
+        if is_kept:
+            with self._lock:
+                while self._kept and self._num_kept + len(found) > MOST_VIEWS:
+                    self._drop(next(iter(self._kept)))
+                self._kept[key] = shard, found
+                self._num_kept += len(found)
+        return found
+
+    def forget(self, task: str | None = None) -> None:
+        """Let go of a task's views, whose units are through, None: of all, and so of the arena's memory."""
+        with self._lock:
+            for key in [key for key in self._kept if task in (None, key[0])]:
+                self._drop(key)
+
+    def _drop(self, key: tuple[str, int, tuple[int, ...]]) -> None:
+        self._num_kept -= len(self._kept.pop(key)[1])
+
+
 class Spiller:
     """Copies for one device; called in its load and store lanes."""
 
     def __init__(self, device: OpenDevice, residents: Residents) -> None:
         self._device = device
         self._residents = residents
+        self.views = Views(device)
         self._storing = ""  # the task of which something is stored; one at a time
-        # Of `views`, by task, shard and places; with the shard, so that no other has its id.
-        self._views: dict[tuple[str, int, tuple[int, ...]], tuple[Shard, dict[int, Tensor]]] = {}
-        self._num_views = 0
-        self._lock = threading.Lock()  # of the two
 
     def load_slab(self, state: TaskState, shard: Shard, region: Region, make_room: Callable[[], bool]) -> Slab:
         """Take a slab, and fill it. make_room: makes some in the arena; False: there is nothing that could."""
@@ -88,39 +128,6 @@ class Spiller:
     def _load(self, state: TaskState, pairs: Pairs, *, urgent: bool = False) -> None:
         num_bytes = self._device.copy(LOAD, pairs, urgent=urgent)
         self._device.trace.count_work(state.name, loaded_bytes=num_bytes)
-
-    def views(self, state: TaskState, shard: Shard, slabs: Mapping[bool, Slab]) -> dict[int, Tensor]:
-        """A shard's parameters, by slot, in its slabs by whether they are trainable.
-
-        Kept for the next unit whose slabs are at the same places: two calls of torch for each of hundreds of parameters
-        were a third of what a unit costs beside its kernels. Not those of a slab beside the arena, whose memory would
-        stay.
-        """
-        is_kept = bool(slabs) and all(map(self._device.arena.holds, slabs.values()))
-        key = (state.name, id(shard), tuple([slabs[kind].offset for kind in sorted(slabs)]))
-        if is_kept and (kept := self._views.get(key)) is not None:
-            return kept[1]
-        found: dict[int, Tensor] = {}
-        for index, offset in shard.offsets.items():
-            slot = state.layout.slots[index]
-            slab, base = slabs[slot.trainable], 0 if slot.trainable else shard.own_bytes
-            found[index] = slot.link_view(slab.storage, slab.offset + offset - base)
-        if is_kept:
-            with self._lock:
-                while self._views and self._num_views + len(found) > MOST_VIEWS:
-                    self._forget(next(iter(self._views)))
-                self._views[key] = shard, found
-                self._num_views += len(found)
-        return found
-
-    def forget_views(self, task: str | None = None) -> None:
-        """Let go of a task's views, whose units are through, None: of all, and so of the arena's memory."""
-        with self._lock:
-            for key in [key for key in self._views if task in (None, key[0])]:
-                self._forget(key)
-
-    def _forget(self, key: tuple[str, int, tuple[int, ...]]) -> None:
-        self._num_views -= len(self._views.pop(key)[1])
 
     def load_buffers(self, state: TaskState, shard: Shard, part: int, *, after: bool) -> dict[int, Tensor]:
         """Bring the buffers that a unit begins with."""
@@ -167,16 +174,8 @@ class Spiller:
 
     def load_input(self, state: TaskState, kind: str, shard: Shard, m: int, arriving: Arriving) -> MicroInput:
         """Fill an input's room, in any lane."""
-        if shard.is_first and kind != BACKWARD and state.observed.index_limit is not None:
-            check_indices(
-                state.staging.entering(0, m), state.observed.index_limit, state.layout.shown(state.layout.names[0])
-            )
-        if arriving.micro.target is not None and state.observed.classes:
-            tensors = state.staging.given.targets[m].tensors
-            for place, classes in state.observed.classes.items():
-                if (place.training, place.num_tensors) == (kind != EVALUATE, len(tensors)):
-                    check_classes(tensors[place.number], classes)
         micro, copies = arriving
+        _check_values(state, kind, shard, m, micro)
         if copies:
             self._load(state, copies, urgent=True)
         return micro
@@ -401,6 +400,19 @@ def buffers_of(state: TaskState, shard: Shard, part: int, *, after: bool) -> dic
     if after:
         sources = {index: state.staging.buffers.get(index, tensor) for index, tensor in sources.items()}
     return sources
+
+
+def _check_values(state: TaskState, kind: str, shard: Shard, m: int, micro: MicroInput) -> None:
+    """Refuse indices and classes of a batch that a layer or the loss has no place for."""
+    if shard.is_first and kind != BACKWARD and state.observed.index_limit is not None:
+        check_indices(
+            state.staging.entering(0, m), state.observed.index_limit, state.layout.shown(state.layout.names[0])
+        )
+    if micro.target is not None and state.observed.classes:
+        tensors = state.staging.given.targets[m].tensors
+        for place, classes in state.observed.classes.items():
+            if (place.training, place.num_tensors) == (kind != EVALUATE, len(tensors)):
+                check_classes(tensors[place.number], classes)
 
 
 def _is_finite(norm: float, gradient: Tensor) -> bool:

@@ -38,14 +38,11 @@ class MicroInput:
     skips: dict[str, Boundary] = field(default_factory=dict)  # values that skip layers and are gotten here
     skip_gradients: dict[str, Sequence[Tensor | None]] = field(default_factory=dict)  # from the shards above
 
-    def tensors(self) -> list[Tensor]:
-        values = [value for value in (self.value, self.target, *self.skips.values()) if value]
-        gradients = [*self.gradients, *itertools.chain(*self.skip_gradients.values()), *self.tied.values()]
-        return [t for t in (*itertools.chain(*(value.tensors for value in values)), *gradients) if t is not None]
-
     @property
     def num_bytes(self) -> int:
-        return storage_bytes(self.tensors())
+        gradients = [*self.gradients, *itertools.chain(*self.skip_gradients.values()), *self.tied.values()]
+        values = [value.tensors for value in (self.value, self.target, *self.skips.values()) if value]
+        return storage_bytes([*itertools.chain(*values), *gradients])
 
 
 @dataclass(kw_only=True)
@@ -275,7 +272,6 @@ class Passage:
         self.is_void = False  # the unit has failed before it left anything
 
 
-# More than 15 attributes: they come and go one by one on the unit's way, in three lanes.
 class UnitRun:
     """A unit that is computed: what it works with on the device, and what it leaves there until that is stored."""
 
@@ -312,6 +308,11 @@ class UnitRun:
         self.stores: list[Promise[None]] = []  # outputs on their way to DRAM, but for the last
         self.output: UnitOutput | None = None
         self.waited_s = 0.0  # seconds in which the compute lane waited for copies of micro-batches
+
+    @property
+    def is_in_turn(self) -> bool:
+        """True if nothing of the unit before it is on its way to DRAM."""
+        return self.after is None or self.after.stored.is_done
 
     def forget(self) -> None:
         """Let go of everything on the device: the unit has failed, and somebody may keep its error for long."""

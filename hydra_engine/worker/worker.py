@@ -28,7 +28,7 @@ from hydra_engine.trace import UPDATE, Timing, Trace
 from hydra_engine.worker.claims import Claims, DeviceHomes
 from hydra_engine.worker.compiled import CompiledLayers
 from hydra_engine.worker.executor import NOTHING, Executor, Modes
-from hydra_engine.worker.kept_graphs import KeptGraphs
+from hydra_engine.worker.kept_graphs import prepare_graphs
 from hydra_engine.worker.runner import Report, Runner
 from hydra_engine.worker.spiller import Spiller
 from hydra_engine.worker.unit import ClaimStage, Delay, Passage, UnitRun
@@ -37,7 +37,6 @@ from hydra_engine.worker.unit import ClaimStage, Delay, Passage, UnitRun
 Functions: TypeAlias = "tuple[Callable[[Any, Any], Tensor], Mapping[str, Callable[[Any, Any], float | Tensor]]]"
 
 
-# More than 15 attributes: a device's parts, and what of it is under way.
 class Worker:
     """Takes units through one device's lanes: tasks are admitted, their units claimed, then run or dropped."""
 
@@ -60,8 +59,7 @@ class Worker:
         self._spiller = spiller = Spiller(device, self._residents)
         self._claims = Claims(device, self._residents, spiller)
         self.homes = DeviceHomes(index, device, self._residents, self._claims, give_way)
-        self._kept_graphs = KeptGraphs(self._residents, device.ledger)
-        self._runner = Runner(index, device, trace, self._say, decide, spiller, self._claims, self._kept_graphs)
+        self._runner = Runner(index, device, trace, self._say, decide, spiller, self._claims, self._residents)
         self._report, self._decide = report, decide
         self._saying = threading.Lock()
         self._updates: dict[Callable[[], None], Callable[[], None]] = {}  # of shards at home, not begun, by lane job
@@ -91,7 +89,7 @@ class Worker:
     def dismiss(self, name: str) -> None:
         self._executors.pop(name, None)  # its set-up may have failed before
         self._residents.forget(name)
-        self._spiller.forget_views(name)
+        self._spiller.views.forget(name)
         self._forget_passages(name)
 
     def dismiss_all(self) -> None:
@@ -138,7 +136,7 @@ class Worker:
         is_there = before is None or before.is_void or (before.stored.is_done and before.stored.is_kept())
         run = UnitRun(claim, self.device.ledger, after=None if is_there else before)
         self._passages[unit.task, unit.part] = run.passage
-        wanted_bytes = self._kept_graphs.prepare(run)
+        wanted_bytes = prepare_graphs(run, self._residents)
         self._under_way[unit] = False
 
         def granted(num_bytes: int) -> None:
@@ -225,7 +223,7 @@ class Worker:
         self._claims.drop_all()
         self._claims.settle()
         self._residents.leave()
-        self._spiller.forget_views()
+        self._spiller.views.forget()
 
     def close(self) -> None:
         """End the lanes. What is still on its way, after an error elsewhere, is given up first: nothing hangs."""
@@ -233,5 +231,5 @@ class Worker:
         self.homes.end()
         self._claims.give_up()
         self._residents.forget()
-        self._spiller.forget_views()
+        self._spiller.views.forget()
         self.device.close()

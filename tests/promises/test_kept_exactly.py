@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from hydra_engine import EmulatedDevice, ModelOrchestrator, ModelTask
 from hydra_engine.planning.cuts import Kept
 from hydra_engine.system import HostMemory
-from hydra_engine.worker.kept_graphs import KeptGraphs
+from hydra_engine.worker.kept_graphs import settle_graphs
 from hydra_engine.worker.spiller import Spiller
 from hydra_engine.worker.worker import Worker
 from partitioners import Presharded
@@ -340,15 +340,15 @@ def test_a_forward_that_saves_more_than_at_the_sample_keeps_no_more_than_was_cou
     task = ModelTask(
         model, F.cross_entropy, [(low, target), (low + 1, target)], 0.1, partitioner=Presharded([1, 2, 3, 4, 5])
     )
-    kept, settle = [], KeptGraphs.settle
+    kept = []
 
-    def settled(kept_graphs, run):
+    def settled(run, residents):
         saved = run.graphs.saved
         if saved is not None and saved.graphs is not None:
             kept.append((saved.num_bytes, run.graphs.granted_bytes))
-        settle(kept_graphs, run)
+        settle_graphs(run, residents)
 
-    with mock.patch.object(KeptGraphs, "settle", settled):
+    with mock.patch("hydra_engine.worker.runner.settle_graphs", settled):
         trained([task], keeps_from=0)
     assert kept
     assert all(num_bytes <= granted for num_bytes, granted in kept)

@@ -88,7 +88,7 @@ class Bench:
         return self.device.take_slab(self.shard.slab_bytes)
 
     def views(self, slab):
-        return self.spiller.views(self.state, self.shard, {True: slab})
+        return self.spiller.views.of(self.state, self.shard, {True: slab})
 
 
 @pytest.fixture
@@ -127,9 +127,9 @@ def test_a_slab_beside_the_arena_is_not_taken_for_one_at_the_same_offset_and_not
 def test_a_task_that_goes_takes_its_views_with_it(bench):
     slab = bench.slab()
     before = bench.views(slab)
-    bench.spiller.forget_views("another")
+    bench.spiller.views.forget("another")
     assert bench.views(slab) is before
-    bench.spiller.forget_views(bench.state.name)
+    bench.spiller.views.forget(bench.state.name)
     assert bench.views(slab) is not before
 
 
@@ -174,7 +174,7 @@ def test_a_closed_worker_holds_nothing_of_the_arena(bench):
     spec = EmulatedDevice("64KiB")
     worker = Worker(0, spec.open(0, Trace(), 1), Trace(), lambda _: None, lambda: None)
     slab = worker.device.take_slab(bench.shard.slab_bytes)
-    worker._spiller.views(bench.state, bench.shard, {True: slab})
+    worker._spiller.views.of(bench.state, bench.shard, {True: slab})
     gone = weakref.ref(slab.storage)
     worker.device.give_slab_back(slab)
     del slab
