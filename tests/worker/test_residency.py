@@ -344,7 +344,8 @@ def test_four_tasks_over_one_frozen_base_load_it_once_and_hold_it_once(shares, p
         opened(pool, *arguments)
         held.append(sum(each.nbytes() for each in pool._brought))
 
-    with mock.patch.object(HostPool, "open", open_and_count):
+    # All are set up before the first one begins, however long that takes.
+    with mock.patch.object(HostPool, "open", open_and_count), mock.patch("hydra_engine.run.feeds.FIRST_S", 60.0):
         report = orchestra.train_models()
     link = 1 if precision == "float32" else 1.5  # beside the masters, what is sent
     assert held == [base_bytes * link, 0, 0, 0]
