@@ -158,7 +158,6 @@ class Labels:
         return self._known[path]
 
 
-# More than 15 attributes: what layers hold is found in one walk through them, and never changes.
 class ModelLayout:
     """The parameters and buffers of a task in layer order; a module loss counts as part of the last layer's shard.
 
