@@ -290,7 +290,7 @@ class Programs(Shared):
         tape = Tape(shadow, batch.here, frozenset(self._kept), batch.recorded, whole.run)
         check_call(self.model, batch.inputs)
         try:
-            args, kwargs = called_with(pytree.tree_map_only(Tensor, tape.input, batch.inputs))
+            args, kwargs = called_with(pytree.tree_map_only(Tensor, tape.values.input, batch.inputs))
         except ValueError as error:  # a PackedSequence, say, has one of its tensors on the CPU
             raise Uncut(self.model, f"what it is given needs values ({error})") from None
         numbers = list(range(len(tape.values)))
