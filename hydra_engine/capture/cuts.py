@@ -1,4 +1,4 @@
-"""Chooses where a recorded forward is cut into layers."""
+"""The cuts of a recorded forward into layers: choosing them, and finding them again in another form of it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Lives:
 
 
 class Cuts:
-    """Where a model's forward is cut into layers, and what of the model each of them has."""
+    """The cuts of a model's forward into layers, and what of the model each of these has."""
 
     def __init__(self) -> None:
         self.sites: list[Site] | None = None  # of the cuts; None: the first form is yet to be cut
