@@ -396,7 +396,7 @@ class Tape(TorchFunctionMode):
         refs = [self.described(each) for each in tensors]
         if any(isinstance(each, torch.Generator) for each in pytree.tree_leaves((args, kwargs))):
             raise self._unknown("draws from a generator of its own")
-        before = {id(each): each._version for each in tensors if not each.is_inference()}
+        before = [(each, each._version) for each in tensors if not each.is_inference()]
         moved, options = _moved((args, kwargs), self.here)
         if func in _CONSTRUCTORS and options.get("device") is None:
             options["device"] = META
@@ -409,8 +409,7 @@ class Tape(TorchFunctionMode):
         for ref, each in zip(refs, _tensors((moved, options)), strict=True):
             if isinstance(ref, Constant) and each._version:  # just made
                 raise self._unknown("writes to a tensor that is no buffer; keep it in one (register_buffer)")
-        changed = [each for each in tensors if not each.is_inference() and each._version != before.get(id(each))]
-        written = list(map(_storage, changed))
+        written = [_storage(each) for each, version in before if each._version != version]
         if names := [self.values.parameters[each] for each in written if each in self.values.parameters]:
             raise self._unknown(
                 f"changes parameter {names[0]}, which only the optimizer may; keep what a forward changes in a "
