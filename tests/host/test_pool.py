@@ -103,7 +103,7 @@ class TestHostPool:
     )
     def test_gradients_lie_as_autograd_lays_them(self, values):
         # A norm adds up in the order of memory, and fused optimizers choose their kernel by it.
-        layer = nn.Module()
+        layer = nn.Identity()
         layer.weight = nn.Parameter(values)
         (layer.weight * 2).sum().backward()
         expected = layer.weight.grad.stride()
