@@ -11,6 +11,7 @@ here. So workers that read ahead need not know the sizes, and a sample is given 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
@@ -35,7 +36,6 @@ def _of_plain(name: str) -> Any:
     return property(attrgetter(f"plain.{name}"))
 
 
-# More than 15 attributes: seven are those of torch's DataLoader.
 class AdaptiveDataLoader(GuidedLoader):
     """A DataLoader whose batches have the size that is asked for when they are read.
 
@@ -86,41 +86,31 @@ class AdaptiveDataLoader(GuidedLoader):
         self.plain: DataLoader[Any] = DataLoader(
             dataset, batch_size, shuffle=shuffle, sampler=sampler, num_workers=plain(num_workers), **kwargs
         )
-        self._indices: _Indices | None = None
-        if not isinstance(dataset, IterableDataset):
-            self._indices = _Indices(self.plain.sampler, batch_size)
-        length = _length(dataset if self._indices is None else self.plain.sampler)
+        self._pinning = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith("pin_")}
+        self._pass = _Pass(self.plain, batch_size, kwargs)
+        length = self._pass.num_samples
         if length is not None and length < batch_size:
             raise ValueError(
                 f"batch_size: {batch_size}, limit: {length}, the samples of a pass; lower batch_size, or give more data"
             )
-        self._pinning = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith("pin_")}
-        self._chunks = self._chunk_loader(kwargs)
-        self._flow: Iterator[Any] | None = None  # the next samples of the pass in progress
-        self._given = 0  # samples of the pass in progress
         self.epoch = 0  # iterations that ran to their end
         self.autoscale: Autoscale | None = None
         # Asked how a batch of so many samples is given: in micro-batches of these sizes, in samples. None: whole.
         self.cut: Callable[[int], Iterator[int]] | None = None
 
     def begin_anew(self) -> None:
-        self._flow, self._given = None, 0
-        if self._indices is not None:
-            self._indices.order = None
+        self._pass.resume(None, 0)
 
     @property
     def steps_per_pass(self) -> float | None:
         """Steps of the initial batch that a pass is worth; None: the data has no length."""
-        length = _length(self.dataset if self._indices is None else self.sampler)
+        length = self._pass.num_samples
         return None if length is None else length / self.batch_size  # with drop_last too: larger batches may give all
 
     @property
     def place(self) -> tuple[int, int, int]:
         """Epochs that are done, passes that are over, and samples of the pass in progress that were given."""
-        return self.epoch, self.num_passes, self._given
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_flow": None}  # a copy goes on with the pass by the samples given
+        return self.epoch, self.num_passes, self._pass.given
 
     def __len__(self) -> int:
         """Return the batches of a pass at the initial size. Raises TypeError for data without a length."""
@@ -174,7 +164,7 @@ class AdaptiveDataLoader(GuidedLoader):
         """Iterate as `guide` says; without one, give a pass in batches of the initial size, or the rest of a pass."""
         if self.guide is not None:
             return self.iterate(self.guide)
-        self._begin()
+        self._pass.open()
         return self._pinned(self._batches(lambda: self.batch_size, one_pass=True))
 
     def iterate(self, next_size: Callable[[], int | None]) -> Iterator[Any]:
@@ -184,7 +174,7 @@ class AdaptiveDataLoader(GuidedLoader):
         size too. The next batch then begins another pass; an epoch may end within a pass, and the next goes on with it.
         With an iterable data set it is asked once more where a pass turns out to be over.
         """
-        self._begin()
+        self._pass.open()
         return self._pinned(self._batches(next_size, one_pass=False))
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,9 +182,9 @@ class AdaptiveDataLoader(GuidedLoader):
         return {
             "epoch": self.epoch,
             "generators": tuple(each.get_state() for each in self._generators()),
-            "given": self._given,
+            "given": self._pass.given,
             "num_samples": _length(self.dataset),
-            "order": None if self._indices is None else self._indices.order,
+            "order": None if self._pass.indices is None else self._pass.indices.order,
             "passes": self.num_passes,
         }
 
@@ -207,51 +197,19 @@ class AdaptiveDataLoader(GuidedLoader):
         self._check_state(state)
         for generator, saved in zip(self._generators(), state["generators"], strict=True):
             generator.set_state(saved)
-        self._flow = None
-        if self._indices is not None:
-            self._indices.order = state["order"]
-        self.epoch, self.num_passes, self._given = state["epoch"], state["passes"], state["given"]
+        self._pass.resume(state["order"], state["given"])
+        self.epoch, self.num_passes = state["epoch"], state["passes"]
 
     # -- reading
-
-    def _chunk_loader(self, kwargs: dict[str, Any]) -> DataLoader[Any]:
-        """Return torch's loader of lists of samples; a chunk from workers is one tensor instead."""
-        kwargs |= {
-            "num_workers": self.num_workers,
-            "collate_fn": _packed if self.num_workers else _as_list,
-            "generator": self.generator,
-        }
-        kwargs.pop("drop_last", None)  # of a batch, which may be more or less than a chunk
-        if self._indices is not None:
-            return DataLoader(self.dataset, batch_sampler=self._indices, **kwargs)
-        return DataLoader(self.dataset, batch_size=self.batch_size if self.num_workers else 1, **kwargs)
-
-    def _begin(self) -> None:
-        """Open the samples of the pass in progress, or those of a new one, which draws."""
-        if self._flow is not None:
-            return
-        order = None if self._indices is None else self._indices.order
-        if self._indices is not None:
-            self._indices.start = self._given
-        if self._given or order is not None:
-            # The pass drew its seed when it began; that torch draws one here must not move the user's generators.
-            self._chunks.generator = (self.generator or torch.default_generator).clone_state()
-        try:
-            chunks = self.opened(self._chunks)
-        finally:
-            self._chunks.generator = self.generator
-        if self._indices is not None:
-            self._indices.drawn()  # without workers torch would ask for it at the first batch
-        self._flow = _samples_of(chunks, self._given if self._indices is None else 0)
 
     def _batches(self, next_size: Callable[[], int | None], *, one_pass: bool) -> Iterator[Any]:
         while (size := next_size()) is not None:
             size = whole_number("next_size()", size)
-            begins = self._given == 0
+            begins = self._pass.given == 0
             samples = self._next_samples(size)
             if samples is _END and one_pass:
                 break
-            if samples is _END and self._indices is None and not begins:
+            if samples is _END and self._pass.indices is None and not begins:
                 continue  # that the pass is over shows only now, and the epoch may be, too
             if samples is _END and (samples := self._next_samples(size)) is _END:
                 raise ValueError(
@@ -266,33 +224,24 @@ class AdaptiveDataLoader(GuidedLoader):
 
         Until then there is no flow, which is past them: an iteration that is left within a batch reads it again.
         """
-        flow, self._flow = self._flow, None
+        flow, self._pass.flow = self._pass.flow, None
         end, self.last_size = 0, len(samples)
         for size in (len(samples),) if self.cut is None else self.cut(len(samples)):
             begin, end = end, end + size
             batch = self.collate_fn(samples[begin:end])
             if end == len(samples):
-                self._flow, self._given = flow, self._given + end
+                self._pass.flow, self._pass.given = flow, self._pass.given + end
             yield batch
 
     def _next_samples(self, size: int) -> Any:
         """Return the samples of the next batch of the pass in progress, or _END, which closes the pass."""
-        self._begin()
-        assert self._flow is not None
-        if self._indices is not None:
-            remaining = len(self._indices.drawn()) - self._given
-            if self._ends_pass(remaining, size):  # a rest that is dropped is not loaded
-                return _END
-            if self.num_workers == 0:
-                self._indices.size = min(size, remaining)
-        try:
-            samples = list(islice(self._flow, size))
-        except BaseException:
-            self._flow = None  # it is past samples that were not given
-            raise
+        self._pass.open()
+        if self._ends_pass(self._pass.remaining, size):  # a rest that is dropped is not loaded
+            return _END
+        samples = self._pass.read(size)
         return _END if self._ends_pass(len(samples), size) else samples
 
-    def _ends_pass(self, number: int, size: int) -> bool:
+    def _ends_pass(self, number: float, size: int) -> bool:
         """Close the pass if it has no batch of the `number` samples that are there, where `size` were asked for."""
         if number >= size or number >= (self.batch_size if self.drop_last else 1):
             return False
@@ -327,9 +276,9 @@ class AdaptiveDataLoader(GuidedLoader):
                 f"samples of the data set: {length}, limit: {state['num_samples']}, those of the one that was saved; "
                 f"load the state with the same data"
             )
-        is_indexed = state["order"] is not None
-        if is_indexed if self._indices is None else state["given"] > 0 and not is_indexed:
-            kinds = ("iterable", "indexed") if self._indices is None else ("indexed", "iterable")
+        is_indexed, is_iterable = state["order"] is not None, self._pass.indices is None
+        if is_indexed if is_iterable else state["given"] > 0 and not is_indexed:
+            kinds = ("iterable", "indexed") if is_iterable else ("indexed", "iterable")
             raise ValueError(f"data set: {kinds[0]}, limit: {kinds[1]}, as it was saved; load the state with that one")
         if len(state["generators"]) != len(self._generators()):
             raise ValueError(
@@ -382,9 +331,82 @@ class _Indices(Sampler[list[int]]):
         # A generator: torch draws its seed between iter() and the first chunk, before the sampler draws.
         order, start = self.drawn(), self.start
         while start < len(order):
-            chunk = order[start : start + self.size].tolist()
+            chunk = order[start : min(start + self.size, len(order))].tolist()
             start += len(chunk)
             yield chunk
+
+
+class _Pass:
+    """The samples of the pass in progress, of which the first ones were given."""
+
+    def __init__(self, plain: DataLoader[Any], batch_size: int, kwargs: dict[str, Any]) -> None:
+        """`plain`: torch's loader of the data, like which another one reads lists of samples; kwargs: of both.
+
+        A chunk from workers is one tensor instead.
+        """
+        self._plain = plain
+        self.indices: _Indices | None = None  # None: the data is iterable
+        self.flow: Iterator[Any] | None = None  # the next samples
+        self.given = 0
+        kwargs |= {
+            "num_workers": plain.num_workers,
+            "collate_fn": _packed if plain.num_workers else _as_list,
+            "generator": plain.generator,
+        }
+        kwargs.pop("drop_last", None)  # of a batch, which may be more or less than a chunk
+        if isinstance(plain.dataset, IterableDataset):
+            self._chunks = DataLoader(plain.dataset, batch_size if plain.num_workers else 1, **kwargs)
+        else:
+            self.indices = _Indices(plain.sampler, batch_size)
+            self._chunks = DataLoader(plain.dataset, batch_sampler=self.indices, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "flow": None}  # a copy goes on by the samples given
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of a whole pass; None: the data has no length."""
+        return _length(self._plain.dataset if self.indices is None else self._plain.sampler)
+
+    @property
+    def remaining(self) -> float:
+        """Samples that are yet to be given; infinite: it shows where an iterable data set ends."""
+        return math.inf if self.indices is None else len(self.indices.drawn()) - self.given
+
+    def resume(self, order: Tensor | None, given: int) -> None:
+        """Go on behind the samples that were given of a pass with this order; None and 0: with another pass."""
+        self.flow, self.given = None, given
+        if self.indices is not None:
+            self.indices.order = order
+
+    def open(self) -> None:
+        """Open the samples of the pass, or those of a new one, which draws."""
+        if self.flow is not None:
+            return
+        order = None if self.indices is None else self.indices.order
+        if self.indices is not None:
+            self.indices.start = self.given
+        if self.given or order is not None:
+            # The pass drew its seed when it began; that torch draws one here must not move the user's generators.
+            self._chunks.generator = (self._plain.generator or torch.default_generator).clone_state()
+        try:
+            chunks = GuidedLoader.opened(self._chunks)
+        finally:
+            self._chunks.generator = self._plain.generator
+        if self.indices is not None:
+            self.indices.drawn()  # without workers torch would ask for it at the first batch
+        self.flow = _samples_of(chunks, self.given if self.indices is None else 0)
+
+    def read(self, size: int) -> list[Any]:
+        """Return the next samples: so many, or the rest of them."""
+        assert self.flow is not None
+        if self.indices is not None and self._plain.num_workers == 0:
+            self.indices.size = size
+        try:
+            return list(islice(self.flow, size))
+        except BaseException:
+            self.flow = None  # it is past samples that were not given
+            raise
 
 
 def _samples_of(chunks: Iterator[Any], num_dropped: int) -> Iterator[Any]:

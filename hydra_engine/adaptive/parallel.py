@@ -60,7 +60,6 @@ class AdaptiveDataParallel(nn.Module):
     prefix; `checkpoint()` has all of the training.
     """
 
-    # More than seven parameters: it is public, and four of them are settings that are named one by one.
     def __init__(
         self,
         model: nn.Module,

@@ -1,12 +1,14 @@
-"""Chooses where a recorded forward is cut into layers."""
+"""The cuts of a recorded forward into layers: choosing them, and finding them again in another form of it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from hydra_engine.capture.tape import Call, Values
+from torch import nn
+
+from hydra_engine.capture.names import names_of_layers
+from hydra_engine.capture.tape import Call, Held, Site, Values
 
 # A range of layers with more calls that have weights than this is cut again where each side gets a fair share.
 MOST_CALLS = 4
@@ -46,20 +48,98 @@ class Lives:
         return found
 
 
-def choose_cuts(
+class Cuts:
+    """The cuts of a model's forward into layers, and what of the model each of these has."""
+
+    def __init__(self) -> None:
+        self.sites: list[Site] | None = None  # of the cuts; None: the first form is yet to be cut
+        self.allowed: set[Site] | None = None  # at which the other mode may be cut as well, if it is known
+        self.holdings: list[set[str]] = []  # by layer, names of the parameters, buffers and modules that it needs
+        self.names: list[str] = []  # of layers, as `names_of_layers` has them
+        self.is_settled = False  # the layers are made, and hold what they hold
+
+    def places(
+        self, calls: Sequence[Call], lives: Lives, values: Values, modules: Mapping[str, nn.Module]
+    ) -> list[int]:
+        """Return the positions of calls that begin a layer, the first one's left out.
+
+        Those of the first form are chosen. Another is cut at the same sites, or where layers can run it. Raises
+        ValueError if a call needs what no layer has at its place in the order.
+        """
+        if self.sites is None:
+            chosen = _choose(calls, lives, values, modules, self.allowed)
+            self.sites = [calls[p].site for p in chosen]
+            self.holdings = [set() for _ in range(len(chosen) + 1)]
+            self.names = names_of_layers(calls, chosen, modules)
+            return chosen
+        entangled = lives.entangled(calls, values.storage)
+        places = {call.site: p for p, call in enumerate(calls)}
+        sites = [places.get(site, -1) for site in self.sites]
+        if not self.is_settled and sorted({0, *sites}) == [0, *sites]:
+            return sites  # its layers are yet to be made
+        lacking = around = ""
+        for wanted in (sites, [-1] * len(sites)):
+            ends = [0]
+            for k, site in enumerate(wanted):
+                most = next((p for p in range(ends[-1], len(calls)) if not self._has(k, calls[p])), len(calls))
+                free = [p for p in range(ends[-1], most + 1) if p not in entangled or p == ends[-1]]
+                ends.append(site if site in free else free[-1])
+            rest = [call for call in calls[ends[-1] :] if not self._has(len(sites), call)]
+            if not rest:
+                return ends[1:]
+            lacking = f"{rest[0].line} uses {', '.join(sorted(rest[0].held)[:3])}"
+            frames = [call.frame.split(".") for call in (rest[0], *calls[ends[-1] - 1 : ends[-1]])]
+            shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*frames, strict=False))
+            around = ".".join(names[0] for names in shared)
+        remedy = (
+            f"keep {around} as one layer: Model(module, whole=[{around!r}])"
+            if around
+            else "put the modules that it chooses between into one module, and keep that as one layer: "
+            "Model(module, whole=[its name]), or all of the model: Model(module, whole=[''])"
+        )
+        raise ValueError(
+            f"the model's own forward runs otherwise for this batch than for the first one, limit: batches for which "
+            f"it uses its weights in the order of its layers: {lacking} where no layer has it; {remedy}; or give "
+            f"example= a batch that runs all of its modules, and the longest of loops"
+        )
+
+    def are_around(self, path: str) -> bool:
+        """Return True if a layer holds a module as a whole, or one around it, and not only what is in it."""
+        names = {".".join(path.split(".")[:k]) for k in range(1, path.count(".") + 2)}
+        return self.is_settled and not all(map(names.isdisjoint, self.holdings))
+
+    def _has(self, layer: int, call: Call) -> bool:
+        """Return True if a layer has all that a call needs of the model."""
+        held = self.holdings[layer]
+        return all(any(name == each or name.startswith(f"{each}.") for each in held) for name in call.held)
+
+
+def num_bytes(module: nn.Module) -> int:
+    """Return the bytes of a module's parameters."""
+    return sum(each.nbytes for each in module.parameters())
+
+
+def _choose(
     calls: Sequence[Call],
     lives: Lives,
-    weight: Callable[[Call], int],
     values: Values,
-    is_embedding: Callable[[Any], bool],
-    may_cut: Callable[[Call], bool],
+    modules: Mapping[str, nn.Module],
+    allowed: Collection[Site] | None,
 ) -> list[int]:
     """Return the positions of calls that begin a layer, the first one's left out.
 
     A cut lies where the fewest values cross: between the halves of a block, between blocks, after embeddings, before
-    a head. `weight`: bytes of the parameters that a call uses. may_cut: before a call.
+    a head. `allowed`: sites before which it may be; None: any.
     """
-    weights = [weight(call) for call in calls]
+    parameters = {name: each.nbytes for name, each in modules[""].named_parameters(remove_duplicate=False)}
+
+    def weight(name: str) -> int:
+        return num_bytes(modules[name]) if name in modules else parameters.get(name, 0)
+
+    def is_embedding(call: Call) -> bool:
+        return isinstance(call.func, Held) and isinstance(modules.get(call.func.name), nn.Embedding)
+
+    weights = [sum(map(weight, call.held)) for call in calls]
     atoms = [p for p, each in enumerate(weights) if each]
     if len(atoms) < 2:
         return []
@@ -69,7 +149,7 @@ def choose_cuts(
 
     def cost(p: int) -> tuple[int, int, int] | None:
         """Return how many values cross a cut before a call, their bytes, and -p: of equals the last is the least."""
-        if p in entangled or not may_cut(calls[p]):
+        if p in entangled or (allowed is not None and calls[p].site not in allowed):
             return None
         near = [
             number
@@ -90,7 +170,7 @@ def choose_cuts(
         left = next((c for c in reversed(counts[:k]) if c is not None and c != gap[0]), None)
         right = next((c for c in counts[k + 1 :] if c is not None and c != gap[0]), None)
         is_least = all(c is None or c > gap[0] for c in (left, right))
-        is_after_embedding = is_embedding(calls[atoms[k]].func) and not is_embedding(calls[atoms[k + 1]].func)
+        is_after_embedding = is_embedding(calls[atoms[k]]) and not is_embedding(calls[atoms[k + 1]])
         if is_least or is_after_embedding or k == len(gaps) - 1:
             chosen.add(k)
 

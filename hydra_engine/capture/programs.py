@@ -21,8 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hydra_engine.capture.cuts import Lives, choose_cuts
-from hydra_engine.capture.names import names_of_layers
+from hydra_engine.capture.cuts import Cuts, Lives, num_bytes
 from hydra_engine.capture.outputs import carried
 from hydra_engine.capture.piece import Piece
 from hydra_engine.capture.shadow import Caches, Shadow, is_opaque, state_of
@@ -33,7 +32,6 @@ from hydra_engine.capture.tape import (
     Call,
     Constant,
     Held,
-    Site,
     Tape,
     Unknown,
     Value,
@@ -126,8 +124,6 @@ class _Node:
     children: dict[Hashable, _Node] = field(default_factory=dict)
 
 
-# Past 300 lines: finding a program, recording it and cutting it share what is known of the model.
-# More than 15 attributes: six are what the model was when it was recorded, and eight what was recorded.
 class Programs(Shared):
     """Records a model's forward, once for each form of inputs, and finds the program for a batch. From any thread."""
 
@@ -142,15 +138,10 @@ class Programs(Shared):
         self._sizes = BySize()
         self.by_name: dict[str, Program] = {}
         self.kept_message = ""  # of a module that is one layer, and most of the model
-        self._cuts: list[Site] | None = None
-        self._sites: set[Site] | None = None  # at which the other mode may be cut as well, if it is known
         self._usual: list[Any] = []  # answers for the first batch: also where values are not to be had
-        self._weights = _weights(model)
         self._dtypes = {name: each.dtype for name, each in model.named_parameters(remove_duplicate=False)}
         self._state = _state(model)
-        self.is_settled = False  # its layers are made, and hold what they hold
-        self.holdings: list[set[str]] = []  # by layer, names of the parameters, buffers and modules that it needs
-        self.layer_names: list[str] = []  # as `names_of_layers` has them
+        self.cuts = Cuts()
 
     def of(self, model: nn.Module) -> Programs:
         """Return these programs for a copy of the model."""
@@ -194,7 +185,7 @@ class Programs(Shared):
             try:
                 return self._made(form, batch), batch.tensors
             except Uncut as error:
-                if self.is_settled and error.__cause__ is not None:
+                if self.cuts.is_settled and error.__cause__ is not None:
                     raise error.__cause__ from None  # what a plain loop raises, most likely
                 raise
 
@@ -215,7 +206,7 @@ class Programs(Shared):
         tape, numbers, output, *_ = self._record(*self._look(inputs, flags))
         lives = Lives(tape.calls, numbers, [leaf.number for leaf in output if isinstance(leaf, Value)])
         entangled = lives.entangled(tape.calls, tape.values.storage)
-        self._sites = {call.site for p, call in enumerate(tape.calls) if p not in entangled}
+        self.cuts.allowed = {call.site for p, call in enumerate(tape.calls) if p not in entangled}
 
     def _made(self, form: Form, batch: _Batch) -> Program:
         kind, shapes = form.without_sizes()
@@ -299,7 +290,7 @@ class Programs(Shared):
         tape = Tape(shadow, batch.here, frozenset(self._kept), batch.recorded, whole.run)
         check_call(self.model, batch.inputs)
         try:
-            args, kwargs = called_with(pytree.tree_map_only(Tensor, tape.input, batch.inputs))
+            args, kwargs = called_with(pytree.tree_map_only(Tensor, tape.values.input, batch.inputs))
         except ValueError as error:  # a PackedSequence, say, has one of its tensors on the CPU
             raise Uncut(self.model, f"what it is given needs values ({error})") from None
         numbers = list(range(len(tape.values)))
@@ -329,7 +320,7 @@ class Programs(Shared):
             path = path.rpartition(".")[0]
         if not path:
             raise Uncut(self.model, f"{unknown.line} {unknown.why}")
-        if self._cuts is not None and not self._is_held_whole(path):
+        if self.cuts.sites is not None and not self.cuts.are_around(path):
             raise ValueError(
                 f"the model's own forward ({type(self.model).__name__}) cannot be made layers: {unknown.line} "
                 f"{unknown.why}; compute it with tensors alone (torch.where), take it from the batch, or keep {path} "
@@ -337,18 +328,13 @@ class Programs(Shared):
             )
         module = self._named[path]
         is_split = any(next(child.parameters(), None) is not None for child in module.children())
-        if is_split and self._weights[path] > MOST_KEPT * self._weights[""]:
+        if is_split and (own := num_bytes(module)) > MOST_KEPT * (every := num_bytes(self.model)):
             self.kept_message = (
-                f"{path} ({type(module).__name__}), with {self._weights[path] / self._weights['']:.0%} of the model's "
-                f"weights, is one layer: {unknown.line} {unknown.why}; for more layers, put that part into a module of "
-                f"its own, or switch it off"
+                f"{path} ({type(module).__name__}), with {own / every:.0%} of the model's weights, is one layer: "
+                f"{unknown.line} {unknown.why}; for more layers, put that part into a module of its own, or switch it "
+                f"off"
             )
         self._kept.add(path)
-
-    def _is_held_whole(self, path: str) -> bool:
-        """Return True if a layer holds the module, or one around it, and not only what is in it."""
-        names = {".".join(path.split(".")[:k]) for k in range(1, path.count(".") + 2)}
-        return self.is_settled and not all(map(names.isdisjoint, self.holdings))
 
     def _cut(self, recorded: Recorded) -> Program:
         tape, inputs, output, spec, _ = recorded
@@ -363,20 +349,7 @@ class Programs(Shared):
                     "computes; clone it"
                 )
         lives = Lives(calls, inputs, returned)
-        if self._cuts is None:
-            positions = choose_cuts(
-                calls,
-                lives,
-                lambda call: sum(self._weights.get(name, 0) for name in call.held),
-                tape.values,
-                lambda func: isinstance(func, Held) and isinstance(self._named.get(func.name), nn.Embedding),
-                lambda call: self._sites is None or call.site in self._sites,
-            )
-            self._cuts = [calls[p].site for p in positions]
-            self.holdings = [set() for _ in range(len(positions) + 1)]
-            self.layer_names = names_of_layers(calls, positions, self._named)
-        else:
-            positions = self._placed(calls, lives.entangled(calls, tape.values.storage))
+        positions = self.cuts.places(calls, lives, tape.values, self._named)
         pieces = []
         entering = inputs
         crossing = lives.crossing(0, len(calls))
@@ -384,51 +357,10 @@ class Programs(Shared):
             leaving = returned if last == len(calls) else sorted(crossing[last])
             pieces.append(Piece(calls[first:last], entering, leaving, tape.values))
             entering = leaving
-            self.holdings[k].update(map(".".join, pieces[k].held))
+            self.cuts.holdings[k].update(map(".".join, pieces[k].held))
         program = Program(f"p{len(self.by_name)}", pieces, output, spec)
         self.by_name[program.name] = program
         return program
-
-    def _placed(self, calls: Sequence[Call], entangled: set[int]) -> list[int]:
-        """Return the positions of the cuts in another form of the forward: at their sites, or where layers can run it.
-
-        Raises ValueError if a call needs what no layer has at its place in the order.
-        """
-        assert self._cuts is not None
-        places = {call.site: p for p, call in enumerate(calls)}
-        sites = [places.get(site, -1) for site in self._cuts]
-        if not self.is_settled and sorted({0, *sites}) == [0, *sites]:
-            return sites  # its layers are yet to be made
-        lacking = around = ""
-        for wanted in (sites, [-1] * len(sites)):
-            ends = [0]
-            for k, site in enumerate(wanted):
-                most = next((p for p in range(ends[-1], len(calls)) if not self._has(k, calls[p])), len(calls))
-                free = [p for p in range(ends[-1], most + 1) if p not in entangled or p == ends[-1]]
-                ends.append(site if site in free else free[-1])
-            rest = [call for call in calls[ends[-1] :] if not self._has(len(sites), call)]
-            if not rest:
-                return ends[1:]
-            lacking = f"{rest[0].line} uses {', '.join(sorted(rest[0].held)[:3])}"
-            frames = [call.frame.split(".") for call in (rest[0], *calls[ends[-1] - 1 : ends[-1]])]
-            shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*frames, strict=False))
-            around = ".".join(names[0] for names in shared)
-        remedy = (
-            f"keep {around} as one layer: Model(module, whole=[{around!r}])"
-            if around
-            else "put the modules that it chooses between into one module, and keep that as one layer: "
-            "Model(module, whole=[its name]), or all of the model: Model(module, whole=[''])"
-        )
-        raise ValueError(
-            f"the model's own forward runs otherwise for this batch than for the first one, limit: batches for which "
-            f"it uses its weights in the order of its layers: {lacking} where no layer has it; {remedy}; or give "
-            f"example= a batch that runs all of its modules, and the longest of loops"
-        )
-
-    def _has(self, layer: int, call: Call) -> bool:
-        """Return True if a layer has all that a call needs of the model."""
-        held = self.holdings[layer]
-        return all(any(name == each or name.startswith(f"{each}.") for each in held) for name in call.held)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -530,14 +462,6 @@ def _state(model: nn.Module) -> dict[str, str]:
     names = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     held = {f"{name} held": f"{tuple(each.shape)} {each.dtype} {each.requires_grad}" for name, each in names}
     return {where: told for where, told in state.items() if where.rpartition(".")[2] != "training"} | held
-
-
-def _weights(model: nn.Module) -> dict[str, int]:
-    """Return bytes of parameters by the name of a parameter or of a module that holds them."""
-    found = {name: each.nbytes for name, each in model.named_parameters(remove_duplicate=False)}
-    for path, module in model.named_modules(remove_duplicate=False):
-        found[path] = sum(each.nbytes for each in module.parameters())
-    return found
 
 
 def called_with(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

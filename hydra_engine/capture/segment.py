@@ -62,7 +62,7 @@ class Segment(Holder):
 
     def __init__(self, programs: Programs, index: int, last: int, text: str) -> None:
         super().__init__()
-        self.place = _Place(programs, index, last, programs.layer_names[index])
+        self.place = _Place(programs, index, last, programs.cuts.names[index])
         self.text = text  # what runs: of equal layers it is equal
         self.mode: bool | None = None  # as the model's modules are, until train() or eval() of this layer is called
         if index == 0:
@@ -107,13 +107,13 @@ def layers_of(model: nn.Module, inputs: Any, *, evaluates: bool = False, whole: 
         programs.find(inputs, other)
     last = len(program.pieces) - 1
     layers = [Segment(programs, k, last, piece.text) for k, piece in enumerate(program.pieces)]
-    for layer, names in zip(layers, programs.holdings, strict=True):
+    for layer, names in zip(layers, programs.cuts.holdings, strict=True):
         for name in sorted(names, key=lambda each: (each.count("."), each)):  # in every process, for plans on disk
             layer.add(model, name)
-    for k, name in _unused(model, layers, programs.holdings):
+    for k, name in _unused(model, layers, programs.cuts.holdings):
         layers[k].add(model, name)
-        programs.holdings[k].add(name)
-    programs.is_settled = True
+        programs.cuts.holdings[k].add(name)
+    programs.cuts.is_settled = True
     return layers
 
 

@@ -199,6 +199,10 @@ class Values:
         """Return what stands for a tensor; None: it was not seen yet."""
         return self._refs.get(id(tensor))
 
+    def are_held_by(self, module: nn.Module) -> bool:
+        """Return True if a module has the model's parameters and buffers, and no others for now (functional_call)."""
+        return all(isinstance(self.ref(each), Held) for each in (*module.parameters(), *module.buffers()))
+
     def is_parameter(self, tensor: Tensor) -> bool:
         return isinstance(tensor, nn.Parameter) and isinstance(self.ref(tensor), Held)
 
@@ -209,10 +213,13 @@ class Values:
         self.constants.append(tensor)
         return found
 
-    def input(self, tensor: Tensor) -> None:
-        """Add a tensor that stands for an input."""
-        self.add(tensor, None)
-        self._of_inputs.add(_storage(tensor))
+    def input(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on meta that stands for one of the inputs."""
+        with torch._C.DisableTorchFunction():
+            stand_in = _on_meta(tensor)
+        self.add(stand_in, None)
+        self._of_inputs.add(_storage(stand_in))
+        return stand_in
 
     def add(self, tensor: Tensor, maker: tuple[str, str] | None) -> int:
         """Add a tensor that a call has made or written to, and return its number."""
@@ -230,11 +237,13 @@ class Values:
             if among := found | {number} if is_kept else found:
                 self._kept_in[number] = among
 
-    def tell(self, entering: Iterable[Tensor], line: str) -> None:
-        """Note that a line of the model has got to know sizes of tensors, or what follows from them."""
+    def tell(self, found: Any, entering: Iterable[Tensor]) -> None:
+        """Note that Python gets sizes of tensors, or what follows from them: in numbers, or in how many it finds."""
+        if isinstance(found, (Tensor, bool, str, torch.dtype, torch.device, torch.layout, type(None))):
+            return
         for ref in map(self.ref, entering):
             for number in self._kept_in.get(ref.number, ()) if isinstance(ref, Value) else ():
-                self.told.setdefault(number, (self._facts[number].shape, line))
+                self.told.setdefault(number, (self._facts[number].shape, _line()))
 
     def num_bytes(self, number: int) -> int:
         return self._facts[number].num_bytes
@@ -271,7 +280,6 @@ class Values:
         return found[::-1]
 
 
-# Past 300 lines: calls, modules and questions are recorded by the frames, values and answers of one run.
 class Tape(TorchFunctionMode):
     """Records a run of a model's forward."""
 
@@ -303,15 +311,6 @@ class Tape(TorchFunctionMode):
         self._hooks = saved_hooks()
         self._settings: dict[str, Any] = {}
         self.raised: Unknown | None = None  # the first; the forward may have caught it
-
-    # Inputs and outputs
-
-    def input(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on meta that stands for one of the inputs."""
-        with torch._C.DisableTorchFunction():
-            stand_in = _on_meta(tensor)
-        self.values.input(stand_in)
-        return stand_in
 
     def described(self, tensor: Tensor) -> Value | Held | Constant:
         """Return what stands for a tensor in the record."""
@@ -381,7 +380,7 @@ class Tape(TorchFunctionMode):
         if attribute == "grad_fn" and found is not None and tensor.is_meta:
             raise self._unknown("takes the grad_fn of a tensor, whose hooks its recorded calls would not have")
         if not isinstance(found, Tensor) or not tensor.is_meta:
-            self._tell(found, [tensor])
+            self.values.tell(found, [tensor])
             return found
         if attribute == "data":
             return self._noted(Tensor.detach, (tensor,), {}, tensor.detach())
@@ -397,7 +396,7 @@ class Tape(TorchFunctionMode):
         refs = [self.described(each) for each in tensors]
         if any(isinstance(each, torch.Generator) for each in pytree.tree_leaves((args, kwargs))):
             raise self._unknown("draws from a generator of its own")
-        before = {id(each): each._version for each in tensors if not each.is_inference()}
+        before = [(each, each._version) for each in tensors if not each.is_inference()]
         moved, options = _moved((args, kwargs), self.here)
         if func in _CONSTRUCTORS and options.get("device") is None:
             options["device"] = META
@@ -410,24 +409,23 @@ class Tape(TorchFunctionMode):
         for ref, each in zip(refs, _tensors((moved, options)), strict=True):
             if isinstance(ref, Constant) and each._version:  # just made
                 raise self._unknown("writes to a tensor that is no buffer; keep it in one (register_buffer)")
-        writes = {id(each) for each in tensors if not each.is_inference() and each._version != before.get(id(each))}
-        written = [_storage(each) for each in tensors if id(each) in writes]
-        if changed := [self.values.parameters[each] for each in written if each in self.values.parameters]:
+        written = [_storage(each) for each, version in before if each._version != version]
+        if names := [self.values.parameters[each] for each in written if each in self.values.parameters]:
             raise self._unknown(
-                f"changes parameter {changed[0]}, which only the optimizer may; keep what a forward changes in a "
+                f"changes parameter {names[0]}, which only the optimizer may; keep what a forward changes in a "
                 f"buffer (register_buffer, as for the weights of a mean teacher)"
             )
         if not self.values.of_model.isdisjoint(written) or _moves_averages(func, args, kwargs):
             self._check_runs_once()
-        return self._noted(func, args, kwargs, found, writes)
+        return self._noted(func, args, kwargs, found, written)
 
     def _noted(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any, writes: Collection[int] = ()
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any, written: Collection[int] = ()
     ) -> Any:
-        made = _tensors(found)
+        made, entering = _tensors(found), _tensors((args, kwargs))
         if not isinstance(func, Held):
-            self._tell(found, _tensors((args, kwargs)))
-        if not made and not writes:
+            self.values.tell(found, entering)
+        if not made and not written:
             return found
         if (now := settings(self.here)) != self._settings:
             changed = next(name for name, value in now.items() if value != self._settings[name])
@@ -435,8 +433,6 @@ class Tape(TorchFunctionMode):
         inner = saved_hooks()
         if any(getattr(pack, "__module__", "") != _CHECKPOINT for pack, _ in inner[: len(inner) - len(self._hooks)]):
             raise self._unknown("runs under saved_tensors_hooks, which its recorded calls would not")
-        entering = _tensors((args, kwargs))
-        written = frozenset(_storage(each) for each in entering if id(each) in writes)
         described_args, described_kwargs = replaced((args, kwargs), self._describe)
         refs = [self.described(each) for each in entering]
         for each in made:
@@ -456,7 +452,7 @@ class Tape(TorchFunctionMode):
                 result=replaced(found, self._describe),
                 reads=reads,
                 makes=tuple(numbers),
-                writes=written,
+                writes=frozenset(written),
                 held=names | ({func.name} if isinstance(func, Held) else set()),
                 with_grad=torch.is_grad_enabled(),
                 is_kept=is_kept,
@@ -468,11 +464,6 @@ class Tape(TorchFunctionMode):
         )
         return found
 
-    def _tell(self, found: Any, entering: Iterable[Tensor]) -> None:
-        """Note that Python gets sizes: in numbers, or in how many tensors there are."""
-        if not isinstance(found, (Tensor, bool, str, torch.dtype, torch.device, torch.layout, type(None))):
-            self.values.tell(entering, _line())
-
     # Modules
 
     def module(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -482,7 +473,7 @@ class Tape(TorchFunctionMode):
         path = self.modules.get(id(module), "")
         times = self._occurrences[path] = self._occurrences.get(path, 0) + 1
         name = f"{path}#{times}"
-        if path and (path in self._kept or (is_leaf(module) and self._has_own(module))):
+        if path and (path in self._kept or (is_leaf(module) and self.values.are_held_by(module))):
             with torch._C.DisableTorchFunction(), self._noting():
                 return self._whole(module, path, call, args, kwargs, name)
         with self._in_frame(path, name):
@@ -501,11 +492,6 @@ class Tape(TorchFunctionMode):
         finally:
             self._frames.pop()
             self._frames[-1].called(name)
-
-    def _has_own(self, module: nn.Module) -> bool:
-        """Return True if a module has the model's parameters and buffers, and no others for now (functional_call)."""
-        tensors = (*module.parameters(), *module.buffers())
-        return all(isinstance(self.values.ref(each), Held) for each in tensors)
 
     def _whole(
         self, module: nn.Module, path: str, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import ismethod
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_engine.data import ALIGNMENT_BYTES, identical
+from hydra_engine.tasks import Model
 from partitioners.boundary import extent, extent_bytes
 from partitioners.cost import Skip
 from partitioners.precision import DTYPES, compute_norms_in_float32, kept_parameters
@@ -147,8 +147,8 @@ class Labels:
     """How the user knows layers, for messages. Refers to the model weakly: others of its structure may ask on."""
 
     def __init__(self, shown: Callable[[str], str]) -> None:
-        """`shown`: tells it of a layer or a path in one; kept alive by its object, if it is a method."""
-        self._shown = WeakMethod(shown) if ismethod(shown) else lambda: shown
+        """`shown`: a method that tells it of a layer or a path in one; its object has to be kept alive elsewhere."""
+        self._shown = WeakMethod(shown)
         self._known: dict[str, str] = {}  # units ask for those of layers
 
     def __call__(self, path: str) -> str:
@@ -158,7 +158,6 @@ class Labels:
         return self._known[path]
 
 
-# More than 15 attributes: what layers hold is found in one walk through them, and never changes.
 class ModelLayout:
     """The parameters and buffers of a task in layer order; a module loss counts as part of the last layer's shard.
 
@@ -166,43 +165,38 @@ class ModelLayout:
     Where nothing `trains`, all parameters lie with the frozen ones: there are no gradients.
     """
 
-    # More than seven parameters: all but the first three have a default, and are named one by one.
     def __init__(
         self,
-        layers: Sequence[nn.Module],
-        names: Sequence[str],
-        loss: nn.Module | None,
+        model: Model,
+        loss_fn: Callable[..., Any] | None,
         precision: str = "float32",
         *,
         trains: bool = True,
         alignment_bytes: int = ALIGNMENT_BYTES,
-        source: nn.Module | None = None,
-        shown: Callable[[str], str] = str,
         trained: Collection[int] = (),
     ) -> None:
         """`alignment_bytes`: that the place of every parameter is a multiple of, in DRAM and in slabs.
 
-        source: the module in whose order, and by whose names, parameters are known; None: by those of the layers.
-        shown: tells how the user knows a layer or a path in one, for messages. trained: ids of parameters that train
-        at some time, also where they are frozen now.
+        trained: ids of parameters that train at some time, also where they are frozen now.
         """
         self._alignment_bytes = alignment_bytes
-        self.shown = Labels(shown)
-        named = nn.Module() if source is None else source
+        self.shown = Labels(model.shown)
+        named = model.source if model.has_names_of_source else nn.Module()
         self._source_names: dict[int, list[str]] = {}  # by id, every one that a state dict has; see `_names`
         both = named.named_parameters, named.named_buffers
         for name, tensor in chain(*(each(remove_duplicate=False) for each in both)):
             self._source_names.setdefault(id(tensor), []).append(name)
-        self.layers = [*layers, *([loss] if loss is not None else [])]
-        self.names = [*names, *(["loss_fn"] if loss is not None else [])]
-        self.num_layers = len(layers)
+        loss = {"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {}
+        self.layers: list[nn.Module] = [*model, *loss.values()]
+        self.names = [*model._modules, *loss]
+        self.num_layers = len(model)
         self.slots: list[Slot] = []
         self.buffers: list[Tensor] = []
         self.num_bytes = {True: 0, False: 0}  # of the parameters, by trainable
         self.link_bytes = {True: 0, False: 0}  # of what devices are sent
         self.narrow = None if precision == "float32" else DTYPES[precision]
-        kept = set().union(*map(kept_parameters, layers)) if self.narrow else set()
-        kept |= {id(parameter) for parameter in loss.parameters()} if loss is not None else set()
+        kept = set().union(*map(kept_parameters, model)) if self.narrow else set()
+        kept |= {id(parameter) for each in loss.values() for parameter in each.parameters()}
         self.parameters: list[list[Binding]] = []  # by layer
         self.buffer_bindings: list[list[Binding]] = []
         self._ends: list[dict[bool, int]] = []  # by layer: where its parameters end in each link buffer

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hydra_engine.data import (
     ALIGNMENT_BYTES,
@@ -155,19 +155,12 @@ def layout_of(task: ModelTask, alignment_bytes: int = ALIGNMENT_BYTES, trained: 
 
     trained: ids of parameters that train at some time, also while a callback has frozen them.
     """
-    names, layers = zip(*task.model._modules.items(), strict=True)
-    loss = task.loss_fn if isinstance(task.loss_fn, nn.Module) else None
-    trains = task.purpose is Purpose.TRAIN
-    source = task.model.source if task.model.has_names_of_source else None
     return ModelLayout(
-        layers,
-        names,
-        loss,
+        task.model,
+        task.loss_fn,
         task.precision,
-        trains=trains,
+        trains=task.purpose is Purpose.TRAIN,
         alignment_bytes=alignment_bytes,
-        source=source,
-        shown=task.model.shown,
         trained=trained,
     )
 

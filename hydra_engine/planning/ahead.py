@@ -386,13 +386,7 @@ def plan_ahead(
     entering = [costs[shard.first].input_bytes for shard in shards]
     # Nothing runs backward below the batch itself.
     boundary_bytes = num_micro_batches * (sum(entering) + sum(entering[1:]) + costs[-1].target_bytes)
-    layout = ModelLayout(
-        [*model],
-        [*model._modules],
-        loss_fn if isinstance(loss_fn, nn.Module) else None,
-        machine.precision,
-        source=model.source if model.has_names_of_source else None,
-    )
+    layout = ModelLayout(model, loss_fn, machine.precision)
     return AheadPlan(
         machine=machine,
         costs=costs,

@@ -40,7 +40,6 @@ class OneLayer(nn.Module):
         return found if self.is_plain else carried(found)
 
 
-# Past 300 lines: names, modes, state dicts and copies are each told from those of the module that it was made of.
 class Model(nn.Sequential, NamesLayers):
     """An `nn.Sequential` that shares the layers of `x`.
 
@@ -76,8 +75,8 @@ class Model(nn.Sequential, NamesLayers):
         super().__init__()
         x = uncompiled(x)
         source = x if isinstance(x, nn.Module) else None
-        self._set(source=source, is_converted=False, is_by_hand=False, is_pending=False, whole=tuple(whole))
-        self._set(one_layer_because="")
+        self._set(source=source, whole=tuple(whole), one_layer_because="")
+        self._set(is_converted=False, is_by_hand=False, is_pending=False)
         if isinstance(x, Model) and x.has_names_of_source:
             if self.whole and self.whole != x.whole:
                 raise ValueError(
@@ -85,52 +84,19 @@ class Model(nn.Sequential, NamesLayers):
                 )
             x.check_hooks()
             self._modules.update(x._modules)
-            for name in ("source", "is_converted", "is_by_hand", "is_pending", "one_layer_because", "whole"):
-                self._set(**{name: getattr(x, name)})
+            names = ("source", "is_converted", "is_by_hand", "is_pending", "one_layer_because", "whole")
+            self._set(**{name: getattr(x, name) for name in names})
             return
         self.check_hooks()
         self._check_whole()
-        if isinstance(x, nn.Module) and _has_own_forward(x):
-            if "" in self.whole:
-                self._set(is_converted=True)  # by the arguments of its own forward
-                self.become_one_layer("")
-                return
-            if example is not None:
-                self.convert(example)
-                return
-            self._set(is_converted=True, is_pending=True)
+        if not isinstance(x, nn.Module) or not _has_own_forward(x):
+            self._modules.update(_layers_in(x))
             return
-        # Not named_children(), which leaves out the second place of a module that runs twice.
-        if isinstance(x, nn.Module):
-            layers = [(name, layer) for name, layer in x._modules.items() if layer is not None]
-        elif not isinstance(x, Iterable) or isinstance(x, (str, Tensor)):
-            kind = f"the class {x.__name__}" if isinstance(x, type) else f"a value of type {type(x).__name__}"
-            raise TypeError(f"model: {kind} is no model; give an nn.Module, or a list of layers in the order they run")
-        elif isinstance(x, Mapping):  # what slicing an nn.Sequential passes
-            layers = list(x.items())
-        else:
-            layers = [(str(k), uncompiled(layer)) for k, layer in enumerate(x)]
-        for name, layer in layers:
-            if not isinstance(layer, nn.Module):
-                raise TypeError(
-                    f"{name} ({type(layer).__name__}) of the model is no nn.Module; put what it does into "
-                    f"the forward of one"
-                )
-            if not _can_be_called(layer):
-                raise TypeError(
-                    f"{name} ({type(layer).__name__}) of the model has no forward and cannot be called; "
-                    f"give Model the list of layers in the order they run"
-                )
-        holder = nn.Module() if source is None else source
-        for kind, named in (("parameter", holder.named_parameters), ("buffer", holder.named_buffers)):
-            for name, _ in named(recurse=False):
-                raise ValueError(
-                    f"{kind} {name!r} belongs to the {type(x).__name__} itself, so no layer would carry it; "
-                    f"move it into one of its children"
-                )
-        if not layers:
-            raise ValueError(f"the model ({type(x).__name__}) has no layers; give it at least one")
-        self._modules.update(layers)
+        self._set(is_converted=True, is_pending=True)
+        if "" in self.whole:
+            self.become_one_layer("")
+        elif example is not None:
+            self.convert(example)
 
     @classmethod
     def by_hand(cls, source: nn.Module, layers: Iterable[nn.Module]) -> Model:
@@ -357,6 +323,41 @@ class Model(nn.Sequential, NamesLayers):
         """Return True if the module's own forward, which the layers are made of, names an argument so."""
         forward = None if self.is_by_hand else getattr(self.source, "forward", None)
         return forward is not None and argument in inspect.signature(forward).parameters
+
+
+def _layers_in(x: Any) -> list[tuple[str, nn.Module]]:
+    """Return the layers of what has no forward of its own, by name. Raises TypeError and ValueError as `Model` does."""
+    # Not named_children(), which leaves out the second place of a module that runs twice.
+    if isinstance(x, nn.Module):
+        layers = [(name, layer) for name, layer in x._modules.items() if layer is not None]
+    elif not isinstance(x, Iterable) or isinstance(x, (str, Tensor)):
+        kind = f"the class {x.__name__}" if isinstance(x, type) else f"a value of type {type(x).__name__}"
+        raise TypeError(f"model: {kind} is no model; give an nn.Module, or a list of layers in the order they run")
+    elif isinstance(x, Mapping):  # what slicing an nn.Sequential passes
+        layers = list(x.items())
+    else:
+        layers = [(str(k), layer) for k, layer in enumerate([*map(uncompiled, x)])]
+    for name, layer in layers:
+        if not isinstance(layer, nn.Module):
+            raise TypeError(
+                f"{name} ({type(layer).__name__}) of the model is no nn.Module; put what it does into "
+                f"the forward of one"
+            )
+        if not _can_be_called(layer):
+            raise TypeError(
+                f"{name} ({type(layer).__name__}) of the model has no forward and cannot be called; "
+                f"give Model the list of layers in the order they run"
+            )
+    holder = x if isinstance(x, nn.Module) else nn.Module()
+    for kind, named in (("parameter", holder.named_parameters), ("buffer", holder.named_buffers)):
+        for name, _ in named(recurse=False):
+            raise ValueError(
+                f"{kind} {name!r} belongs to the {type(x).__name__} itself, so no layer would carry it; "
+                f"move it into one of its children"
+            )
+    if not layers:
+        raise ValueError(f"the model ({type(x).__name__}) has no layers; give it at least one")
+    return layers
 
 
 def switch_off_checkpointing(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from hydra_engine import Model
 from hydra_engine.data.memory import copy_of
 from hydra_engine.host.layout import ModelLayout, Structure
 from hydra_engine.host.pool import HostPool
@@ -63,7 +64,7 @@ def random_layers(rng):
 
 
 def layout_of(layers, loss=None):
-    return ModelLayout(layers, [str(k) for k in range(len(layers))], loss)
+    return ModelLayout(Model(layers), loss)
 
 
 def random_boundaries(rng, num_layers):
@@ -107,7 +108,7 @@ class TestLayout:
 
     def test_names_are_the_models(self):
         model, _, _ = zoo.gpt()
-        layout = ModelLayout(list(model), list(model._modules), None)
+        layout = ModelLayout(Model(model), None)
         assert [slot.name for slot in layout.slots] == [name for name, _ in model.named_parameters()]
 
     def test_offsets_are_the_drawing(self):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
-from hydra_engine import ModelTask
+from hydra_engine import Model, ModelTask
 from hydra_engine.host.layout import ModelLayout
 from hydra_engine.host.optimizer import TaskOptimizer
 from hydra_engine.host.pool import HostPool
@@ -154,7 +154,7 @@ class ByShard:
 
     def __init__(self, optimizer, lr, ends, seed=0, **options):
         self.layers = build()
-        self.layout = ModelLayout(self.layers, [str(k) for k in range(len(self.layers))], None)
+        self.layout = ModelLayout(Model(self.layers), None)
         self.pool, self.staging = HostPool(self.layout), StepStaging()
         self.pool.open()
         self.task = ModelTask(self.layers, F.cross_entropy, [], lr, optimizer=optimizer, **options)

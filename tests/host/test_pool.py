@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from hydra_engine import Model
 from hydra_engine.data.signature import Signature
 from hydra_engine.data.streams import capture
 from hydra_engine.host.layout import ModelLayout, SlabPiece
@@ -102,7 +103,7 @@ class TestHostPool:
     )
     def test_gradients_lie_as_autograd_lays_them(self, values):
         # A norm adds up in the order of memory, and fused optimizers choose their kernel by it.
-        layer = nn.Module()
+        layer = nn.Identity()
         layer.weight = nn.Parameter(values)
         (layer.weight * 2).sum().backward()
         expected = layer.weight.grad.stride()
@@ -160,7 +161,7 @@ class TestHostPool:
 
 def kept(layer, precision="float32"):
     """A pool that is closed and keeps its memory, with gradients in it."""
-    pool = HostPool(ModelLayout([layer], ["0"], None, precision))
+    pool = HostPool(ModelLayout(Model([layer]), None, precision))
     pool.open()
     for gradient in pool.gradients.places:
         gradient.fill_(7)

@@ -253,7 +253,7 @@ def draws(seed):
 def test_replicas_of_two_devices_at_once_compute_what_the_module_does(name):
     torch.manual_seed(1)
     module = KINDS[name]()
-    layout = ModelLayout([module], ["0"], None)
+    layout = ModelLayout(Model([module]), None)
     values = [copy_of(tensor.detach()) for _, tensor in layout.registered]
     before = {path: dict(vars(each)) for path, each in module.named_modules()}
     barrier = threading.Barrier(2)
@@ -306,7 +306,7 @@ def test_what_a_replica_changes_is_its_own():
         self.held, self.lists, self.array, self.lock = Holder(), {"a": [kept]}, np.ones(2), taken
 
     module = Hooked(keep)
-    replica, other = (Structure(ModelLayout([module], ["0"], None), torch.device("cpu")).layers[0] for _ in range(2))
+    replica, other = (Structure(ModelLayout(Model([module]), None), torch.device("cpu")).layers[0] for _ in range(2))
     replica.eval()
     replica.held.seen = replica.lists["a"][0][0]
     replica.lists["a"].append(1)

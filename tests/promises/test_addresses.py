@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from hydra_engine import Callback, EmulatedDevice, ModelOrchestrator, ModelTask, Skips, split
+from hydra_engine import Callback, EmulatedDevice, Model, ModelOrchestrator, ModelTask, Skips, split
 from hydra_engine.data.memory import copy_in_dram, copy_of, place_for, residue
 from hydra_engine.host.layout import ModelLayout
 from partitioners import Presharded, profile
@@ -307,14 +307,14 @@ class TestLayout:
         model = build(start=start)
         model[9].weight = model[0].weight  # tied: borrowed by the upper shard
         model[2].weight.requires_grad_(False)
-        layout = ModelLayout(list(model), list(model._modules), None)
+        layout = ModelLayout(Model(model), None)
         for ends in ([10], [3, 10], list(range(1, 11))):
             for shard in layout.shards(ends):
                 assert shard.own_bytes % 64 == shard.slab_bytes % 64 == 0
                 assert {offset % 64 for offset in shard.offsets.values()} <= {0}
 
     def test_places_of_other_devices_are_at_multiples_of_their_own_alignment(self):
-        layout = ModelLayout(list(build()), [str(k) for k in range(10)], None, alignment_bytes=512)
+        layout = ModelLayout(Model(build()), None, alignment_bytes=512)
         assert {slot.offset % 512 for slot in layout.slots} == {0}
 
     @pytest.mark.parametrize("start", RESIDUES)
@@ -322,7 +322,7 @@ class TestLayout:
     def test_partitioners_know_the_bytes(self, start, time_layers):
         model, inputs = nn.Sequential(*(Sees((start + 4 * k) % 64) for k in range(6))), torch.randn(2, SIZE)
         costs = profile(model, inputs, inputs, lambda y, _: y.sum(), time_layers=time_layers)
-        layout = ModelLayout(list(model), list(model._modules), None)
+        layout = ModelLayout(Model(model), None)
         for k, shard in enumerate(layout.shards(list(range(1, 7)))):
             assert slab_bytes(costs, k, k + 1) == shard.slab_bytes + shard.buffer_bytes
 

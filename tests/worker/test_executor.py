@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from hydra_engine import Model
 from hydra_engine.data.memory import copy_of
 from hydra_engine.data.streams import Stream, capture, install, installed
 from hydra_engine.host.layout import ModelLayout, Structure
@@ -28,9 +29,7 @@ class Bench:
     """Runs the units of one step by hand, and keeps what the engine keeps in DRAM: copies, by shard and micro-batch."""
 
     def __init__(self, model, loss_fn, ends, batches, *, locked=False, times=1):
-        self.layout = ModelLayout(
-            list(model), list(model._modules), loss_fn if isinstance(loss_fn, nn.Module) else None
-        )
+        self.layout = ModelLayout(Model(model), loss_fn)
         self.structure = Structure(self.layout, CPU)
         self.executor = Executor(self.structure, loss_fn, self.layout.num_layers)
         self.shards = self.layout.shards(ends)
