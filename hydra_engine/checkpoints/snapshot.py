@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from hydra_engine.checkpoints.tensors import MovingTensor, Tensors
 from hydra_engine.data import TaskPosition
 from hydra_engine.host import BestWeights, Slot, TaskOptimizer, TaskState
 from hydra_engine.system import dram
-from hydra_engine.tasks import BatchChooser, StepChoice, TaskReport
+from hydra_engine.tasks import BatchChooser, Best, StepChoice, TaskReport
 
 # A task's parts.
 WEIGHTS = "weights"
@@ -39,92 +39,111 @@ FREE_SHARE = 0.1
 LOOK_S = 0.01  # between two looks for room, of an update that waits for the disk
 
 
-# More than 15 attributes: whoever owns a part of a task hands it in for the file.
+class LastCommit(NamedTuple):
+    """The task after the last step that was committed."""
+
+    position: TaskPosition
+    buffers: list[Tensor]
+
+
+class _BestStep(NamedTuple):
+    """The best so far, with the weights, by slot, and buffers of its step, if there is one."""
+
+    best: Best
+    weights: dict[int, Tensor]
+    buffers: list[Tensor]
+
+
+class TaskToSave(Protocol):
+    """A `PlannedTask` of planning/planned.py, as far as a snapshot asks it."""
+
+    state: TaskState
+    report: TaskReport
+
+    @property
+    def chooser(self) -> BatchChooser | None: ...
+
+
 class Snapshot:
     """One task at one step. `secure` is for any thread, all else for one thread after the other.
 
     over: None, or how the task ended: "finished", "failed", "stopped", "lost". error: the one that `capture` raised.
-    parts: a checkpoint's tensors of the task, until `done`. count: told what saving costs those who train.
+    parts: a checkpoint's tensors of the task, until `done`. frozen_version: grows as callbacks write to frozen weights.
     """
 
-    # More than seven parameters: its attributes, as above.
     def __init__(
         self,
-        state: TaskState,
+        task: TaskToSave,
         optimizer: TaskOptimizer,
-        report: TaskReport,
-        position: TaskPosition,
-        buffers: list[Tensor],
+        commit: LastCommit,
         count: Callable[..., None],
         *,
         over: str | None = None,
         best: BestWeights | None = None,
-        chooser: BatchChooser | None = None,
         called: Callable[[], dict[str, Any]] | None = None,
-        frozen_version: int = 0,
     ) -> None:
-        """`called`: returns what callbacks keep. frozen_version: grows as they write to frozen weights."""
-        self.name = report.name
+        """`count`: told what saving costs those who train. called: returns what callbacks keep."""
+        report = task.report
         self.steps = report.steps
         self.over = over
         self.loss = report.losses[-1] if report.losses and math.isfinite(report.losses[-1]) else None
         self.error: BaseException | None = None
         self.parts: dict[str, Tensors] = {}
-        self._state, self._optimizer, self._report = state, optimizer, report
-        self._position, self._buffers = position, buffers
+        self.frozen_version = task.state.pool.frozen_version
+        self._task, self._optimizer, self._commit = task, optimizer, commit
         self._num_validations = len(report.validation_steps)
-        self._best = None if best is None else best.best
-        self._best_weights: dict[int, Tensor] = {}
-        self._best_buffers: list[Tensor] = []
-        if best is not None and best.best.step is not None:
-            self._best_weights, self._best_buffers = best.tensors(), list(best.buffers)
-        self._chooser = chooser
+        self._best: _BestStep | None = None
+        if best is not None:
+            weights = {} if best.best.step is None else best.tensors()
+            self._best = _BestStep(best.best, weights, list(best.buffers))
         self._called = called
-        self.frozen_version = frozen_version
         self._captured = threading.Event()
         self._by_slot: dict[int, list[MovingTensor]] = {}
         self._count = count
 
+    @property
+    def name(self) -> str:
+        """The task's name."""
+        return self._task.report.name
+
     def capture(self) -> None:
         """Note all that is to be saved. Nothing of the task may change before this returns."""
-        with self._state.homes.lock:
-            self._capture()
+        with self._task.state.homes.lock:
+            try:
+                self._task.state.homes.save()
+                self.parts[WEIGHTS], frozen, of_loss = self._weights()
+                if frozen:
+                    self.parts[FROZEN] = frozen
+                if self._best is not None and self._best.best.step is not None:
+                    slots = self._task.state.layout.slots
+                    self.parts[BEST] = {slots[k].name: self._moving(k, each) for k, each in self._best.weights.items()}
+                state = flatten(
+                    self._rest({name: slot.parameter.data for name, slot in of_loss.items()}),
+                    f"task {self.name!r}: state",
+                )
+                places = {slot.parameter.data_ptr(): slot.index for slot in of_loss.values()}
+                self.parts[STATE] = {
+                    name: self._moving(places[each.data_ptr()], each) if each.data_ptr() in places else each
+                    for name, each in state.items()
+                }
+                self.parts[OPTIMIZER] = self._updated()
+            except BaseException as error:
+                self.error = error
+                self.done()
+            finally:
+                self._captured.set()
 
     @property
     def is_captured(self) -> bool:
         """True once `secure` need not wait for `capture`."""
         return self._captured.is_set()
 
-    def _capture(self) -> None:
-        try:
-            self._state.homes.save()
-            self.parts[WEIGHTS], frozen, of_loss = self._weights()
-            if frozen:
-                self.parts[FROZEN] = frozen
-            if self._best is not None and self._best.step is not None:
-                slots = self._state.layout.slots
-                self.parts[BEST] = {slots[k].name: self._moving(k, each) for k, each in self._best_weights.items()}
-            state = flatten(
-                self._rest({name: slot.parameter.data for name, slot in of_loss.items()}), f"task {self.name!r}: state"
-            )
-            places = {slot.parameter.data_ptr(): slot.index for slot in of_loss.values()}
-            self.parts[STATE] = {
-                name: self._moving(places[each.data_ptr()], each) if each.data_ptr() in places else each
-                for name, each in state.items()
-            }
-            self.parts[OPTIMIZER] = self._updated()
-        except BaseException as error:
-            self.error = error
-            self.done()
-        finally:
-            self._captured.set()
-
     def secure(self, slots: Iterable[int] | None = None) -> None:
         """Wait until these parameters, their averages and optimizer states may change; None: all that are trained."""
         start_s = time.perf_counter()
         self._captured.wait()
         if slots is None:
-            slots = [slot for slot in self._by_slot if self._state.layout.slots[slot].trainable]
+            slots = [slot for slot in self._by_slot if self._task.state.layout.slots[slot].trainable]
         moving = [each for slot in slots for each in self._by_slot.get(slot, ())]
         copied_bytes = self._copy(moving)
         self._count(copied_bytes=copied_bytes, held_s=time.perf_counter() - start_s)
@@ -145,7 +164,8 @@ class Snapshot:
             each.done()
 
     def _moving(self, slot: int, tensor: Tensor) -> MovingTensor:
-        master, place = self._state.pool.masters.get(slot), self._state.layout.slots[slot].parameter
+        state = self._task.state
+        master, place = state.pool.masters.get(slot), state.layout.slots[slot].parameter
         is_split = master is not None and tensor.data_ptr() == place.data_ptr()
         moving = MovingTensor(tensor, master.load if is_split and master is not None else None)
         self._by_slot.setdefault(slot, []).append(moving)
@@ -153,7 +173,7 @@ class Snapshot:
 
     def _weights(self) -> tuple[dict[str, Tensor | MovingTensor], dict[str, Tensor | MovingTensor], dict[str, Slot]]:
         """Return tensors by name: those of the state dict that are trained, those that are not, and a loss's."""
-        layout = self._state.layout
+        layout = self._task.state.layout
         weights: dict[str, Tensor | MovingTensor] = {}
         frozen: dict[str, Tensor | MovingTensor] = {}
         of_loss: dict[str, Slot] = {}
@@ -162,25 +182,26 @@ class Snapshot:
                 of_loss[name] = slot
             else:  # callbacks write to frozen ones, too
                 (weights if slot.trainable else frozen)[name] = self._moving(slot.index, slot.parameter.data)
-        weights |= {name: self._buffers[number] for name, number in layout.persistent_buffers().items()}
+        weights |= {name: self._commit.buffers[number] for name, number in layout.persistent_buffers().items()}
         return weights, frozen, of_loss
 
     def _rest(self, loss_parameters: dict[str, Tensor]) -> dict[str, Any]:
-        report, num, adaptive = self._report, self._num_validations, None
-        if self._chooser is not None:  # the choices so far, and what the next ones follow from
+        report, state, chooser = self._task.report, self._task.state, self._task.chooser
+        num, adaptive = self._num_validations, None
+        if chooser is not None:  # the choices so far, and what the next ones follow from
             choices = StepChoice.to_columns(report.adaptive[: self.steps])
-            adaptive = {"choices": choices, "measured": self._chooser.state_dict()}
+            adaptive = {"choices": choices, "measured": chooser.state_dict()}
         return {
             "steps": self.steps,
             "over": self.over,
             "error": report.error if self.over is not None else None,
             "stop_reason": report.stop_reason if self.over is not None else None,
             "seed": report.seed,
-            "accumulation_steps": self._state.cut.num_micro_batches,
-            "max_devices": self._state.max_devices,
-            "position": self._position.to_state(),
+            "accumulation_steps": state.cut.num_micro_batches,
+            "max_devices": state.max_devices,
+            "position": self._commit.position.to_state(),
             "schedule": self._optimizer.schedule(),
-            "buffers": self._buffers,  # by number; also those that no state dict has, and the loss's
+            "buffers": self._commit.buffers,  # by number; also those that no state dict has, and the loss's
             "loss_parameters": loss_parameters,
             "losses": losses_to_state(report.losses[: self.steps]),
             "validation_losses": losses_to_state(report.validation_losses[:num]),
@@ -190,7 +211,7 @@ class Snapshot:
             },
             "loss_scales": losses_to_state(report.loss_scales[: self.steps]),
             "skipped_steps": [step for step in list(report.skipped_steps) if step < self.steps],
-            "best": None if self._best is None else {**vars(self._best), "buffers": self._best_buffers},
+            "best": None if self._best is None else {**vars(self._best.best), "buffers": self._best.buffers},
             "stopped_early": report.stopped_early and self.over is not None,
             "adaptive": adaptive,
             "called": None if self._called is None else self._called(),

@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -107,7 +106,8 @@ def write_tensors(disk: Disk, path: Path, tensors: Tensors) -> int:
     moving = {name: each for name, each in tensors.items() if isinstance(each, MovingTensor)}
     fixed = {name: _in_rows(each) for name, each in tensors.items() if not isinstance(each, MovingTensor)}
     for name in tensors:
-        _check_name(name)
+        if name == METADATA or name != plain_text(name):
+            raise ValueError(f"{name!r} is no name of a tensor in safetensors files; rename it")
     while True:
         values = {**fixed, **{name: each.now() for name, each in moving.items()}}
         disk.write(path, partial(_serialize, values))
@@ -119,12 +119,6 @@ def write_tensors(disk: Disk, path: Path, tensors: Tensors) -> int:
     for each in moving.values():
         each.done()
     return checksum(path)
-
-
-def _check_name(name: str) -> None:
-    """Raise ValueError if the format does not take a tensor's name."""
-    if name == METADATA or name != plain_text(name):
-        raise ValueError(f"{name!r} is no name of a tensor in safetensors files; rename it")
 
 
 def plain_text(text: str) -> str:
@@ -165,23 +159,6 @@ def _kinds_in(path: Path) -> Kinds:
     return kinds | {name: (getattr(torch, dtype), kinds[name][1][:-1]) for name, dtype in lacking.items()}
 
 
-class _Reading:
-    """Reads a file from its beginning. The library would map it, and an error of the disk would end the process."""
-
-    def __init__(self, file: BufferedReader) -> None:
-        self._file = file
-        size = file.read(8)
-        self.crc32 = zlib.crc32(size + file.read(int.from_bytes(size, "little")))  # of all that was read
-
-    def into(self, tensor: Tensor) -> Tensor:
-        """Fill a tensor with the values that are next, and return it."""
-        place = tensor if _is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        if self._file.readinto(_bytes_of(place)) < place.nbytes:
-            raise EOFError
-        self.crc32 = zlib.crc32(_bytes_of(place), self.crc32)
-        return tensor if place is tensor else tensor.copy_(place)
-
-
 def read_tensors(
     paths: Sequence[Path], into: Mapping[str, Tensor] | None = None
 ) -> tuple[dict[str, Tensor], list[int]]:
@@ -189,15 +166,29 @@ def read_tensors(
     files = [_kinds_in(path) for path in paths]
     if into is not None:
         _check_same({name: kind for kinds in files for name, kind in kinds.items()}, _kinds(into))
-    found, checksums = {}, []
+    checksums: list[int] = []
+    return dict(_values(paths, files, checksums, into)), checksums
+
+
+def _values(
+    paths: Sequence[Path], files: Sequence[Kinds], checksums: list[int], into: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of files one by one, and add the checksum of each file that was read to its end.
+
+    The library would map a file, and an error of the disk would end the process.
+    """
     for path, kinds in zip(paths, files, strict=True):
         with path.open("rb") as file:
-            reading = _Reading(file)
+            size = file.read(8)
+            crc32 = zlib.crc32(size + file.read(int.from_bytes(size, "little")))
             for name, (dtype, shape) in kinds.items():
-                target = torch.empty(shape, dtype=dtype, device="cpu") if into is None else into[name].detach()
-                found[name] = reading.into(target)
-        checksums.append(reading.crc32)
-    return found, checksums
+                tensor = torch.empty(shape, dtype=dtype, device="cpu") if into is None else into[name].detach()
+                place = tensor if _is_plain(tensor) else torch.empty(shape, dtype=dtype, device="cpu")
+                if file.readinto(_bytes_of(place)) < place.nbytes:
+                    raise EOFError
+                crc32 = zlib.crc32(_bytes_of(place), crc32)
+                yield name, tensor if place is tensor else tensor.copy_(place)
+        checksums.append(crc32)
 
 
 def are_written(paths: Sequence[Path], tensors: Mapping[str, Tensor]) -> bool:
@@ -205,14 +196,8 @@ def are_written(paths: Sequence[Path], tensors: Mapping[str, Tensor]) -> bool:
     files = [_kinds_in(path) for path in paths]
     if {name: kind for kinds in files for name, kind in kinds.items()} != _kinds(tensors):
         return False
-    for path, kinds in zip(paths, files, strict=True):
-        with path.open("rb") as file:
-            reading = _Reading(file)
-            for name, (dtype, shape) in kinds.items():
-                found = reading.into(torch.empty(shape, dtype=dtype, device="cpu"))
-                if not np.array_equal(_bytes_of(found), _bytes_of(_in_rows(tensors[name]))):
-                    return False
-    return True
+    values = _values(paths, files, [])
+    return all(np.array_equal(_bytes_of(each), _bytes_of(_in_rows(tensors[name]))) for name, each in values)
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> Kinds:

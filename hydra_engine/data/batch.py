@@ -33,7 +33,6 @@ class Item(NamedTuple):
     choice: StepChoice | None = None  # of an adaptive task, which says the number of micro-batches
 
 
-# More than 15 attributes: they are what one read gives, and nobody changes them.
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """One batch, ready to be begun."""

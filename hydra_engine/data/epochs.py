@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -122,7 +123,22 @@ class Lead:
         return self._chooser.sized(self._chooser.choose(self.choice, *self.devices), self._loader.last_size)
 
 
-# More than 15 attributes: five say where the task stands, which each item may move together.
+class _Epoch(NamedTuple):
+    """The beginning of an epoch, as far as positions in it depend on it."""
+
+    start: EpochStart
+    held: list[Any]  # iterators of the loader's, as the epoch began
+    unread: dict[str, Any]  # numbers of the loader's, before the first batch of all
+
+
+@dataclass
+class _Evaluations:
+    """Evaluations up to now."""
+
+    num_ended: int = 0
+    num_batches: int = 0  # theirs, and of the one in progress
+
+
 class Epochs:
     """Reads a task's loaders item by item, with the task's random stream.
 
@@ -145,8 +161,6 @@ class Epochs:
         self._task = task
         loader = task.dataloader
         self.lead = Lead(loader, chooser) if chooser is not None and isinstance(loader, GuidedLoader) else None
-        if self.lead is not None and start is not None:
-            self.lead.choice = start.choice
         self._name = name
         self.keeps_positions = keeps
         self._training = _Loader(task.dataloader, task, name, calls)
@@ -154,14 +168,19 @@ class Epochs:
         self.stream = stream
         self.messages: list[str] = []
         self._begun_epoch = -1  # the last that was told to begin
-        self._num_evaluations = 0 if start is None else start.num_evaluations  # that ended
-        self._num_evaluated = 0 if start is None else start.num_evaluated  # their batches, and of the one in progress
         self._last = start  # the last position, where they are kept
         self._first = start  # the one before all, once its loader was read
-        self._held: list[Any] = []  # iterators of the loader's, as the epoch began
-        self._unread: dict[str, Any] | None = None  # numbers of the loader's, before the first batch
         self._asked_at = stream.state  # the stream, when the last item was asked for
         self._goal: _Goal | None = None  # to go back to before the next item
+        self._begin(start)
+
+    def _begin(self, start: TaskPosition | None) -> None:
+        """Give items from a position on; None: from the beginning."""
+        self._evaluations = _Evaluations()
+        if start is not None:
+            self._evaluations = _Evaluations(start.num_evaluations, start.num_evaluated)
+            if self.lead is not None:
+                self.lead.choice = start.choice
         self._items = self._sequence(start)
 
     @property
@@ -205,44 +224,40 @@ class Epochs:
         """
         if self._goal is None:
             assert self._last is not None, "positions are not kept"
-            self._goal = _Goal(self._last, self._num_evaluated - self._last.num_evaluated, self._asked_at)
+            num_given = self._evaluations.num_batches - self._last.num_evaluated
+            self._goal = _Goal(self._last, num_given, self._asked_at)
 
     def go_to(self, main: RandomState | None) -> None:
         """Set the stream to where the layers have left it, if they draw, and go back where that was asked for."""
         if self._goal is not None:
-            self._go_back(self._goal)
+            last, num_given, random = self._goal
+            self._items.close()
+            self._begin(last)
+            for _ in range(num_given):
+                next(self._items)
+            if num_given:  # layers may have drawn in between
+                self.stream.state = random
             self._goal = None
             return
         if main is not None:
             self.stream.state = main
         self._asked_at = self.stream.state
-        if self._last is not None and self._last.num_evaluated == self._num_evaluated:  # it was given last
+        if self._last is not None and self._last.num_evaluated == self._evaluations.num_batches:  # it was given last
             self._last = self._last.with_random(self.stream.state)
 
     def close(self) -> None:
         self._items.close()
 
-    def _go_back(self, goal: _Goal) -> None:
-        last, num_given, random = goal
-        self._num_evaluations, self._num_evaluated = last.num_evaluations, last.num_evaluated
-        if self.lead is not None:
-            self.lead.choice = last.choice
-        self._items.close()
-        self._items = self._sequence(last)
-        for _ in range(num_given):
-            next(self._items)
-        if num_given:  # layers may have drawn in between
-            self.stream.state = random
-
     def _sequence(self, start: TaskPosition | None) -> Generator[Item | EpochAhead | EvaluationOver, None, None]:
         """Epochs and evaluations; a generator, so that it can change threads."""
         interval = self._task.validation_interval
         num_steps, first_epoch = (0, 0) if start is None else (start.num_steps, start.epoch)
+        began: _Epoch | None = None
         for epoch in range(first_epoch, self._task.epochs):
             if epoch > self._begun_epoch:  # not again where a retry goes back
                 self._begun_epoch = epoch
                 yield EpochAhead(self._name, epoch)
-            began, iterator = self._begun(epoch, num_steps) if start is None else self._resumed(start)
+            began, iterator = self._begun(epoch, num_steps, began) if start is None else self._resumed(start)
             num_batches = 0 if start is None else start.loader.num_batches
             is_due = start is not None and isinstance(interval, int) and num_steps % interval == 0
             if start is not None and is_due and not start.is_evaluated:
@@ -252,7 +267,7 @@ class Epochs:
                 num_steps, num_batches = num_steps + 1, num_batches + 1
                 choice = None if self.lead is None else self.lead.given()
                 self._note(began, num_batches, epoch, num_steps)
-                yield Item(inputs, target, num_steps - 1, epoch, True, self._num_evaluations, self._last, choice)
+                yield Item(inputs, target, num_steps - 1, epoch, True, self._evaluations.num_ended, self._last, choice)
                 if isinstance(interval, int) and num_steps % interval == 0:
                     yield from self._evaluation(epoch)
             if num_batches == 0 and num_steps > 0:
@@ -264,27 +279,26 @@ class Epochs:
             if interval == "epoch":
                 yield from self._evaluation(epoch)
 
-    def _begun(self, epoch: int, num_steps: int) -> tuple[EpochStart | None, Iterator[Any]]:
-        """An epoch's iterator, and the states that it was opened with."""
-        began = self._epoch_start(num_steps)
+    def _begun(self, epoch: int, num_steps: int, before: _Epoch | None) -> tuple[_Epoch | None, Iterator[Any]]:
+        """An epoch's iterator, and how it began; `before`: how the last one did."""
+        began = self._epoch_start(num_steps, before)
         self._note(began, 0, epoch, num_steps)
         self._first = self._first or self._last
         with nullcontext() if self.lead is None else self.lead.over(epoch):
             return began, self._training.opened(self.stream)
 
-    def _epoch_start(self, num_steps: int) -> EpochStart | None:
-        """Return the states that an epoch is about to begin with, if positions are kept."""
-        if num_steps == 0 and isinstance(self._task.dataloader, GuidedLoader):
-            self._task.dataloader.begin_anew()  # wherever another task, or a plan, has left it
+    def _epoch_start(self, num_steps: int, before: _Epoch | None = None) -> _Epoch | None:
+        """Return how an epoch is about to begin, if positions are kept."""
+        loader = self._training.loader
+        if num_steps == 0 and isinstance(loader, GuidedLoader):
+            loader.begin_anew()  # wherever another task, or a plan, has left it
         if not self.keeps_positions:
             return None
-        if self._unread is None:
-            self._unread = numbers_of(self._training.loader)
-        self._held = kept_iterators(self._training.loader) if num_steps else []
-        return epoch_start(self._training.loader, self.stream)
+        unread = numbers_of(loader) if before is None else before.unread
+        return _Epoch(epoch_start(loader, self.stream), kept_iterators(loader) if num_steps else [], unread)
 
-    def _resumed(self, start: TaskPosition) -> tuple[EpochStart, Iterator[Any]]:
-        """The iterator of an epoch in progress, and the states that it was opened with."""
+    def _resumed(self, start: TaskPosition) -> tuple[_Epoch, Iterator[Any]]:
+        """The iterator of an epoch in progress, and how that began."""
         begin = self._training.calls.begin  # a time limit is of each batch that is read on the way
         begin()
         told: list[str] = []
@@ -293,15 +307,15 @@ class Epochs:
             was_open = start.num_evaluations > 0
             message = restore_between(validation, self.stream, start.validation, was_open=was_open)
             told += [] if message is None else [message]
-        self._unread = numbers_of(self._training.loader)
+        unread = numbers_of(self._training.loader)
         with nullcontext() if self.lead is None else self.lead.over(start.epoch):
             iterator, messages = restore(self._training.loader, self.stream, start.loader, begin)
-        self._held = kept_iterators(self._training.loader) if start.loader.keeps_iterator else []
+        held = kept_iterators(self._training.loader) if start.loader.keeps_iterator else []
         self._training.draws.resumed(start.loader.start.random, self.stream.state)
         self.messages += [f"{self._name}: {each}" for each in (*told, *messages)]
-        return start.loader.start, iterator
+        return _Epoch(start.loader.start, held, unread), iterator
 
-    def _note(self, began: EpochStart | None, num_batches: int, epoch: int, num_steps: int) -> None:
+    def _note(self, began: _Epoch | None, num_batches: int, epoch: int, num_steps: int) -> None:
         """Keep where the task stands, if positions are kept."""
         if began is None:
             return
@@ -309,10 +323,10 @@ class Epochs:
         self._last = TaskPosition(
             num_steps=num_steps,
             epoch=epoch,
-            loader=position_of(task.dataloader, self.stream, began, num_batches, self._held, self._unread),
+            loader=position_of(task.dataloader, self.stream, began.start, num_batches, began.held, began.unread),
             validation=() if task.validation is None else states_of(task.validation),
-            num_evaluations=self._num_evaluations,
-            num_evaluated=self._num_evaluated,
+            num_evaluations=self._evaluations.num_ended,
+            num_evaluated=self._evaluations.num_batches,
             is_evaluated=num_batches == 0,
             choice=None if self.lead is None else self.lead.choice,
         )
@@ -321,14 +335,14 @@ class Epochs:
         """Give one evaluation's batches, in an epoch maybe; torch's stream goes on as if nothing had been drawn."""
         if self._task.validation is None:
             return
-        outside = self.stream.state
+        outside, evaluations = self.stream.state, self._evaluations
         for inputs, target in self._validation.pairs(self._validation.opened(self.stream), self.stream):
-            self._num_evaluated += 1
-            yield Item(inputs, target, self._num_evaluated - 1, epoch, False, self._num_evaluations)
-        if self._num_evaluated == 0 and self._task.purpose is Purpose.TRAIN:
+            evaluations.num_batches += 1
+            yield Item(inputs, target, evaluations.num_batches - 1, epoch, False, evaluations.num_ended)
+        if evaluations.num_batches == 0 and self._task.purpose is Purpose.TRAIN:
             raise ValueError(f"{self._name}: {EMPTY_VALIDATION}")
         self.stream.state = self.stream.state._replace(torch=outside.torch, device=outside.device)
-        self._num_evaluations += 1
+        evaluations.num_ended += 1
         reached = epoch + (self._task.validation_interval == "epoch")
         if reached < self._task.epochs:  # else its callbacks are called when the task is over
             yield EvaluationOver(self._name, reached)

@@ -13,19 +13,19 @@ from typing import NamedTuple, TypeVar
 
 from torch.optim import Optimizer
 
+from hydra_engine.checkpoints import LastCommit
 from hydra_engine.devices import DeviceSpec, OpenDevice, Promise, Quotas, host_memory
 from hydra_engine.errors import DeviceLost, LoaderTimeout
 from hydra_engine.host import BestWeights, NormGroups, TaskOptimizer
 from hydra_engine.planning import PlannedTask, has_to_fit, largest_micro_batch
 from hydra_engine.run.ending import TaskEnd
 from hydra_engine.run.host_work import HostWork
-from hydra_engine.run.notifier import Notifier
+from hydra_engine.run.notifier import Notifier, Recipients
 from hydra_engine.run.running_task import (
     Asked,
     Common,
     Figures,
     Job,
-    LastCommit,
     Life,
     Retries,
     RunningTask,
@@ -656,14 +656,11 @@ class Joining:
         if before is not None:
             before.leave(self._common.trace)
         notifier = Notifier(
-            planned.task.callbacks,
-            planned.report,
+            Recipients(planned.task.callbacks, planned.report, planned.calls.draws, planned.reader.stream),
             end,
             self._common.events.put,
             timeout_s=planned.task.timeout_s,
             num_threads=self._common.host.intra_op_threads,
-            draws=planned.calls.draws,
-            stream=planned.reader.stream,
         )
         retries = Retries(planned.task.max_retries, planned.report)
         task = RunningTask(planned, notifier, end, retries, Figures(planned, notifier, self._common.loggers))

@@ -311,7 +311,8 @@ class HostWork:
                     *_of_draws(task),
                     *(_of_updates(task, share) if is_alone else ()),
                 ]
-                task.planned.doubts += [*task.notifier.messages, *(f"{task.name}: {doubt}" for doubt in doubts)]
+                task.planned.doubts += filter(None, [task.planned.calls.draws.message])
+                task.planned.doubts += (f"{task.name}: {doubt}" for doubt in doubts)
                 with self._common.opening:  # its set-up may be at it
                     if task.figures.best is not None and not task.end.is_paused:  # which goes on from its last step
                         task.figures.best.put_back()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hydra_engine.data import GLOBAL_GENERATORS, Stream, UserDraws, capture, copy_of, identical
+from hydra_engine.data import GLOBAL_GENERATORS, Stream, UserDraws, copy_of, identical
 from hydra_engine.errors import CallbackTimeout, PauseTask, StopTask
 from hydra_engine.host import LentWeights, Slot, TaskState, has_hooks
 from hydra_engine.run.ending import TaskEnd
@@ -179,7 +179,22 @@ class _Touched(TorchFunctionMode):
         return self._found
 
 
-# More than 15 attributes: whom it calls, with what, and how far it has come, which one lock guards.
+class Recipients(NamedTuple):
+    """A task's callbacks, and what they are called with."""
+
+    callbacks: Sequence[Callback]
+    report: TaskReport
+    draws: UserDraws
+    stream: Stream  # the task's, which the calls' random draws move
+
+
+class Lending(NamedTuple):
+    """What callbacks have of a task while it trains."""
+
+    model: UsersModel | None = None  # if calls read it
+    after_step: Callable[[], None] = lambda: None  # called once the calls of a step have returned
+
+
 class Notifier:
     """Tells one task's callbacks what happened, until one of them ends the task; the task's end is told all the same.
 
@@ -187,31 +202,22 @@ class Notifier:
     nothing more is told, and what waited for it goes on. What a callback raises goes to `put` as an event.
     """
 
-    # More than seven parameters: it is where a task's callbacks meet all that is theirs, and each is of another owner.
     def __init__(
         self,
-        callbacks: Sequence[Callback],
-        report: TaskReport,
+        recipients: Recipients,
         end: TaskEnd,
         put: Callable[[Event], None],
         *,
         timeout_s: float | None = None,
         num_threads: int = 1,
-        draws: UserDraws | None = None,
-        stream: Stream | None = None,
     ) -> None:
-        """`timeout_s`: of one call of one callback; None: for ever. `num_threads`: intra-op, of the thread.
-
-        stream: the task's, which the calls' random draws move; None: as of a task whose loader and layers draw nothing.
-        """
+        """`timeout_s`: of one call of one callback; None: for ever. `num_threads`: intra-op, of the thread."""
+        callbacks = recipients.callbacks
         self.timeout_s = timeout_s if callbacks else None  # of a call; None also where there is nobody to call
         self.waits = is_called(callbacks, "on_step")  # the next batch is read once its calls have returned
         self.reads_model = any(each.reads_model for each in callbacks)
-        self._callbacks = callbacks
-        self._report = report
+        self._recipients = recipients
         self._end = end
-        self._draws = draws or UserDraws(report.name)
-        self._stream = stream or Stream(capture())
         self._put = put
         self._num_threads = num_threads
         self._lock = threading.Lock()  # of all below
@@ -222,12 +228,11 @@ class Notifier:
         self._thread: threading.Thread | None = None
         self._now: tuple[str, float] | None = None  # what is being called, and since when, by time.monotonic()
         self._is_left = False  # the thread, to itself
-        self.model: UsersModel | None = None  # while the task trains, if calls read it
-        self.after_step: Callable[[], None] = lambda: None  # called once the calls of a step have returned
+        self.lending = Lending()  # while the task trains
 
     def end_lending(self) -> None:
         """The model is its user's for good: nothing refers to the task any more."""
-        self.model, self.after_step = None, lambda: None
+        self.lending = Lending()
 
     def epoch_begin(self, epoch: int) -> None:
         """An epoch's iterator is about to be opened."""
@@ -259,11 +264,6 @@ class Notifier:
             held, self._held = self._held or [], None
             for each in held:
                 self._enter(each)
-
-    @property
-    def messages(self) -> list[str]:
-        """Doubts about what callbacks drew."""
-        return list(filter(None, [self._draws.message]))
 
     @property
     def is_told(self) -> bool:
@@ -306,8 +306,8 @@ class Notifier:
             self._leave()
             failed = None
             if fails:
-                error = CallbackTimeout(self._report.name, self._now[0], self.timeout_s, self.thread_name)
-                failed = Failed(self._report.name, error, "its callback")
+                error = CallbackTimeout(self._recipients.report.name, self._now[0], self.timeout_s, self.thread_name)
+                failed = Failed(self._recipients.report.name, error, "its callback")
                 self._end.fail(failed, commits=False)
             waiting = []
             while not self._queue.empty():
@@ -323,14 +323,14 @@ class Notifier:
     def _leave(self) -> None:
         assert self._thread is not None
         self._is_left = True
-        if self.model is not None:
-            self.model.is_over = True
+        if self.lending.model is not None:
+            self.lending.model.is_over = True
         GLOBAL_GENERATORS.take_from(self._thread.ident)
 
     @property
     def thread_name(self) -> str:
         """Name of the thread that calls."""
-        return f"{self._report.name}-callbacks"
+        return f"{self._recipients.report.name}-callbacks"
 
     def close(self) -> str | None:
         """End the thread; where a callback does not return, its name: the thread is left behind."""
@@ -346,7 +346,7 @@ class Notifier:
 
     def _submit(self, call: _Call) -> None:
         with self._lock:
-            if not self._callbacks or self._is_left:
+            if not self._recipients.callbacks or self._is_left:
                 return
             self._num_untold += 1
             self._enter(call)
@@ -375,15 +375,17 @@ class Notifier:
     def _tell(self, call: _Call) -> None:
         if self._end.is_stopped and not (self._end.is_early or call.always):
             return  # its user, a callback or a failure has ended the task at once: they are told its end alone
+        callbacks, report, draws, stream = self._recipients
+        model = self.lending.model
         try:
-            kinds = " or ".join(type(callback).__name__ for callback in self._callbacks)
-            who = f"{self._report.name}: its callback {kinds}, in {call.hook},"
-            lent = nullcontext() if self.model is None else self.model.lent(who)
-            with self._draws.drawing(self._stream, call.hook, is_call=True, is_last=call.always), lent:
-                for callback in self._callbacks:
+            kinds = " or ".join(type(callback).__name__ for callback in callbacks)
+            who = f"{report.name}: its callback {kinds}, in {call.hook},"
+            lent = nullcontext() if model is None else model.lent(who)
+            with draws.drawing(stream, call.hook, is_call=True, is_last=call.always), lent:
+                for callback in callbacks:
                     if not self._begins(f"{type(callback).__name__}.{call.hook}"):
                         return
-                    getattr(callback, call.hook)(self._report, *call.arguments)
+                    getattr(callback, call.hook)(report, *call.arguments)
             self._note_step(call)
         except BaseException as error:  # SystemExit, too: it is this task's, and not the run's
             if isinstance(error, (StopTask, PauseTask)):  # what the call did before holds
@@ -395,7 +397,7 @@ class Notifier:
 
     def _note_step(self, call: _Call) -> None:
         if call.hook == "on_step" and not self._is_left:
-            self.after_step()
+            self.lending.after_step()
 
     def _begins(self, what: str) -> bool:
         """Note what is called now; False where the thread was left behind."""
@@ -405,7 +407,7 @@ class Notifier:
 
     def _stop(self, error: BaseException) -> None:
         """What a callback raises ends the task, unless it came too late for that."""
-        name = self._report.name
+        name = self._recipients.report.name
         event: TaskStopped | Failed
         with self._lock:
             if self._is_left:

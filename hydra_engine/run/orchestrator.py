@@ -37,7 +37,7 @@ from hydra_engine.planning import DramLimit, PlannedTask, check_nothing_shared, 
 from hydra_engine.progress import Observer, RunLoggers, usual_observer
 from hydra_engine.run.loop import EngineRun, RunServices
 from hydra_engine.run.signals import Signals
-from hydra_engine.run.task_list import Site, Station, TaskList, one_line
+from hydra_engine.run.task_list import Site, Station, TaskList, one_line, task_of
 from hydra_engine.run.workers import RunOver
 from hydra_engine.schedule import Policy, resolve_policy
 from hydra_engine.system import dram as host_dram
@@ -118,10 +118,10 @@ class _Settings(NamedTuple):
     homes: str
     limit: DramLimit
     store: CheckpointStore
+    loggers: list[Logger]  # but for those that a run had to leave behind
 
 
 # Past 300 lines: half of them say what its methods promise.
-# More than 15 attributes: its user sets half of them, one by one.
 class ModelOrchestrator(Opaque):
     """Trains several tasks together on the devices of this machine, and evaluates models there.
 
@@ -185,8 +185,8 @@ class ModelOrchestrator(Opaque):
     ) -> None:
         if homes not in ("auto", "host"):
             raise ValueError(f"homes: {homes!r}, known: 'auto', 'host'")
-        self._loggers = checked_loggers(loggers)
         self._settings = settings = _Settings(
+            loggers=checked_loggers(loggers),
             homes=homes,
             limit=DramLimit(None if dram is None else parse_bytes(dram, "dram")),
             store=CheckpointStore(checkpoint_dir, checkpoint_every, keep),
@@ -505,7 +505,7 @@ class ModelOrchestrator(Opaque):
         Raises what a layer, the loss, a metric or the loader raised; ValueError for an empty loader, ShardDoesNotFit.
         """
         with self._at_work("evaluate") as site, Signals() as signals, torch.inference_mode(False):
-            known, name = self._tasks.found(task, "evaluate")
+            known, name = task_of(self._tasks, task, "evaluate")
             apart = EvaluationTask.of(known, loader, metrics)
             planned = site.plan_apart(self._tasks.apart(apart, name, "evaluate"))
             with self._run([planned], site, signals) as run:
@@ -548,7 +548,7 @@ class ModelOrchestrator(Opaque):
         ShardDoesNotFit where a batch is too large for a layer alone.
         """
         with self._at_work("predict") as site, Signals(), torch.inference_mode(False):
-            known = self._tasks.found(model, "predict")[0] if isinstance(model, (ModelTask, str)) else model
+            known = task_of(self._tasks, model, "predict")[0] if isinstance(model, (ModelTask, str)) else model
             task = EvaluationTask.predicting(
                 known, loader, unpack=unpack, partitioner=partitioner, precision=precision, seed=seed
             )
@@ -622,7 +622,7 @@ class ModelOrchestrator(Opaque):
         self, planned: Sequence[PlannedTask], site: Site, signals: Signals, *, trains: bool = False
     ) -> Iterator[EngineRun]:
         """A run of these tasks, which signals do not cut off; then the number of intra-op threads is the caller's."""
-        services = RunServices(RunLoggers(self._loggers if trains else ()))
+        services = RunServices(RunLoggers(self._settings.loggers if trains else ()))
         if trains:
             services = services._replace(
                 quotas=self._quotas,
@@ -638,7 +638,8 @@ class ModelOrchestrator(Opaque):
             finally:
                 services.loggers.close()  # where the run was never begun
                 left = {id(each) for each in services.loggers.left_behind}
-                self._loggers = [each for each in self._loggers if id(each) not in left]
+                kept = self._settings.loggers
+                kept[:] = [each for each in kept if id(each) not in left]
                 torch.set_num_threads(site.host.intra_op_threads)
 
     def _train(self, site: Site, signals: Signals, resume: bool) -> Report:

@@ -12,16 +12,15 @@ from enum import Enum, auto
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
-from hydra_engine.checkpoints import Snapshot
-from hydra_engine.data import Batch, RandomState, TaskPosition, copied
+from hydra_engine.checkpoints import LastCommit, Snapshot
+from hydra_engine.data import Batch, RandomState, copied
 from hydra_engine.errors import DeviceFailed, DeviceLost, LoaderTimeout, PauseTask, StopTask
 from hydra_engine.host import BestWeights, StepParts, StepRecord, TaskOptimizer, TaskState
 from hydra_engine.planning import PlannedTask
 from hydra_engine.progress import Doing, RunLoggers, TaskProgress
 from hydra_engine.run.ending import TaskEnd, readable
-from hydra_engine.run.notifier import Notifier, UsersModel
+from hydra_engine.run.notifier import Lending, Notifier, UsersModel
 from hydra_engine.run.signals import Deadlines, Inbox
 from hydra_engine.schedule import (
     EVALUATE,
@@ -142,13 +141,6 @@ class StepInProgress:
     again: Again | None = None
 
 
-class LastCommit(NamedTuple):
-    """The task after the last step that was committed."""
-
-    position: TaskPosition
-    buffers: list[Tensor]
-
-
 class Figures:
     """Figures of steps and of evaluated batches, outputs of predicted ones, and the epochs that are over."""
 
@@ -206,10 +198,7 @@ class Figures:
         self._lap_s()  # no time of the next step
         if self._planned.task.purpose is Purpose.PREDICT:
             self._commit_prediction()
-        else:
-            self._commit_evaluation(batch)
-
-    def _commit_evaluation(self, batch: Batch) -> None:
+            return
         staging = self._planned.state.staging
         if self._means is None:
             self._means = EvaluationMeans(sums_losses=self._planned.task.loss_reduction == "sum")
@@ -413,15 +402,15 @@ class RunningTask:
 
     def lend(self, refresh: Callable[[TaskState], None]) -> None:
         """Let callbacks have the model, and note where they leave the task; `refresh`: as of UsersModel."""
-        if self.notifier.reads_model:
-            self.notifier.model = UsersModel(self.state, self.secure, refresh)
-        self.notifier.after_step = self._note_called
+        model = UsersModel(self.state, self.secure, refresh) if self.notifier.reads_model else None
+        self.notifier.lending = Lending(model, self._note_called)
 
     def called(self) -> dict[str, Any]:
         """Return what callbacks keep, and have changed of modules, for a checkpoint. They are not called meanwhile."""
         calls, saved = self.planned.calls, self.planned.saved
         now, before = plain_attributes(*calls.roots), calls.attributes
-        is_changed = self.notifier.model is not None and self.notifier.model.is_changed
+        model = self.notifier.lending.model
+        is_changed = model is not None and model.is_changed
         return {
             "callbacks": [[type(each).__qualname__, copied(each.state_dict())] for each in self.planned.task.callbacks],
             "attributes": [[*key, each] for key, each in now.items() if key not in before or before[key] != each],

@@ -179,19 +179,8 @@ class Saves:
         found, optimizer = task.last_commit, task.optimizer
         if found is None or optimizer is None:
             return None
-        return Snapshot(
-            task.state,
-            optimizer,
-            task.report,
-            found.position,
-            found.buffers,
-            saver.count,
-            over=over,
-            best=task.figures.best,
-            chooser=task.planned.chooser,
-            called=task.called if task.planned.task.callbacks else None,
-            frozen_version=task.state.pool.frozen_version,
-        )
+        called = task.called if task.planned.task.callbacks else None
+        return Snapshot(task.planned, optimizer, found, saver.count, over=over, best=task.figures.best, called=called)
 
 
 def _captured(snapshot: Snapshot, give: Callable[[], None]) -> None:

@@ -59,7 +59,6 @@ class Station(Enum):
     FORGOTTEN = auto()  # it was trained, and its name alone is here
 
 
-# Past 300 lines: each change of the list is checked against all tasks under one lock.
 class TaskList:
     """The tasks by name. `changing` is held while it must not change which there are, and at which stations."""
 
@@ -271,13 +270,6 @@ class TaskList:
                 f"{what}: {name!r} has begun already, limit: a name that no task has yet, or that of one that waits "
                 f"for training; give another"
             )
-
-    def found(self, task: ModelTask | str, what: str) -> tuple[ModelTask, str]:
-        """Return a task that `what` was called with, and its name here or else its own."""
-        if isinstance(task, ModelTask):
-            names = [each.name for each in self.all if each.task is task]
-            return task, names[0] if names else task.name or what
-        return self.named(task, what, "; give one of these names, or a ModelTask").task, task
 
     def apart(self, task: EvaluationTask, name: str, what: str) -> PlannedTask:
         """Check a task that is not one of those to train; it must not read what they have yet to read."""
@@ -534,6 +526,14 @@ def _left(tasks: Sequence[PlannedTask], steps_left: Callable[[str], int | None])
     numbers = known_steps([number for _, number in found])
     costs = [replace(cost, num_steps=n) for (cost, _), n in zip(found, numbers, strict=True) if cost is not None]
     return costs if len(costs) == len(found) else []
+
+
+def task_of(tasks: TaskList, task: ModelTask | str, what: str) -> tuple[ModelTask, str]:
+    """Return a task that `what` was called with, and its name among these or else its own."""
+    if isinstance(task, ModelTask):
+        names = [each.name for each in tasks.all if each.task is task]
+        return task, names[0] if names else task.name or what
+    return tasks.named(task, what, "; give one of these names, or a ModelTask").task, task
 
 
 def one_line(value: object) -> str:

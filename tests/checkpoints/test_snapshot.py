@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from hydra_engine.checkpoints.snapshot import Snapshot
+from hydra_engine.checkpoints.snapshot import LastCommit, Snapshot
 from hydra_engine.host.home import TaskHomes
 from hydra_engine.tasks.report import TaskReport
 
@@ -13,12 +13,17 @@ from hydra_engine.tasks.report import TaskReport
 def snapshot_of(**optimizer):
     """Of a task without weights, whose optimizer gives these."""
     layout = SimpleNamespace(named_slots=list, persistent_buffers=dict, trainable_slots=list)
+    state = SimpleNamespace(
+        layout=layout,
+        cut=SimpleNamespace(num_micro_batches=1),
+        max_devices=None,
+        homes=TaskHomes(),
+        pool=SimpleNamespace(frozen_version=0),
+    )
     return Snapshot(
-        SimpleNamespace(layout=layout, cut=SimpleNamespace(num_micro_batches=1), max_devices=None, homes=TaskHomes()),
+        SimpleNamespace(state=state, report=TaskReport(name="task", seed=0), chooser=None),
         SimpleNamespace(schedule=dict, **optimizer),
-        TaskReport(name="task", seed=0),
-        SimpleNamespace(to_state=dict),
-        [],
+        LastCommit(SimpleNamespace(to_state=dict), []),
         lambda **_: None,
     )
 

@@ -7,9 +7,9 @@ from queue import SimpleQueue
 import pytest
 
 from hydra_engine import Callback, CallbackTimeout, StopTask, TaskReport
-from hydra_engine.data.streams import GLOBAL_GENERATORS
+from hydra_engine.data import GLOBAL_GENERATORS, Stream, UserDraws, capture
 from hydra_engine.run.ending import TaskEnd
-from hydra_engine.run.notifier import Notifier
+from hydra_engine.run.notifier import Notifier, Recipients
 from hydra_engine.schedule.events import Failed, TaskStopped
 from tests.refused import names
 from tests.run.test_forget import raises
@@ -51,7 +51,9 @@ def notifier_of():
 
     def make(*callbacks, **options):
         events = SimpleQueue()
-        made.append(Notifier(callbacks, TaskReport(name="late", seed=0), TaskEnd(), events.put, **options))
+        report, stream = TaskReport(name="late", seed=0), Stream(capture())
+        recipients = Recipients(callbacks, report, UserDraws("late"), stream)
+        made.append(Notifier(recipients, TaskEnd(), events.put, **options))
         return made[-1], events
 
     yield make
