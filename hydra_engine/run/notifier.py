@@ -392,6 +392,7 @@ class Notifier:
                 self._note_step(call)
             self._stop(error)
         finally:
+            model = None  # the report keeps what a callback raises, and with it this frame
             with self._lock:
                 self._now = None
 

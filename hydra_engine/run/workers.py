@@ -115,6 +115,7 @@ class Workers:
         def give_way(homes: Sequence[tuple[str, int]]) -> None:
             common.later(partial(moves.give_way, homes))
 
+        # No method of the run's, which would then be freed, with every arena, only by the garbage collector.
         return Worker(index, device, common.trace, common.events.leave, common.events.help, give_way)
 
     # -- devices come and go

@@ -1,6 +1,7 @@
 """Callbacks see each committed step, in order, and may stop their task."""
 
 import _thread
+import gc
 import os
 import signal
 import threading
@@ -16,7 +17,7 @@ from hydra_engine.checkpoints.directory import CheckpointDirectory
 from tests import exact, reference
 from tests.covering import covering
 from tests.refused import names, refused
-from tests.run.test_forget import EPOCHS, STEPS, At, batches, model_of, raises
+from tests.run.test_forget import EPOCHS, STEPS, At, Held, batches, model_of, raises
 from tests.run.test_forget import task as plain_task
 from tests.run.test_notifier import join_threads
 
@@ -47,6 +48,16 @@ class Log(Callback):
         self.threads.add(threading.current_thread().name)
         if call == self._at:
             raise self._action
+
+
+def test_a_report_with_what_a_callback_raised_keeps_no_model():
+    failing, other = Held(), Held()
+    orchestra = orchestra_of(failing.made("a", Log(("step", 0), ValueError("stopped"))), other.made("b"))
+    report = orchestra.train_models()
+    del orchestra
+    gc.collect()
+    assert {name: each.status for name, each in report.tasks.items()} == {"a": "failed", "b": "finished"}
+    assert (failing.alive, other.alive) == (set(), set())
 
 
 def task(name, *callbacks, **options):
