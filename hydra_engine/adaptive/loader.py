@@ -10,6 +10,7 @@ here. So workers that read ahead need not know the sizes, and a sample is given 
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,6 +113,9 @@ class AdaptiveDataLoader(GuidedLoader):
         """Epochs that are done, passes that are over, and samples of the pass in progress that were given."""
         return self.epoch, self.num_passes, self._pass.given
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_pass": copy.copy(self._pass)}  # a copy has a place of its own
+
     def __len__(self) -> int:
         """Return the batches of a pass at the initial size. Raises TypeError for data without a length."""
         return len(self.plain)
@@ -164,7 +168,7 @@ class AdaptiveDataLoader(GuidedLoader):
         """Iterate as `guide` says; without one, give a pass in batches of the initial size, or the rest of a pass."""
         if self.guide is not None:
             return self.iterate(self.guide)
-        self._pass.open()
+        self._pass.open(self.opened)
         return self._pinned(self._batches(lambda: self.batch_size, one_pass=True))
 
     def iterate(self, next_size: Callable[[], int | None]) -> Iterator[Any]:
@@ -174,7 +178,7 @@ class AdaptiveDataLoader(GuidedLoader):
         size too. The next batch then begins another pass; an epoch may end within a pass, and the next goes on with it.
         With an iterable data set it is asked once more where a pass turns out to be over.
         """
-        self._pass.open()
+        self._pass.open(self.opened)
         return self._pinned(self._batches(next_size, one_pass=False))
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,7 +239,7 @@ class AdaptiveDataLoader(GuidedLoader):
 
     def _next_samples(self, size: int) -> Any:
         """Return the samples of the next batch of the pass in progress, or _END, which closes the pass."""
-        self._pass.open()
+        self._pass.open(self.opened)
         if self._ends_pass(self._pass.remaining, size):  # a rest that is dropped is not loaded
             return _END
         samples = self._pass.read(size)
@@ -379,8 +383,8 @@ class _Pass:
         if self.indices is not None:
             self.indices.order = order
 
-    def open(self) -> None:
-        """Open the samples of the pass, or those of a new one, which draws."""
+    def open(self, opened: Callable[[DataLoader[Any]], Iterator[Any]]) -> None:
+        """Open the samples of the pass, or those of a new one, which draws; `opened`: makes a loader's iterator."""
         if self.flow is not None:
             return
         order = None if self.indices is None else self.indices.order
@@ -390,7 +394,7 @@ class _Pass:
             # The pass drew its seed when it began; that torch draws one here must not move the user's generators.
             self._chunks.generator = (self._plain.generator or torch.default_generator).clone_state()
         try:
-            chunks = GuidedLoader.opened(self._chunks)
+            chunks = opened(self._chunks)
         finally:
             self._chunks.generator = self._plain.generator
         if self.indices is not None:

@@ -206,10 +206,11 @@ def test_a_sample_that_failed_is_read_again():
     assert list(loader) == span(5, 10)
 
 
-def test_a_copy_goes_on_by_itself():
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_goes_on_by_itself(copied):
     loader = adaptive(Numbers(20))
     next(iter(loader))
-    other = copy.deepcopy(loader)
+    other = copied(loader)
     assert list(other) == list(loader) == span(10, 20)
 
 
