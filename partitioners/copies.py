@@ -35,6 +35,7 @@ class Copies:
         self.dtype = DTYPES[precision]
         self._device = device
         self._model = list(model)
+        self._held = {id(each) for root in self._model for each in (*root.parameters(), *root.buffers())}
 
     def layer(self, part: Any) -> Any:
         """A copy of a layer or loss module."""
@@ -58,8 +59,9 @@ class Copies:
                     made = self._tensor(tensor)
                 vars(made).update(vars(tensor))  # what a user has set on it
                 memo[id(tensor)] = made
-        for _, value, _ in reach(("", part), copied_only=True):
-            if isinstance(value, Tensor) and value.layout == torch.strided and id(value) not in memo:
+        for _, value, is_copied in reach(("", part)):
+            is_own = is_copied or id(value) in self._held  # a hook may close over what another layer has
+            if is_own and isinstance(value, Tensor) and value.layout == torch.strided and id(value) not in memo:
                 memo[id(value)] = self._tensor(value)
         (copied,) = Replicas([part], memo, is_deep=self.is_deep).roots
         if narrow:

@@ -303,6 +303,21 @@ def test_everything_is_as_it_was_after_an_error():
     assert_same(before, everything(model))
 
 
+@pytest.mark.parametrize("name", ["weight", "running_mean"])
+def test_a_hook_writes_to_a_copy_of_what_another_layer_has(name):
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4)]
+    held = getattr(layers[1], name)
+    before = held.detach().clone()
+
+    def hook(*_):
+        with torch.no_grad():
+            held.add_(1)
+
+    layers[0].register_forward_hook(hook)
+    profile(layers, torch.ones(2, 4), torch.ones(2, 4), F.mse_loss)
+    assert torch.equal(held, before)
+
+
 def test_parameters_are_copies():
     seen = []
     layer = nn.Linear(4, 4)
