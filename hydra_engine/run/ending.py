@@ -89,7 +89,7 @@ class TaskEnd:
         self._add(Ending(EndKind.PAUSED, reason=reason, commits=self._releases_early or not at_once))
 
     def order(self, *, pauses: bool) -> None:
-        """Its user has called `pause_task`, or `stop_task`."""
+        """Pause or stop the task, as its user has asked by `pause_task` or `stop_task`."""
         if pauses:
             self.pause("pause_task() was called", at_once=False)
         else:
