@@ -7,8 +7,7 @@ of one stream for another is needed. The compute lane alone runs ahead: kernels 
 stream, and what it hands to another lane is waited for there (`queued`). All that kernels work on is memory of its
 stream: whoever drops a tensor, autograd say while a backward is being queued, gives it to kernels that come later.
 
-`cuda.md` has the places of all memory, and what is relied on. None of it has been run on a GPU yet: see
-benchmarks/gpu_day/README.md.
+`cuda.md` has the places of all memory, and what is relied on; benchmarks/gpu_day/README.md says what ran on which GPU.
 """
 
 from __future__ import annotations
