@@ -117,7 +117,8 @@ class Losses(Callback):
     """Prints several lines while the display is there."""
 
     def on_epoch(self, report, epoch):
-        print(f"{report.name}: epoch {epoch} is over\n  its loss is {report.losses[-1]:.4f}")
+        # `print` writes an end of its own apart, and what another task's thread prints may come between.
+        print(f"{report.name}: epoch {epoch} is over\n  its loss is {report.losses[-1]:.4f}\n", end="")
 
 
 def task(k: int, num_steps: int, *, prints: bool = False) -> ModelTask:
