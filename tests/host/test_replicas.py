@@ -408,7 +408,7 @@ def gelu(x):
 
 @functools.cache
 def scripted():
-    """TorchScript compiles a function once it has run twice, and rounds otherwise from then on: it has run before."""
+    """`gelu` as TorchScript compiles it after two runs: from then on it rounds differently, in a plain loop, too."""
     with warnings.catch_warnings(action="ignore"):
         function = torch.jit.script(gelu)
     for n in [len(inputs) for inputs, _ in batches()] * 3:
